@@ -116,6 +116,24 @@ fn a_process_that_is_stopped_is_noticed_by_its_silence() {
     assert!(took >= Duration::from_secs(2) && took < Duration::from_secs(12), "{took:?}");
 }
 
+#[test]
+fn a_rank_whose_subgroup_lives_on_in_a_thread_has_ended_all_the_same() {
+    let at = meeting(2, SOON);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| connect(&at).unwrap().all_gather(&[0]).unwrap_err().to_string());
+        let second = connect(&Meeting { rank: 1, ..at.clone() }).unwrap();
+        std::mem::forget(second.subgroup(&[1]).unwrap());
+        let began = Instant::now();
+        drop(second);
+        let told = first.join().unwrap();
+        assert!(
+            told.contains("waits for rank 1 in all-gather") && told.contains("has ended"),
+            "{told}"
+        );
+        assert!(began.elapsed() < SOON / 2, "not by the deadline");
+    });
+}
+
 /// What rank `as_rank` is told when it comes to a meeting, where rank 0 and rank 1 meet after it.
 fn turned_away(change: impl FnOnce(Meeting) -> Meeting) -> String {
     let at = meeting(2, SOON);

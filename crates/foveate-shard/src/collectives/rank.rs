@@ -19,6 +19,9 @@ pub(super) trait Wire: fmt::Debug + Send + Sync {
 
     /// Ends what every rank waits for, with `why`.
     fn abort(&self, why: Why);
+
+    /// `rank`, whose wire this is, sends nothing any more.
+    fn leave(&self, rank: usize);
 }
 
 /// Transfers that [`Collectives::history`] remembers.
@@ -56,7 +59,8 @@ struct History {
     last: VecDeque<Transfer>,
 }
 
-/// A rank that is a thread ([`super::run_threads`]) or a process ([`super::connect`]).
+/// A rank that is a thread ([`super::run_threads`]) or a process ([`super::connect`]). When the group of all
+/// is dropped, the others are told that this rank leaves: its subgroups can do nothing any more.
 #[derive(Debug)]
 pub struct Rank {
     wire: Arc<dyn Wire>,
@@ -93,6 +97,11 @@ impl Rank {
             meeting,
             history: Arc::new(Mutex::new(history)),
         }
+    }
+
+    /// Whether this is the group of all ranks.
+    fn is_whole(&self) -> bool {
+        self.group == 0
     }
 
     fn begin(&self, kind: Kind, place: u64, bytes: usize) -> u64 {
@@ -146,6 +155,14 @@ impl Rank {
     fn fail<T>(&self, why: Why) -> Result<T, ShardError> {
         self.wire.abort(why.clone());
         Err(why.error())
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if self.is_whole() {
+            self.wire.leave(self.rank);
+        }
     }
 }
 

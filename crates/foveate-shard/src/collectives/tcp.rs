@@ -111,7 +111,7 @@ struct Writer {
     ending: TcpStream,
 }
 
-/// The wire of a process. What it owns ends with it: the others are told that this rank leaves.
+/// The wire of a process.
 #[derive(Debug)]
 pub(super) struct Tcp {
     links: Arc<Links>,
@@ -169,17 +169,6 @@ impl Tcp {
     }
 }
 
-impl Drop for Tcp {
-    fn drop(&mut self) {
-        self.links.tell(Frame::Leave, &Why::wrong(""));
-        // A connection that is closed while bytes of the other rank lie unread is reset, and what was
-        // told last may be lost with it. The others end theirs when they have read it.
-        if self.links.inbox.aborted().is_some() {
-            self.links.inbox.wait_closed(&self.links.others(), PATIENCE);
-        }
-    }
-}
-
 impl Wire for Tcp {
     fn inbox(&self) -> &Inbox {
         &self.links.inbox
@@ -220,6 +209,15 @@ impl Wire for Tcp {
 
     fn abort(&self, why: Why) {
         self.links.abort(why);
+    }
+
+    fn leave(&self, _rank: usize) {
+        self.links.tell(Frame::Leave, &Why::wrong(""));
+        // A connection that is closed while bytes of the other rank lie unread is reset, and what was
+        // told last may be lost with it. The others end theirs when they have read it.
+        if self.links.inbox.aborted().is_some() {
+            self.links.inbox.wait_closed(&self.links.others(), PATIENCE);
+        }
     }
 }
 

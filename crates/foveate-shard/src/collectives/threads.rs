@@ -23,6 +23,10 @@ impl Wire for Inbox {
     fn abort(&self, why: Why) {
         Inbox::abort(self, why, true);
     }
+
+    fn leave(&self, rank: usize) {
+        Inbox::leave(self, rank);
+    }
 }
 
 /// Runs `body` on `ranks` threads, each with its rank, and returns what each gave in order of rank.
@@ -61,7 +65,6 @@ pub fn run_threads<T: Send>(
         if let Err(error) = &result {
             inbox.abort(Why::wrong(format!("rank {rank}: {error}")), true);
         }
-        inbox.leave(rank);
         result
     };
     let run = &run;
