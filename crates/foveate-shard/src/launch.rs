@@ -13,6 +13,7 @@ use std::time::Duration;
 use crate::collectives::Meeting;
 use crate::error::{ShardError, refused};
 use crate::hash;
+use crate::mesh::MOST_RANKS;
 
 /// Who started the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,8 +133,8 @@ impl Launch {
 /// ```
 ///
 /// # Errors
-/// When a variable is no number, one that belongs to the others is missing, or the rank is not one
-/// of the ranks; the variable is named.
+/// When a variable is no number, one that belongs to the others is missing, the rank is not one of
+/// the ranks, or there are more than 65,536 of them; the variable is named.
 pub fn find(
     flags: &Flags,
     variable: impl Fn(&str) -> Option<String>,
@@ -159,6 +160,12 @@ pub fn find(
     launch.arrival = of.seconds("FOVEATE_ARRIVAL", launch.arrival)?;
     launch.deadline = of.seconds("FOVEATE_DEADLINE", launch.deadline)?;
     launch.silence = of.seconds("FOVEATE_SILENCE", launch.silence)?;
+    if launch.ranks > MOST_RANKS {
+        return refused(format!(
+            "{} ranks by {}; give at most {MOST_RANKS}",
+            launch.ranks, launch.launcher
+        ));
+    }
     if launch.rank >= launch.ranks {
         return refused(format!(
             "rank {} of {} by {}; ranks are counted from 0",
@@ -485,6 +492,18 @@ mod tests {
         ] {
             let error = none(set).unwrap_err();
             assert!(error.contains(says), "{error}");
+        }
+        let most = |ranks: usize| {
+            let meet = Some("127.0.0.1:5555".to_owned());
+            found(Flags { rank: Some(0), ranks: Some(ranks), meet }, &[])
+        };
+        assert_eq!(most(65_536).unwrap().ranks, 65_536);
+        for ranks in [65_537, 1_000_000_000, 100_000_000_000] {
+            let line = format!("{ranks} ranks by flags; give at most 65536");
+            assert_eq!(most(ranks).unwrap_err(), line);
+            let set = [("RANK", "0"), ("WORLD_SIZE", &*ranks.to_string())];
+            let error = none(&set).unwrap_err();
+            assert!(error.starts_with(&format!("{ranks} ranks by RANK and WORLD_SIZE")), "{error}");
         }
         let some = Flags { rank: Some(0), ..Flags::default() };
         assert!(found(some, &[]).unwrap_err().contains("give all three"));

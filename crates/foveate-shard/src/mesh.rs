@@ -52,8 +52,8 @@ impl fmt::Display for MeshAxis {
     }
 }
 
-/// More ranks than anybody has.
-const MOST_RANKS: usize = 1 << 16;
+/// The most ranks of a run: more than anybody has.
+pub(crate) const MOST_RANKS: usize = 1 << 16;
 
 /// Ranks arranged as `replicate × shard × context × tensor`, rank 0 first and the last axis the
 /// fastest.
@@ -76,7 +76,7 @@ impl Mesh {
     /// A mesh of these sizes, outermost first.
     ///
     /// # Errors
-    /// When an axis has no rank, or there are more than 2²⁰ ranks.
+    /// When an axis has no rank, or there are more than 65,536 ranks.
     pub fn new(sizes: [usize; 4]) -> Result<Self, ShardError> {
         if let Some(i) = sizes.iter().position(|&n| n == 0) {
             return refused(format!("mesh axis {} has size 0; give 1 or more", MeshAxis::ALL[i]));

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::rank::Rank;
 use super::tcp::Tcp;
 use crate::error::{ShardError, refused};
+use crate::mesh::MOST_RANKS;
 
 /// Where and how ranks that are processes meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,11 +136,14 @@ impl Answer {
 /// Meets the other ranks, and is the rank of the group of all.
 ///
 /// # Errors
-/// When `meeting` names no rank, the address cannot be used, a rank does not come in time
+/// When `meeting` names no rank or more than 65,536, the address cannot be used, a rank does not come in time
 /// (those that are missing are named), or this rank is turned away.
 pub fn connect(meeting: &Meeting) -> Result<Rank, ShardError> {
     let Meeting { rank, ranks, .. } = *meeting;
-    if rank >= ranks || u32::try_from(ranks).is_err() {
+    if ranks > MOST_RANKS {
+        return refused(format!("{ranks} ranks; give at most {MOST_RANKS}"));
+    }
+    if rank >= ranks {
         return refused(format!("rank {rank} of {ranks}; ranks are counted from 0"));
     }
     let meet = Meet { meeting, until: Instant::now() + meeting.arrival };
