@@ -167,6 +167,8 @@ pub(crate) fn matmul_deep([m, n, k]: [usize; 3], a: &[f32], b: &[f32], into: &mu
                 to[..rows.len()].copy_from_slice(&from[rows.clone()]);
             }
             let right = &b[first * n..][..count * n];
+            // Of the right one a value in each cache line suffices: this read exists to bring it into
+            // the cache, and its result is not used.
             black_box(right.iter().step_by(LINE).fold(0, |bits, x| bits | x.to_bits()));
             let left = Matrix::transposed(&copied, stride);
             for column in (0..n).step_by(columns) {
