@@ -118,7 +118,10 @@ impl DeviceOptions {
         };
         let precision = self.state.unwrap_or(ParameterState::Exact).into();
         let blocks = Cuda::new(ordinal, precision, self.deterministic).map_err(|e| {
-            TrainError::model(format!("cuda:{ordinal}: {e}; run on the CPU by device cpu"))
+            TrainError::model(format!(
+                "cuda:{ordinal}: {e}; run on the CPU by --device cpu, or run.device = \"cpu\" in a \
+                 recipe"
+            ))
         })?;
         let gpu = blocks.name().to_owned();
         Ok(work.run(blocks, Some(gpu)))
