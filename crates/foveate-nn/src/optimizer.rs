@@ -140,7 +140,20 @@ impl Span {
             };
             share.pieces(&span.place).into_iter().map(own)
         };
-        spans.iter().flat_map(of).collect()
+        let mut joined: Vec<Self> = Vec::new();
+        for span in spans.iter().flat_map(of) {
+            match joined.last_mut() {
+                Some(last) if last.goes_on_with(&span) => last.place.end = span.place.end,
+                _ => joined.push(span),
+            }
+        }
+        joined
+    }
+
+    /// Whether `next` begins where this one ends, in its arrays and among all parameters.
+    fn goes_on_with(&self, next: &Self) -> bool {
+        (self.place.end, self.origin + self.place.len(), self.treatment)
+            == (next.place.start, next.origin, next.treatment)
     }
 
     /// What of `spans` lies in `place`.
