@@ -113,7 +113,10 @@ fn a_rank_takes_memory_for_its_tokens_and_for_the_keys_that_it_keeps() {
     };
     let one = takes(1, &[]);
     let context = takes(4, &["mesh.context=4", "mesh.strategy=gather"]);
-    assert_eq!((context.weights, context.gradients), (one.weights, one.gradients));
+    // Ranks of context share the parameters, too. Of each of 4 groups a rank owns a quarter, in whole
+    // 256 elements, with two moments in f32.
+    assert!(context.optimizer <= one.optimizer / 4 + 4 * 256 * 8, "{context:?} {one:?}");
+    assert!(context.weights < one.weights, "{context:?} {one:?}");
     assert!(context.activations < one.activations / 2, "{context:?} {one:?}");
     // Keys and values of 64 tokens of 4 rows, 2 heads of 4, in f32, of each of 2 layers or of one.
     let keys = 2 * 4 * 64 * 2 * 4 * 4;
