@@ -182,11 +182,11 @@ fn print(report: &Report, batches: f64, out: &mut Output) -> Result<(), Failure>
             .idle
             .iter()
             .filter(|idle| idle.seconds * 1e3 / batches >= 0.05)
-            .map(|idle| format!("{} {:.1}", idle.queue.name(), idle.seconds * 1e3 / batches))
+            .map(|idle| format!("{} {:.1} ms", idle.queue.name(), idle.seconds * 1e3 / batches))
             .collect();
         let waits = if waits.is_empty() { "nothing".to_owned() } else { waits.join(", ") };
         out.line(format_args!(
-            "context {rank:<3} computes {:.1} ms, waits for {waits} ms; {}",
+            "context {rank:<3} computes {:.1} ms, waits for {waits}; {}",
             of.compute_ms,
             bytes(of.memory_bytes as f64)
         ))?;
