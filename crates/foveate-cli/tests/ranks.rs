@@ -7,6 +7,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use foveate::tensor::random::Random;
 use place::Place;
 
 /// Three rows a batch, and the run in `run`.
@@ -140,14 +141,6 @@ fn signal(name: &str, child: &Child) {
     assert!(sent.unwrap().success());
 }
 
-/// A number below `below`, from the last.
-fn next(random: &mut u64, below: u64) -> u64 {
-    *random ^= *random << 13;
-    *random ^= *random >> 7;
-    *random ^= *random << 17;
-    *random % below
-}
-
 /// As often as `FOVEATE_KILLS` says: any of three ranks is killed or stopped, from before they meet
 /// to behind the last step, saves included. The others end by themselves, with one error and the
 /// status that launchers start again on; what the run reaches in the end is what one reaches that was
@@ -158,7 +151,7 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
     let kills = std::env::var("FOVEATE_KILLS").map_or(4, |n| n.parse::<usize>().unwrap());
     let seed = std::env::var("FOVEATE_SEED").map_or(11, |n| n.parse::<u64>().unwrap());
     println!("FOVEATE_SEED={seed}");
-    let mut random = seed | 1 << 40;
+    let mut random = Random::new(seed);
     let place = place();
     // Saves go on beside the steps.
     place.recipe(|recipe| {
@@ -170,7 +163,7 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
         let done = rank.wait_with_output().unwrap();
         assert!(done.status.success(), "{}", text(done.stderr));
     }
-    let took = straight.elapsed().as_millis() as u64;
+    let took = straight.elapsed().as_millis() as usize;
     let right = (place.steps("straight"), place.weights("straight", 150));
     let (mut done, mut stopped, mut finished) = (0, 0, 0);
     let mut over = true;
@@ -178,9 +171,9 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
         let how = if saved(&place) && !over { "--resume" } else { "--start-over" };
         over = false;
         let mut ranks = some(&place, 3, &[how]);
-        let harmed = next(&mut random, 3) as usize;
-        let stops = next(&mut random, 4) == 0;
-        std::thread::sleep(Duration::from_millis(next(&mut random, took + took / 4)));
+        let harmed = random.below(3);
+        let stops = random.below(4) == 0;
+        std::thread::sleep(Duration::from_millis(random.below(took + took / 4) as u64));
         let harms = done < kills && ranks[harmed].try_wait().unwrap().is_none();
         if harms {
             signal(if stops { "-STOP" } else { "-KILL" }, &ranks[harmed]);
