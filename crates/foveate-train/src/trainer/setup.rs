@@ -598,9 +598,9 @@ fn model<B: Blocks>(
             let holds = machine::free().is_none_or(|host| host.bytes >= copy);
             if said == Some(true) && !holds {
                 return Err(format!(
-                    "train.async_save = true takes {:.1} GiB of host memory for a copy of what is \
+                    "train.async_save = true takes {} of host memory for a copy of what is \
                      saved, which is not free; leave it out, or set it to false",
-                    copy as f64 / f64::from(1 << 30)
+                    size(copy)
                 ));
             }
             said.unwrap_or(holds)
@@ -729,13 +729,12 @@ fn fits(
     let Some(Free { bytes, by }) = there.filter(|there| need.total() > there.bytes) else {
         return Ok(());
     };
-    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let remedy = match free.map(nearest) {
         None => "lower train.batch_rows or data.len, set train.recompute = \"full\", or choose a \
                  smaller model"
             .to_owned(),
         Some(Some((keys, less))) => {
-            format!("with {keys} it takes {:.1} GiB", gib(less.total()))
+            format!("with {keys} it takes {}", size(less.total()))
         }
         Some(None) => {
             "no other rows, recomputation or state make it fit: lower data.len, or choose a smaller \
@@ -744,12 +743,19 @@ fn fits(
         }
     };
     Err(format!(
-        "the run takes {:.1} GiB, of which {:.1} GiB are one step's activations, but {by} \
-         {:.1} GiB; {remedy}",
-        gib(need.total()),
-        gib(need.activations),
-        gib(bytes)
+        "the run takes {}, of which {} are one step's activations, but {by} {}; {remedy}",
+        size(need.total()),
+        size(need.activations),
+        size(bytes)
     ))
+}
+
+/// Bytes of memory for people, in MiB below 1 GiB.
+fn size(bytes: u64) -> String {
+    match bytes >> 30 {
+        0 => format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
 }
 
 /// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
@@ -853,10 +859,15 @@ mod tests {
         fits(&need, Some(14 << 30), |_| None).unwrap();
         let told = fits(&need, Some((14 << 30) - 1), |_| Some(full())).unwrap_err();
         assert!(told.contains("takes 14.0 GiB, of which 2.0 GiB are one step's"), "{told}");
-        let remedy = "the GPU has free 14.0 GiB; with train.recompute = \"full\" it takes 0.0 GiB";
+        let remedy = "the GPU has free 14.0 GiB; with train.recompute = \"full\" it takes 0.0 MiB";
         assert!(told.contains(remedy), "{told}");
         let told = fits(&need, Some(1), |_| None).unwrap_err();
         assert!(told.contains("choose a smaller model"), "{told}");
+        let small = MemoryEstimate { weights: 9 << 20, activations: 3 << 19, ..Default::default() };
+        let told = fits(&small, Some(5 << 19), |_| None).unwrap_err();
+        let sizes = "takes 10.5 MiB, of which 1.5 MiB are one step's activations, but the GPU has \
+                     free 2.5 MiB;";
+        assert!(told.contains(sizes), "{told}");
     }
 
     #[test]
