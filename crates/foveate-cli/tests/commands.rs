@@ -13,6 +13,21 @@ fn run(args: &[&str]) -> (Option<i32>, String, String) {
     (done.status.code(), text(done.stdout), text(done.stderr))
 }
 
+/// What is too much for a table of documents is refused before the work of minutes that it is for.
+#[test]
+fn a_table_of_documents_that_is_too_large_is_refused_at_once() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let (long, rows) = ("data.len=100000000", "train.batch_rows=20");
+    let began = std::time::Instant::now();
+    let (code, _, err) = run(&["explain", "--recipe", recipe, "--set", long, "--set", rows]);
+    let took = began.elapsed();
+    assert!(
+        code == Some(2) && err.contains("the table of documents takes about 11.2 GiB"),
+        "{err}"
+    );
+    assert!(took.as_secs() < 10, "{took:?}");
+}
+
 /// A disk that is full takes no warning, and nobody is told: that is no failure, and no panic.
 #[cfg(target_os = "linux")]
 #[test]

@@ -174,7 +174,7 @@ struct GpuStep {
 }
 
 impl GpuStep {
-    fn of(planned: &Planned<'_>, gpu: GpuProfile, limits: Limits) -> Result<Self, Failure> {
+    fn of(planned: &Planned<'_>, gpu: GpuProfile) -> Result<Self, Failure> {
         let Planned { recipe, config, attention } = *planned;
         let setting = Setting::of(recipe);
         let (rows, len) = (setting.rows, recipe.data.len);
@@ -194,7 +194,7 @@ impl GpuStep {
         let mut plans = Vec::new();
         for (name, program) in attention.programs() {
             let program = AttentionProgram::parse(program, config.num_attention_heads)?;
-            let on_cpu = layer(config, &program, rows, len, limits)?.explain();
+            let on_cpu = layer(config, &program, rows, len)?.explain();
             let live = on_cpu.live_forward_flops / on_cpu.dense_forward_flops.max(1.0);
             let usage = Usage {
                 backward: true,
@@ -316,6 +316,17 @@ pub fn run(
     let attention = attention.unwrap_or_default();
     let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
 
+    let mut programs = Vec::new();
+    for (name, program) in attention.programs() {
+        let program = AttentionProgram::parse(program, config.num_attention_heads);
+        programs.push((name, program.map_err(|e| wrong(e.to_string()))?));
+    }
+    if programs.iter().any(|(_, program)| knows_documents(program)) {
+        // Ids, and their part of the table of ranges.
+        let need = Need { bytes: 6.0 * rows as f64 * len as f64, seconds: 0.0 };
+        limits.admit("the table of documents", need, "lower data.len or train.batch_rows")?;
+    }
+
     let chosen = recipe.train.recomputation().unwrap_or(Recompute::None.into());
     let model = Model::unfilled(config.clone(), &attention).map_err(|e| wrong(e.to_string()))?;
     let parameters = model.layout().parameter_count();
@@ -330,19 +341,17 @@ pub fn run(
     }
     let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
     if let Some(gpu) = gpu {
-        let step = GpuStep::of(&planned, gpu, limits)?;
+        let step = GpuStep::of(&planned, gpu)?;
         return if as_json { Ok(out.json(&step.json())?) } else { step.print(out) };
     }
     let gpus = Gpus::of(&planned).map_err(|e| wrong(e.to_string()))?;
     let mut layers = Vec::new();
-    for (name, program) in attention.programs() {
-        let program = AttentionProgram::parse(program, config.num_attention_heads);
-        let program = program.map_err(|e| wrong(e.to_string()))?;
+    for (name, program) in &programs {
         // The text says it itself.
         if as_json && program.sees_nothing(&config, len) {
             blind::warn(&program.mask.iter().map(ToString::to_string).collect::<String>());
         }
-        let plan = layer(&config, &program, rows, len, limits)?;
+        let plan = layer(&config, program, rows, len)?;
         layers.push((name.map(str::to_owned), plan.explain()));
     }
     let over_ranks =
@@ -361,13 +370,17 @@ pub fn run(
     if as_json { Ok(out.json(&budget.json())?) } else { budget.print(out) }
 }
 
+/// Whether the mask or the score of a program asks which document a token is of.
+fn knows_documents(program: &AttentionProgram) -> bool {
+    program.captures().any(|b| b.name() == "doc")
+}
+
 /// The attention of one layer, with one document a row where it knows documents.
 fn layer(
     config: &ModelConfig,
     program: &AttentionProgram,
     rows: usize,
     len: usize,
-    limits: Limits,
 ) -> Result<Plan, Failure> {
     let q = [rows, config.num_attention_heads, len, config.dim()];
     let kv = [rows, config.kv_heads(), len, config.dim()];
@@ -379,13 +392,9 @@ fn layer(
         layer = layer.score(score.clone());
     }
     let plan = layer.plan(&Problem::shaped(DType::F32, q, kv, kv)?, &Device::cpu())?;
-    if !program.captures().any(|b| b.name() == "doc") {
+    if !knows_documents(program) {
         return Ok(plan);
     }
-    let positions = rows as f64 * len as f64;
-    // Ids, and their part of the table of ranges.
-    let need = Need { bytes: 6.0 * positions, seconds: 0.0 };
-    limits.admit("the table of documents", need, "lower data.len or train.batch_rows")?;
     let one_document = BufferData::I32(vec![0; rows * len]);
     Ok(plan.rebind(&AnyBuffer::new("doc", &[rows, len], one_document, false)?)?)
 }
