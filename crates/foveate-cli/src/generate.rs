@@ -19,6 +19,9 @@ use crate::number::number;
 use crate::output::Output;
 use crate::train::checksums;
 
+/// The sum of probabilities that tokens are drawn from unless something says otherwise.
+const TOP_P: f32 = 0.95;
+
 /// Write text with a trained model
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -44,7 +47,7 @@ pub struct Args {
     #[arg(long, value_name = "K", allow_negative_numbers = true, default_value_t = 0, value_parser = number::<usize>)]
     top_k: usize,
     /// Draw from the likeliest tokens only whose probabilities reach this sum
-    #[arg(long, value_name = "P", allow_negative_numbers = true, default_value_t = 0.95)]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, default_value_t = TOP_P)]
     top_p: f32,
     /// Fixes the draws
     #[arg(long, allow_negative_numbers = true, default_value_t = 0, value_parser = number::<u64>)]
@@ -69,6 +72,13 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if args.prompt.len() > 1 && !args.chat {
         return Err(Failure::usage("--prompt is given several times, but one text has one start")
             .help("add --chat to take them as the user's turns"));
+    }
+    let drawing =
+        [("top-k", args.top_k != 0), ("top-p", args.top_p != TOP_P), ("seed", args.seed != 0)];
+    let drawing = drawing.iter().find(|(_, given)| args.temperature == 0.0 && *given);
+    if let Some((option, _)) = drawing {
+        let message = format!("--{option} is of draws, and --temperature 0 draws nothing");
+        return Err(Failure::usage(message).help("leave one of the two out"));
     }
     DeviceOptions::from(args.device).run(Generation { args, out })?
 }

@@ -115,6 +115,12 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         );
         return Err(Failure::Interrupted);
     }
+    if let Some(steps) = args.profile.as_ref().filter(|steps| steps.start > summary.steps) {
+        let (first, last) = (steps.start, summary.steps);
+        crate::output::tell!(
+            "no profile: --profile begins at step {first}, and the run ended after {last}"
+        );
+    }
     if args.json {
         out.json(&json!({
             "held_out_loss": summary.held_out_loss,

@@ -61,6 +61,23 @@ fn what_is_no_file_is_refused_at_once() {
 }
 
 #[test]
+fn what_is_of_attention_alone_is_refused_beside_a_recipe() {
+    for args in [
+        "--kernel backward.tile_q=64",
+        "--mean-kv-len 4",
+        "--deterministic",
+        "--heads 4",
+        "--device h200 --mean-kv-len 4",
+        "--device h200 --kernel kv_splits=2",
+        "--device h200 --deterministic",
+    ] {
+        let line = format!("explain --recipe r.toml {args}");
+        let (code, _, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert!(code == Some(2) && err.contains("cannot be used with"), "{args}: {err}");
+    }
+}
+
+#[test]
 fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
     for (line, said) in [
         ("mask causal", "--len is missing"),
@@ -146,6 +163,9 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("kernels check --arch sm_70", "no kernels are listed for sm_70, but for sm_80, "),
         ("kernels check --filter nothing", "no kernel that is listed has this in its name"),
         ("generate here --temperature x", "invalid value 'x' for '--temperature <T>'"),
+        ("generate here --temperature 0 --top-k 5", "--top-k is of draws"),
+        ("generate here --temperature 0 --top-p 0.5", "--top-p is of draws"),
+        ("generate here --temperature 0 --seed 3", "--seed is of draws"),
         ("generate here --max-tokens -1", "invalid value '-1' for '--max-tokens <N>'"),
         ("bench cpu --filter nothing", "no case has `nothing` in its name"),
         ("train", "<RECIPE>"),

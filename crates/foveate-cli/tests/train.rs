@@ -67,6 +67,11 @@ fn a_run_leaves_all_it_promises() {
     assert!(again.contains("run: a run is already here; continue it with --resume, "), "{again}");
     let over = ["train", "recipe.toml", "--json", "--set", "train.steps=2", "--start-over"];
     assert_eq!(place.json(&over)["steps"], 2);
+    let late = place.run(&[&over[..], &["--profile", "100..200"]].concat());
+    let said = String::from_utf8(late.stderr).unwrap();
+    assert!(late.status.success() && !place.path("run/profile.json").exists(), "{said}");
+    let line = "no profile: --profile begins at step 100, and the run ended after 2";
+    assert!(said.contains(line), "{said}");
     assert_eq!(place.steps("run").len(), 2);
 }
 
