@@ -5,6 +5,7 @@
 //! losses it would have had.
 
 mod counting;
+mod evaluation;
 mod folder;
 mod pending;
 mod profile;
@@ -13,7 +14,6 @@ mod setup;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 use foveate_nn::{
@@ -23,16 +23,17 @@ use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
 
 use crate::checkpoint::{self, Checksums};
-use crate::context::{ContextBatch, ContextPlanner};
-use crate::corpus::{Corpus, TokenCounts};
+use crate::context::ContextBatch;
 use crate::device::OnDevice;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::loader::{Loader, Wanted};
 use crate::machine;
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
-use crate::pack::{Cursor, PackOptions, Packed, Packer};
+use crate::pack::{PackOptions, Packed};
 use crate::ranks::{Ranks, end_with};
 use crate::recipe::Recipe;
+use evaluation::held_out_loss_on;
+pub use evaluation::{TokenLoss, TotalLoss, held_out_loss, token_losses};
 use folder::Folder;
 use profile::Profile;
 use setup::{Setup, packing};
@@ -658,153 +659,6 @@ impl Sums {
     fn padding_share(&self) -> f64 {
         self.padding as f64 / self.packed.max(1) as f64
     }
-}
-
-/// A loss summed over tokens.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct TotalLoss {
-    /// Sum over labelled tokens, in nats.
-    pub nats: f64,
-    /// Labelled tokens.
-    pub tokens: usize,
-}
-
-impl TotalLoss {
-    /// Mean loss of a token in nats; 0 without tokens.
-    pub fn mean(&self) -> f64 {
-        self.nats / self.tokens.max(1) as f64
-    }
-}
-
-/// The loss of `model` on `documents`, in order, over at most `rows` packed rows.
-///
-/// # Errors
-/// When a document cannot be read or does not fit the model, or a loss is not finite, naming the
-/// document.
-pub fn held_out_loss<B: Blocks>(
-    model: &Model<B>,
-    corpus: &Corpus,
-    documents: &[usize],
-    options: PackOptions,
-    batch_rows: usize,
-    rows: usize,
-) -> Result<TotalLoss, TrainError> {
-    let ranks = Ranks::one();
-    held_out_loss_on(ranks, None, model, corpus, documents, options, None, batch_rows, rows)
-}
-
-/// [`held_out_loss`], each rank of a part of every batch, and of no other rows where `counts` are known.
-#[expect(clippy::too_many_arguments, reason = "what a pass over documents is made of")]
-fn held_out_loss_on<B: Blocks>(
-    ranks: Ranks<'_>,
-    mut context: Option<&mut ContextPlanner>,
-    model: &Model<B>,
-    corpus: &Corpus,
-    documents: &[usize],
-    options: PackOptions,
-    counts: Option<Arc<TokenCounts>>,
-    batch_rows: usize,
-    rows: usize,
-) -> Result<TotalLoss, TrainError> {
-    let packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
-    let mut packer = packer.knowing(counts);
-    let mut total = TotalLoss::default();
-    let mut left = rows;
-    while left > 0
-        && let Some((all, packed)) =
-            packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?
-    {
-        left -= all;
-        let (packed, attention) = match &mut context {
-            None => (packed, None),
-            Some(context) => context.part(ranks, model, all, packed)?,
-        };
-        let (packed, attention) = match packed.rows {
-            // Other ranks gather the parameters of this one.
-            0 if model.is_cut() => (Packed::empty_row(options.len), None),
-            0 => continue,
-            _ => (packed, attention),
-        };
-        let here = attention.is_none() && !model.is_cut();
-        let attention = attention.map(ContextBatch::attention);
-        let loss = model.loss_over(&batch(&packed), attention)?;
-        if !loss.sum_nats.is_finite() {
-            // Which document it is of, where this rank can say so without the others.
-            if here {
-                of_tokens(model, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
-            }
-            return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));
-        }
-        total.nats += loss.sum_nats;
-        total.tokens += loss.tokens;
-    }
-    let [nats, tokens] = ranks.sum([total.nats, total.tokens as f64])?;
-    Ok(TotalLoss { nats, tokens: tokens as usize })
-}
-
-/// A token with a target, and what the model thought of it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TokenLoss {
-    /// The document, an index into the corpus.
-    pub document: usize,
-    /// Which of the document's tokens, counted from 0, those that open a text included.
-    pub token: usize,
-    /// Its id.
-    pub id: u32,
-    /// Its loss.
-    pub nats: f64,
-}
-
-/// The losses of all labelled tokens of `model` on `documents`, in their order, given to `tell` as
-/// they come.
-///
-/// # Errors
-/// Those of [`held_out_loss`], or what `tell` returns.
-pub fn token_losses<B: Blocks, E: From<TrainError>>(
-    model: &Model<B>,
-    corpus: &Corpus,
-    documents: &[usize],
-    options: PackOptions,
-    batch_rows: usize,
-    mut tell: impl FnMut(TokenLoss) -> Result<(), E>,
-) -> Result<TotalLoss, E> {
-    let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
-    let mut total = TotalLoss::default();
-    while let Some(packed) = packer.batch_of_pass(batch_rows, 0)? {
-        of_tokens(model, corpus, &packed, |token| {
-            total.nats += token.nats;
-            total.tokens += 1;
-            tell(token)
-        })?;
-    }
-    Ok(total)
-}
-
-/// Gives the losses of the labelled tokens of a batch to `tell`, in order.
-fn of_tokens<B: Blocks, E: From<TrainError>>(
-    model: &Model<B>,
-    corpus: &Corpus,
-    packed: &Packed,
-    mut tell: impl FnMut(TokenLoss) -> Result<(), E>,
-) -> Result<(), E> {
-    let losses = model.token_losses(&batch(packed)).map_err(TrainError::model)?;
-    for piece in &packed.pieces {
-        for i in 0..piece.len {
-            let cell = piece.row * packed.len + piece.column + i;
-            let Ok(id) = u32::try_from(packed.labels[cell]) else { continue };
-            let (document, token, nats) = (piece.document, piece.token + i + 1, losses[cell]);
-            if !nats.is_finite() {
-                let (file, line) = corpus.place(document);
-                let message = format!(
-                    "the loss of token {token} is {nats}: the weights are finite, but so large \
-                     that numbers computed from them are not; take an earlier checkpoint"
-                );
-                return Err(TrainError::data(file, line, message).into());
-            }
-            tell(TokenLoss { document, token, id, nats })?;
-        }
-    }
-    Ok(())
 }
 
 /// Packed rows as the model takes them.

@@ -1,18 +1,21 @@
 //! What a run is made of before its first step: documents, model, state and logs.
 
-use std::collections::BTreeMap;
+mod model;
+mod resume;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use foveate::tensor::count::Count;
 use foveate_nn::{
-    AttentionConfig, AttentionProgram, Blocks, MemoryEstimate, Model, ModelConfig, Moments,
-    NnError, Parameter, ParameterState, ProgramConfig, Recomputation, Recompute, Rule, StepKind,
-    Training,
+    AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Parameter,
+    ProgramConfig, Recomputation,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
 use serde::Serialize;
+
+use model::{Made, fits, model};
+use resume::{moved, resumed, same_run};
 
 use super::folder::{Claim, Folder};
 use super::pending::Pending;
@@ -22,14 +25,13 @@ use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::context::{ContextPlanner, is_needed};
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
-use crate::machine::{self, Free};
-use crate::memory::{BESIDE, Planned, Setting, save_copy_bytes};
+use crate::machine::{self};
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
-use crate::recipe::{DataSection, Optimizer, Recipe, STEPS};
+use crate::recipe::{Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
-use crate::tokens::{Ends, Tokenizer, memory_of};
+use crate::tokens::{Ends, Tokenizer};
 use crate::transfers::GroupTransfers;
 use crate::whole;
 
@@ -247,32 +249,6 @@ impl<'a, B: Blocks> Setup<'a, B> {
         };
         Ok((run, resolved))
     }
-}
-
-/// Notes what steps run on from here on. Of a resumed run, what they ran on before where that was
-/// another device, or else what was other of what their bits depend on.
-fn moved(
-    state: &mut State,
-    resumed: bool,
-    gpu: Option<String>,
-    depends: BTreeMap<String, String>,
-) -> (Option<String>, Vec<String>) {
-    let before = std::mem::replace(&mut state.gpu, gpu);
-    let depended = std::mem::replace(&mut state.bits_depend_on, depends);
-    if resumed && before != state.gpu {
-        return (Some(before.unwrap_or_else(|| "the CPU".to_owned())), Vec::new());
-    }
-    let changed = if resumed { differences(&depended, &state.bits_depend_on) } else { Vec::new() };
-    (None, changed)
-}
-
-/// What is other than it was, in words; nothing of what was not recorded.
-fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
-    let differs = |(name, was): (&String, &String)| {
-        let is = now.get(name).map_or("nothing", String::as_str);
-        (was != is).then(|| format!("{name}: {was} before, {is} now"))
-    };
-    before.iter().filter_map(differs).collect()
 }
 
 /// What a run reads before it has a model.
@@ -511,138 +487,6 @@ fn share_parameters<B: Blocks>(
     Ok(())
 }
 
-/// A model without its weights.
-struct Made<B: Blocks> {
-    model: Model<B>,
-    attention: AttentionConfig,
-    memory: MemoryEstimate,
-    recompute: Recomputation,
-    /// Whether steps go on while a checkpoint is written.
-    saves_beside: bool,
-}
-
-/// The model without its weights, and its attention program; or what is wrong with the recipe.
-fn model<B: Blocks>(
-    ranks: Ranks<'_>,
-    recipe: &Recipe,
-    from: Option<&CheckpointConfig>,
-    tokenizer: &Tokenizer,
-    mut blocks: B,
-) -> Result<Made<B>, String> {
-    let vocab = tokenizer.vocab_size();
-    let config = match (from, recipe.model_config(vocab)?) {
-        (Some(from), _) => from.model.clone(),
-        (None, Some(config)) => config,
-        (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
-    };
-    let (len, longest, known) =
-        (recipe.data.len, config.max_position_embeddings, config.vocab_size);
-    if len > longest {
-        return Err(format!("data.len is {len}, but the model takes {longest} tokens at most"));
-    }
-    if vocab > known {
-        return Err(format!(
-            "the tokenizer has {vocab} tokens, but the model knows {known}; leave data.tokenizer \
-             out to take the checkpoint's own"
-        ));
-    }
-    let attention = recipe.attention.as_ref().or(from.map(|f| &f.attention));
-    let attention = attention
-        .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
-        .clone();
-    let rows = recipe.train.batch_rows.div_ceil(ranks.mesh().size_of(&ROWS));
-    let len = len.div_ceil(ranks.mesh().size(MeshAxis::Context));
-    let training = |recompute| Training {
-        recompute,
-        in_backward: recipe.optimizer.in_backward,
-        squares: recipe.optimizer.rule().keeps_squares(),
-        cutting: recipe.mesh.cutting(ranks.mesh().size_of(&PARAMETERS)),
-    };
-    let frozen = |name: &str| recipe.optimizer.is_frozen(name);
-    let free = blocks.free_bytes().map_err(|e| e.to_string())?;
-    let there = free.or_else(|| machine::free().map(|free| free.bytes));
-    // By the sizes alone first: nothing is made that cannot be.
-    let bytes = |recompute| {
-        let kind = StepKind::Training(training(recompute));
-        let account = config.dry_run_on(&blocks, &attention, &frozen, rows, len, kind);
-        let memory = account.map_err(|e| e.to_string())?.memory();
-        let process = if free.is_some() { BESIDE } else { memory.process };
-        Ok::<_, String>(MemoryEstimate { process, ..memory })
-    };
-    let recompute = match recipe.train.recomputation() {
-        Some(recompute) => recompute,
-        None => {
-            least_that_fits(config.num_hidden_layers, there, |again| Ok(bytes(again)?.total()))?
-        }
-    };
-    let (of_recipe, of_model) = (Setting::of(recipe), config.clone());
-    let from = Setting { recompute, ..of_recipe };
-    let planned = Planned { recipe, config: &of_model, attention: &attention };
-    let nearest = |there| planned.nearest(&from, there).ok().flatten();
-    fits(&bytes(recompute)?, free, nearest)?;
-    let model =
-        Model::unfilled_with(blocks, config, &attention, &frozen).map_err(|e| e.to_string())?;
-    recipe.optimizer.check_groups(model.layout())?;
-    let memory = model.training_memory(rows, len, training(recompute));
-    let mut memory = memory.map_err(|e| e.to_string())?;
-    memory.process = match free {
-        // What the process takes is not the device's.
-        Some(_) => BESIDE,
-        None => memory.process + tokenizer.path().map_or(0, memory_of),
-    };
-    let copy = save_copy_bytes(recipe, model.layout(), ranks.count());
-    let saves_beside = match (recipe.train.async_save, free) {
-        (Some(beside), None) => beside,
-        (None, None) => false,
-        (said, Some(_)) => {
-            let holds = machine::free().is_none_or(|host| host.bytes >= copy);
-            if said == Some(true) && !holds {
-                return Err(format!(
-                    "train.async_save = true takes {} of host memory for a copy of what is \
-                     saved, which is not free; leave it out, or set it to false",
-                    size(copy)
-                ));
-            }
-            said.unwrap_or(holds)
-        }
-    };
-    if free.is_none() && saves_beside {
-        memory.process += copy;
-    }
-    fits(&memory, free, nearest)?;
-    Ok(Made { model, attention, memory, recompute, saves_beside })
-}
-
-/// What is computed again where `there` bytes are there: nothing, else attention, gate and up, or all of
-/// as few layers as make `bytes` fit; all of all layers where nothing does.
-fn least_that_fits(
-    layers: usize,
-    there: Option<u64>,
-    bytes: impl Fn(Recomputation) -> Result<u64, String>,
-) -> Result<Recomputation, String> {
-    let full = Recomputation::from(Recompute::Full);
-    let Some(there) = there else { return Ok(Recompute::None.into()) };
-    for what in Recompute::ALL {
-        if bytes(what.into())? > there {
-            continue;
-        }
-        if what == Recompute::None {
-            return Ok(what.into());
-        }
-        // More layers take less.
-        let (mut too_few, mut enough) = (0, layers);
-        while enough - too_few > 1 {
-            let middle = (too_few + enough) / 2;
-            match bytes(Recomputation { what, layers: middle })? > there {
-                true => too_few = middle,
-                false => enough = middle,
-            }
-        }
-        return Ok(Recomputation { what, layers: enough });
-    }
-    Ok(full)
-}
-
 /// The masks that let no query of a row of `len` tokens see any key.
 fn blind_masks(attention: &AttentionConfig, model: &ModelConfig, len: usize) -> Vec<String> {
     let blind = |program: &ProgramConfig| {
@@ -688,132 +532,6 @@ fn begun<B: Blocks>(
     Ok((moments, State { fingerprint, ..Default::default() }, fresh_buffers))
 }
 
-/// Moments and state of the checkpoint `last`, whose weights go into `model`. No buffer is fresh.
-fn resumed<B: Blocks>(
-    asked: u64,
-    last: &Path,
-    model: &mut Model<B>,
-    rule: &Rule,
-    fingerprint: u64,
-    checksums: Checksums,
-) -> Result<Began<B>, TrainError> {
-    let (moments, state) = checkpoint::load_state(last, model, rule, checksums)?;
-    if state.fingerprint != fingerprint {
-        let message =
-            "the documents are not those this run was trained on; restore them, or start a new run";
-        return Err(TrainError::checkpoint(last, message));
-    }
-    let done = state.step;
-    if done > asked {
-        let message = format!(
-            "the run has taken {}, but {asked} are asked for; ask for more with train.steps or \
-             train.epochs",
-            Count(done as usize, "step")
-        );
-        return Err(TrainError::checkpoint(last, message));
-    }
-    Ok((moments, state, Vec::new()))
-}
-
-/// Refuses, with the remedy, what cannot be held in memory: of the GPU that has `free` bytes, where
-/// `nearest` says which setting fits, or of this machine.
-fn fits(
-    need: &MemoryEstimate,
-    free: Option<u64>,
-    nearest: impl Fn(u64) -> Option<(String, MemoryEstimate)>,
-) -> Result<(), String> {
-    let there = match free {
-        None => machine::free(),
-        Some(bytes) => Some(Free { bytes, by: "the GPU has free" }),
-    };
-    let Some(Free { bytes, by }) = there.filter(|there| need.total() > there.bytes) else {
-        return Ok(());
-    };
-    let remedy = match free.map(nearest) {
-        None => "lower train.batch_rows or data.len, set train.recompute = \"full\", or choose a \
-                 smaller model"
-            .to_owned(),
-        Some(Some((keys, less))) => {
-            format!("with {keys} it takes {}", size(less.total()))
-        }
-        Some(None) => {
-            "no other rows, recomputation or state make it fit: lower data.len, or choose a smaller \
-             model"
-                .to_owned()
-        }
-    };
-    Err(format!(
-        "the run takes {}, of which {} are one step's activations, but {by} {}; {remedy}",
-        size(need.total()),
-        size(need.activations),
-        size(bytes)
-    ))
-}
-
-/// Bytes of memory for people, in MiB below 1 GiB.
-fn size(bytes: u64) -> String {
-    match bytes >> 30 {
-        0 => format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
-        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
-    }
-}
-
-/// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
-/// Steps, rates and what is saved when may change, and so may `data.exclude`: the fingerprint tells
-/// whether the documents are the same, and files of the run may have to be left out of them.
-fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
-    if !path.exists() {
-        let message = "is missing; put back the recipe that the run here was started with, or start \
-                       a new run in another run.dir";
-        return Err(TrainError::checkpoint(path, message));
-    }
-    let saved = Recipe::load(path, &[])?;
-    let (old, new) = (&saved.train, &recipe.train);
-    let data = DataSection { exclude: recipe.data.exclude.clone(), ..saved.data.clone() };
-    let differs = [
-        ("run.seed", saved.run.seed != recipe.run.seed),
-        ("[model]", saved.model != recipe.model),
-        ("[attention]", saved.attention != recipe.attention),
-        ("[data]", data != recipe.data),
-        ("train.batch_rows", old.batch_rows != new.batch_rows),
-        ("train.accumulate", old.accumulate != new.accumulate),
-        ("optimizer.kind", saved.optimizer.kind != recipe.optimizer.kind),
-        ("optimizer.groups", frozen(&saved) != frozen(recipe)),
-        // What is kept is not rounded in the middle of a run.
-        ("precision.state", narrowness(recipe) > narrowness(&saved)),
-    ];
-    match differs.iter().find(|(_, differs)| *differs) {
-        Some((key, _)) => {
-            let message = format!(
-                "{key} is not what this run was started with; restore it, or start a new run in \
-                 another run.dir"
-            );
-            Err(TrainError::checkpoint(path, message))
-        }
-        None => Ok(()),
-    }
-}
-
-/// What a recipe freezes.
-fn frozen(recipe: &Recipe) -> Vec<(&str, bool)> {
-    let groups = &recipe.optimizer.groups;
-    // Groups before a frozen one may take parameters from it.
-    let any = groups.iter().any(|group| group.frozen);
-    groups.iter().filter(|_| any).map(|group| (group.names.as_str(), group.frozen)).collect()
-}
-
-/// States of a larger number keep less of what one of a smaller number keeps.
-fn narrowness(recipe: &Recipe) -> u8 {
-    match recipe.precision.state {
-        None | Some(ParameterState::F32 | ParameterState::Exact) => 0,
-        // What is kept from step to step is all of it.
-        Some(ParameterState::Bf16Gradients) => 0,
-        Some(ParameterState::Bf16Moments) => 1,
-        Some(ParameterState::Int8Moments) => 2,
-        Some(ParameterState::Bf16) => 3,
-    }
-}
-
 /// The template conversations are rendered with, and its source where the recipe gives it.
 fn chat_template(
     recipe: &Recipe,
@@ -838,89 +556,5 @@ fn chat_template(
             let place = Path::new("chat template");
             Ok((ChatTemplate::new(DEFAULT_TEMPLATE, place, &special.bos, &special.eos)?, None))
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_a_gpu_has_no_memory_for_is_refused_with_what_would_fit() {
-        let need = MemoryEstimate {
-            weights: 3 << 30,
-            gradients: 3 << 30,
-            optimizer: 6 << 30,
-            activations: 2 << 30,
-            attention: 0,
-            process: 0,
-        };
-        let full = || ("train.recompute = \"full\"".to_owned(), MemoryEstimate::default());
-        fits(&need, Some(14 << 30), |_| None).unwrap();
-        let told = fits(&need, Some((14 << 30) - 1), |_| Some(full())).unwrap_err();
-        assert!(told.contains("takes 14.0 GiB, of which 2.0 GiB are one step's"), "{told}");
-        let remedy = "the GPU has free 14.0 GiB; with train.recompute = \"full\" it takes 0.0 MiB";
-        assert!(told.contains(remedy), "{told}");
-        let told = fits(&need, Some(1), |_| None).unwrap_err();
-        assert!(told.contains("choose a smaller model"), "{told}");
-        let small = MemoryEstimate { weights: 9 << 20, activations: 3 << 19, ..Default::default() };
-        let told = fits(&small, Some(5 << 19), |_| None).unwrap_err();
-        let sizes = "takes 10.5 MiB, of which 1.5 MiB are one step's activations, but the GPU has \
-                     free 2.5 MiB;";
-        assert!(told.contains(sizes), "{told}");
-    }
-
-    #[test]
-    fn as_little_is_computed_again_as_fits() {
-        // 10 layers of 10 bytes; of each attention gives back 2, gate and up 5, everything 9.
-        let bytes = |again: Recomputation| {
-            let less = match again.what {
-                Recompute::None => 0,
-                Recompute::Attention => 2,
-                Recompute::Mlp => 5,
-                Recompute::Full => 9,
-            };
-            Ok::<u64, String>(100 - less * again.layers.min(10) as u64)
-        };
-        let found = |there| least_that_fits(10, Some(there), bytes).unwrap();
-        assert_eq!(found(100), Recompute::None.into());
-        assert_eq!(found(99), Recomputation { what: Recompute::Attention, layers: 1 });
-        assert_eq!(found(80), Recomputation { what: Recompute::Attention, layers: 10 });
-        assert_eq!(found(79), Recomputation { what: Recompute::Mlp, layers: 5 });
-        assert_eq!(found(49), Recomputation { what: Recompute::Full, layers: 6 });
-        assert_eq!(found(1), Recompute::Full.into());
-        assert_eq!(least_that_fits(10, None, bytes).unwrap(), Recompute::None.into());
-    }
-
-    #[test]
-    fn what_is_kept_is_not_rounded_in_the_middle_of_a_run() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("recipe.toml");
-        let recipe = |state: Option<ParameterState>| {
-            let text = "[run]\ndir = \"x\"\n[model]\ncheckpoint = \"c\"\n\
-                        [data]\nfiles = [\"*.txt\"]\nlen = 8\n";
-            let mut recipe = Recipe::parse(text, "r.toml", &[]).unwrap();
-            recipe.precision.state = state;
-            recipe
-        };
-        use ParameterState::{Bf16, Bf16Moments, Exact, F32, Int8Moments};
-        let states = [
-            (None, 0),
-            (Some(F32), 0),
-            (Some(Exact), 0),
-            (Some(Bf16Moments), 1),
-            (Some(Int8Moments), 2),
-            (Some(Bf16), 3),
-        ];
-        for (saved, kept) in states {
-            std::fs::write(&path, recipe(saved).to_toml().unwrap()).unwrap();
-            for (new, keeps) in states {
-                let refused = same_run(&recipe(new), &path).map_err(|e| e.to_string());
-                assert_eq!(refused.is_err(), keeps > kept, "{saved:?} to {new:?}: {refused:?}");
-            }
-        }
-        std::fs::write(&path, recipe(None).to_toml().unwrap()).unwrap();
-        let told = same_run(&recipe(Some(Bf16Moments)), &path).unwrap_err().to_string();
-        assert!(told.contains("precision.state is not what this run was started with"), "{told}");
     }
 }

@@ -1,0 +1,370 @@
+//! Losses, gradients and updates of a model.
+
+use std::time::Instant;
+
+use foveate::DType;
+
+use super::{Gradients, Model, Running, lock};
+use crate::backend::{
+    Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, SumOverRanks, Sums,
+};
+use crate::batch::{Batch, IGNORE, LossSum, Queued};
+use crate::config::ModelConfig;
+use crate::context::{Context, ContextAttention};
+use crate::error::NnError;
+use crate::gathering::Gathering;
+use crate::groups::{Cut, PassingGradients, Summed, Updated};
+use crate::held::Target;
+use crate::optimizer::OptimizerStep;
+use crate::parameters::ParameterLayout;
+use crate::pass::{Pass, Whole};
+use crate::plans::Programs;
+use crate::rope::RopeTable;
+use crate::tape::Recomputation;
+
+impl<B: Blocks> Model<B> {
+    /// Queues the loss of a batch and its gradients, which are added to `totals` and `gradients`.
+    /// Gradients are of the sum over labelled tokens; on the CPU they are bitwise the same for every
+    /// `recompute` and any number of threads.
+    ///
+    /// # Errors
+    /// When the batch does not fit the model, gradients are not of this model's shapes, or the
+    /// device fails. After an error in attention the gradients hold parts of a step.
+    pub fn accumulate(
+        &self,
+        batch: &Batch<'_>,
+        gradients: &mut Gradients<B::Array>,
+        recompute: impl Into<Recomputation>,
+        totals: &mut B::Totals,
+    ) -> Result<Queued, NnError> {
+        self.accumulate_over(batch, None, gradients, recompute, totals)
+    }
+
+    /// [`Model::accumulate`] of a batch that may be this rank's part of one whose tokens are on several
+    /// ranks: losses and gradients are those of its tokens, and attention is that of `context`. All
+    /// ranks that share the rows call it.
+    ///
+    /// # Errors
+    /// Those of [`Model::accumulate`] and of `context`.
+    pub fn accumulate_over(
+        &self,
+        batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
+        gradients: &mut Gradients<B::Array>,
+        recompute: impl Into<Recomputation>,
+        totals: &mut B::Totals,
+    ) -> Result<Queued, NnError> {
+        let (found, want) = (gradients.array.elems(), self.share.trained());
+        if found != want {
+            let reason = format!("have {found} elements; this model's have {want}");
+            return Err(NnError::parameter("gradients", reason));
+        }
+        self.check_parameters()?;
+        let (Gradients { array, cleared }, recompute) = (gradients, recompute.into());
+        let running = &mut *self.running();
+        let prepared =
+            Prepared::new(running, &self.config, &self.programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, room, .. } = running;
+        let programs = prepared.of_layers(&self.programs);
+        let context = context.map(|attention| Context::of(attention, &self.programs));
+        let mut pass = prepared.pass(&self.config, &self.layout, &programs, context);
+        let accumulate = !std::mem::take(cleared);
+        match gathering {
+            None => {
+                let gradients = Some(Target::whole(array, accumulate));
+                let mut all = Whole { weights: &self.weights.array, gradients };
+                pass.forward_backward(blocks, &mut all, workspace, recompute, totals)?;
+            }
+            Some(gathering) => {
+                room.fit(blocks, &self.layout)?;
+                gathering.start(&self.layout, true);
+                let cut = self.cut_by(gathering);
+                let mut sums = Summed { cut, room, at: 0, into: array, accumulate };
+                pass.forward_backward(blocks, &mut sums, workspace, recompute, totals)?;
+                gathering.end();
+            }
+        }
+        let live = pass.live_pairs(blocks, &self.programs, &prepared.plans);
+        Ok(prepared.queued(live, batch))
+    }
+
+    fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B::Array>) -> Cut<'a, B::Array> {
+        Cut { layout: &self.layout, share: &self.share, weights: &self.weights, gathering }
+    }
+
+    /// Counts `labelled` tokens in `totals` that other ranks have added up.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn count(&self, totals: &mut B::Totals, labelled: usize) -> Result<(), NnError> {
+        self.running().blocks.count(totals, labelled)
+    }
+
+    /// Sums gradients over ranks that hold the same ones by `sum`, which takes them a piece at a time, in
+    /// order, in f32. Waits for the device.
+    ///
+    /// # Errors
+    /// Those of `sum`, or when the device fails.
+    pub fn reduce<E: From<NnError>>(
+        &self,
+        gradients: &mut Gradients<B::Array>,
+        mut sum: impl FnMut(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        const PIECE: usize = 4 << 20;
+        let mut running = self.running();
+        let (blocks, array) = (&mut running.blocks, &mut gradients.array);
+        let elems = array.elems();
+        let mut values = vec![0.0; PIECE.min(elems)];
+        for start in (0..elems).step_by(PIECE) {
+            let place = start..elems.min(start + PIECE);
+            let values = &mut values[..place.len()];
+            blocks.download(Part { array, place: place.clone() }, values)?;
+            sum(values)?;
+            blocks.fill(PartMut { array, place, accumulate: false }, values)?;
+        }
+        Ok(())
+    }
+
+    /// Queues a step on one batch in which each group of parameters is updated as soon as its
+    /// gradients are there, in the backward pass: gradients take the room of the largest group, and of
+    /// the embedding where it is the output projection, too. `step.clip_norm` must be 0: the norm of
+    /// all gradients is known only at the end. Where the norm of a group is not finite, neither it nor
+    /// a later one is updated. `spans` are [`Model::group_spans`].
+    ///
+    /// # Errors
+    /// Those of [`Model::accumulate_over`], or when a norm is to be clipped.
+    pub fn step_in_backward(
+        &mut self,
+        batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
+        gradients: &mut PassingGradients<B::Array>,
+        recompute: impl Into<Recomputation>,
+        step: &OptimizerStep,
+        spans: &[B::Spans],
+        moments: &mut Moments<B::Array>,
+        totals: &mut B::Totals,
+    ) -> Result<Queued, NnError> {
+        if step.clip_norm != 0.0 {
+            let reason = "must be 0 where parameters are updated in the backward pass: the norm of all \
+                          gradients is known only when the last is computed";
+            return Err(NnError::config("clip_norm", reason));
+        }
+        let recompute = recompute.into();
+        self.check_parameters()?;
+        let Self { config, programs, layout, share, weights, running, .. } = self;
+        let running = &mut *lock(running);
+        let prepared = Prepared::new(running, config, programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, .. } = running;
+        if let Some(gathering) = gathering {
+            gathering.start(layout, true);
+        }
+        let of_layers = prepared.of_layers(programs);
+        let context = context.map(|attention| Context::of(attention, programs));
+        let mut pass = prepared.pass(config, layout, &of_layers, context);
+        let mut parameters = Updated {
+            layout,
+            share,
+            weights,
+            gathering: gathering.as_mut(),
+            room: gradients,
+            at: 0,
+            step,
+            spans,
+            moments,
+            more: false,
+        };
+        pass.forward_backward(blocks, &mut parameters, workspace, recompute, totals)?;
+        if let Some(gathering) = gathering {
+            gathering.updated();
+        }
+        let live = pass.live_pairs(blocks, programs, &prepared.plans);
+        Ok(prepared.queued(live, batch))
+    }
+
+    /// Queues one step of the optimiser with the gradients of the batches that `totals` has added up: their
+    /// mean over labelled tokens, clipped. Nothing changes where its norm is not finite.
+    ///
+    /// # Errors
+    /// When no batch was added since gradients were cleared, or the device fails.
+    pub fn update(
+        &mut self,
+        step: &OptimizerStep,
+        spans: &B::Spans,
+        gradients: &Gradients<B::Array>,
+        moments: &mut Moments<B::Array>,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        if gradients.cleared {
+            let reason = "hold no batch: none was added since they were cleared";
+            return Err(NnError::parameter("gradients", reason));
+        }
+        let Running { blocks, gathering, .. } = &mut *lock(&self.running);
+        match gathering {
+            None => blocks.clip(step, &gradients.array, false, None, totals)?,
+            Some(gathering) => {
+                gathering.updated();
+                let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own);
+                blocks.clip(step, &gradients.array, false, Some(sum), totals)?;
+            }
+        }
+        let (weights, gradients) = (&mut self.weights, (&gradients.array, 0));
+        blocks.update(step, spans, weights, gradients, moments, self.share.trained(), totals)
+    }
+
+    /// The loss of a batch, summed over its labelled tokens.
+    ///
+    /// # Errors
+    /// When the batch does not fit the model, or attention reads a buffer out of its bounds.
+    pub fn loss(&self, batch: &Batch<'_>) -> Result<LossSum, NnError> {
+        self.loss_over(batch, None)
+    }
+
+    /// [`Model::loss`] of what may be this rank's part of a batch: see [`Model::accumulate_over`].
+    ///
+    /// # Errors
+    /// Those of [`Model::loss`] and of `context`.
+    pub fn loss_over(
+        &self,
+        batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
+    ) -> Result<LossSum, NnError> {
+        let start = Instant::now();
+        let running = &mut *self.running();
+        let mut totals = running.blocks.totals()?;
+        let queued = self.run_loss(running, batch, context, None, &mut totals)?;
+        let sums = running.blocks.read(totals)?;
+        Ok(loss_sum(&queued, &sums, start))
+    }
+
+    /// The loss of each token of a batch in nats, `[rows, len]`; 0 where it has no label.
+    ///
+    /// # Errors
+    /// Those of [`Model::loss`].
+    pub fn token_losses(&self, batch: &Batch<'_>) -> Result<Vec<f64>, NnError> {
+        batch.validate(&self.config)?;
+        let running = &mut *self.running();
+        let (mut each, mut losses) = (B::Array::default(), vec![0.0; batch.tokens_total()]);
+        running.blocks.resize("token losses", &mut each, DType::F32, losses.len())?;
+        let mut totals = running.blocks.totals()?;
+        self.run_loss(running, batch, None, Some(&mut each), &mut totals)?;
+        running.blocks.read(totals)?;
+        running.blocks.download(Part::whole(&each), &mut losses)?;
+        Ok(losses.into_iter().map(f64::from).collect())
+    }
+
+    /// The loss of a batch, summed over its labelled tokens, and the gradients of that sum, which
+    /// are added to `gradients`: [`Model::accumulate`], waited for.
+    ///
+    /// # Errors
+    /// Those of [`Model::accumulate`].
+    pub fn forward_backward(
+        &self,
+        batch: &Batch<'_>,
+        gradients: &mut Gradients<B::Array>,
+        recompute: impl Into<Recomputation>,
+    ) -> Result<LossSum, NnError> {
+        let start = Instant::now();
+        let mut totals = self.totals()?;
+        let queued = self.accumulate(batch, gradients, recompute, &mut totals)?;
+        Ok(loss_sum(&queued, &self.read(totals)?, start))
+    }
+
+    fn run_loss(
+        &self,
+        running: &mut Running<B>,
+        batch: &Batch<'_>,
+        context: Option<&mut dyn ContextAttention>,
+        each: Option<&mut B::Array>,
+        totals: &mut B::Totals,
+    ) -> Result<Queued, NnError> {
+        self.check_parameters()?;
+        let prepared =
+            Prepared::new(running, &self.config, &self.programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, .. } = running;
+        let programs = prepared.of_layers(&self.programs);
+        let context = context.map(|attention| Context::of(attention, &self.programs));
+        let mut pass = prepared.pass(&self.config, &self.layout, &programs, context);
+        match gathering {
+            None => {
+                let mut all = Whole { weights: &self.weights.array, gradients: None };
+                pass.loss(blocks, &mut all, workspace, each, totals)?;
+            }
+            Some(gathering) => {
+                gathering.start(&self.layout, false);
+                let mut cut = self.cut_by(gathering);
+                pass.loss(blocks, &mut cut, workspace, each, totals)?;
+                gathering.end();
+            }
+        }
+        Ok(prepared.queued(None, batch))
+    }
+}
+
+/// A batch on the device, with what depends on it.
+struct Prepared<B: Blocks> {
+    batch: B::Batch,
+    /// A plan for each program, bound to the documents; none where other ranks hold tokens of the
+    /// rows.
+    plans: Vec<B::Plan>,
+    shape: [usize; 2],
+}
+
+impl<B: Blocks> Prepared<B> {
+    fn new(
+        Running { blocks, plans, tables, .. }: &mut Running<B>,
+        config: &ModelConfig,
+        programs: &Programs,
+        batch: &Batch<'_>,
+        context: Option<&dyn ContextAttention>,
+    ) -> Result<Self, NnError> {
+        batch.validate(config)?;
+        let shape = [batch.rows, batch.len];
+        let own = batch.positions.iter().max().map_or(0, |&p| p as usize + 1);
+        let reaches = context.map_or(0, ContextAttention::positions);
+        RopeTable::reach_all(tables, config, own.max(reaches));
+        let uploaded = blocks.upload(batch, tables)?;
+        if context.is_some() {
+            return Ok(Self { batch: uploaded, plans: Vec::new(), shape });
+        }
+        let heads = PackedHeads::of(config, shape);
+        let plans = plans.of(blocks, programs, heads, batch.mean_kv_len)?;
+        let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
+        let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
+        Ok(Self { batch: uploaded, plans, shape })
+    }
+
+    fn of_layers<'a>(&'a self, programs: &'a Programs) -> Vec<LayerProgram<'a, B>> {
+        match self.plans.is_empty() {
+            true => Vec::new(),
+            false => programs.of_layers(&self.plans),
+        }
+    }
+
+    fn pass<'a>(
+        &'a self,
+        config: &'a ModelConfig,
+        layout: &'a ParameterLayout,
+        programs: &'a [LayerProgram<'a, B>],
+        context: Option<Context<'a>>,
+    ) -> Pass<'a, B> {
+        let (batch, shape) = (&self.batch, self.shape);
+        Pass { config, layout, programs, batch, shape, context }
+    }
+
+    fn queued(&self, live_pairs: Option<f64>, batch: &Batch<'_>) -> Queued {
+        let tokens = batch.labels.iter().filter(|&&l| l != IGNORE).count();
+        Queued { tokens, live_pairs }
+    }
+}
+
+fn loss_sum(queued: &Queued, sums: &Sums, start: Instant) -> LossSum {
+    LossSum {
+        sum_nats: sums.nats,
+        tokens: queued.tokens,
+        live_pairs: queued.live_pairs,
+        attention_seconds: sums.attention_seconds,
+        linear_seconds: sums.linear_seconds,
+        loss_seconds: sums.loss_seconds,
+        seconds: start.elapsed().as_secs_f64(),
+    }
+}

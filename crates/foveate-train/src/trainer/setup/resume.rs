@@ -1,0 +1,158 @@
+//! What a run that goes on has to have in common with the run that was.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use foveate::tensor::count::Count;
+use foveate_nn::{Blocks, Model, ParameterState, Rule};
+
+use super::Began;
+use crate::checkpoint::{self, Checksums, State};
+use crate::error::TrainError;
+use crate::recipe::{DataSection, Recipe};
+
+/// Notes what steps run on from here on. Of a resumed run, what they ran on before where that was
+/// another device, or else what was other of what their bits depend on.
+pub(super) fn moved(
+    state: &mut State,
+    resumed: bool,
+    gpu: Option<String>,
+    depends: BTreeMap<String, String>,
+) -> (Option<String>, Vec<String>) {
+    let before = std::mem::replace(&mut state.gpu, gpu);
+    let depended = std::mem::replace(&mut state.bits_depend_on, depends);
+    if resumed && before != state.gpu {
+        return (Some(before.unwrap_or_else(|| "the CPU".to_owned())), Vec::new());
+    }
+    let changed = if resumed { differences(&depended, &state.bits_depend_on) } else { Vec::new() };
+    (None, changed)
+}
+
+/// What is other than it was, in words; nothing of what was not recorded.
+fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
+    let differs = |(name, was): (&String, &String)| {
+        let is = now.get(name).map_or("nothing", String::as_str);
+        (was != is).then(|| format!("{name}: {was} before, {is} now"))
+    };
+    before.iter().filter_map(differs).collect()
+}
+
+/// Moments and state of the checkpoint `last`, whose weights go into `model`. No buffer is fresh.
+pub(super) fn resumed<B: Blocks>(
+    asked: u64,
+    last: &Path,
+    model: &mut Model<B>,
+    rule: &Rule,
+    fingerprint: u64,
+    checksums: Checksums,
+) -> Result<Began<B>, TrainError> {
+    let (moments, state) = checkpoint::load_state(last, model, rule, checksums)?;
+    if state.fingerprint != fingerprint {
+        let message =
+            "the documents are not those this run was trained on; restore them, or start a new run";
+        return Err(TrainError::checkpoint(last, message));
+    }
+    let done = state.step;
+    if done > asked {
+        let message = format!(
+            "the run has taken {}, but {asked} are asked for; ask for more with train.steps or \
+             train.epochs",
+            Count(done as usize, "step")
+        );
+        return Err(TrainError::checkpoint(last, message));
+    }
+    Ok((moments, state, Vec::new()))
+}
+
+/// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
+/// Steps, rates and what is saved when may change, and so may `data.exclude`: the fingerprint tells
+/// whether the documents are the same, and files of the run may have to be left out of them.
+pub(super) fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
+    if !path.exists() {
+        let message = "is missing; put back the recipe that the run here was started with, or start \
+                       a new run in another run.dir";
+        return Err(TrainError::checkpoint(path, message));
+    }
+    let saved = Recipe::load(path, &[])?;
+    let (old, new) = (&saved.train, &recipe.train);
+    let data = DataSection { exclude: recipe.data.exclude.clone(), ..saved.data.clone() };
+    let differs = [
+        ("run.seed", saved.run.seed != recipe.run.seed),
+        ("[model]", saved.model != recipe.model),
+        ("[attention]", saved.attention != recipe.attention),
+        ("[data]", data != recipe.data),
+        ("train.batch_rows", old.batch_rows != new.batch_rows),
+        ("train.accumulate", old.accumulate != new.accumulate),
+        ("optimizer.kind", saved.optimizer.kind != recipe.optimizer.kind),
+        ("optimizer.groups", frozen(&saved) != frozen(recipe)),
+        // What is kept is not rounded in the middle of a run.
+        ("precision.state", narrowness(recipe) > narrowness(&saved)),
+    ];
+    match differs.iter().find(|(_, differs)| *differs) {
+        Some((key, _)) => {
+            let message = format!(
+                "{key} is not what this run was started with; restore it, or start a new run in \
+                 another run.dir"
+            );
+            Err(TrainError::checkpoint(path, message))
+        }
+        None => Ok(()),
+    }
+}
+
+/// What a recipe freezes.
+fn frozen(recipe: &Recipe) -> Vec<(&str, bool)> {
+    let groups = &recipe.optimizer.groups;
+    // Groups before a frozen one may take parameters from it.
+    let any = groups.iter().any(|group| group.frozen);
+    groups.iter().filter(|_| any).map(|group| (group.names.as_str(), group.frozen)).collect()
+}
+
+/// States of a larger number keep less of what one of a smaller number keeps.
+fn narrowness(recipe: &Recipe) -> u8 {
+    match recipe.precision.state {
+        None | Some(ParameterState::F32 | ParameterState::Exact) => 0,
+        // What is kept from step to step is all of it.
+        Some(ParameterState::Bf16Gradients) => 0,
+        Some(ParameterState::Bf16Moments) => 1,
+        Some(ParameterState::Int8Moments) => 2,
+        Some(ParameterState::Bf16) => 3,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_is_not_rounded_in_the_middle_of_a_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("recipe.toml");
+        let recipe = |state: Option<ParameterState>| {
+            let text = "[run]\ndir = \"x\"\n[model]\ncheckpoint = \"c\"\n\
+                        [data]\nfiles = [\"*.txt\"]\nlen = 8\n";
+            let mut recipe = Recipe::parse(text, "r.toml", &[]).unwrap();
+            recipe.precision.state = state;
+            recipe
+        };
+        use ParameterState::{Bf16, Bf16Moments, Exact, F32, Int8Moments};
+        let states = [
+            (None, 0),
+            (Some(F32), 0),
+            (Some(Exact), 0),
+            (Some(Bf16Moments), 1),
+            (Some(Int8Moments), 2),
+            (Some(Bf16), 3),
+        ];
+        for (saved, kept) in states {
+            std::fs::write(&path, recipe(saved).to_toml().unwrap()).unwrap();
+            for (new, keeps) in states {
+                let refused = same_run(&recipe(new), &path).map_err(|e| e.to_string());
+                assert_eq!(refused.is_err(), keeps > kept, "{saved:?} to {new:?}: {refused:?}");
+            }
+        }
+        std::fs::write(&path, recipe(None).to_toml().unwrap()).unwrap();
+        let told = same_run(&recipe(Some(Bf16Moments)), &path).unwrap_err().to_string();
+        assert!(told.contains("precision.state is not what this run was started with"), "{told}");
+    }
+}
