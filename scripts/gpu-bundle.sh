@@ -24,6 +24,7 @@ cp -r benches "$into/benches"
 cp scripts/gpu-run.sh "$into/run.sh"
 cp scripts/gpu-measure.sh "$into/measure.sh"
 cp scripts/gpu_train.py "$into/train.py"
+cp scripts/gpu_shard.py "$into/shard.py"
 
 kib=$(du -sk "$into/bin" "$into/cases" "$into/benches" "$into/run.sh" | awk '{ n += $1 } END { print n }')
 echo "$into: $((kib / 1024)) MiB"

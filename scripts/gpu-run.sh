@@ -2,7 +2,7 @@
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
 #   run.sh conformance | determinism | misuse | placement | launches | libraries | blocks | train |
-#       sanitize | bench | all
+#       shard | sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
@@ -120,6 +120,23 @@ train() {
     fi
 }
 
+# Training on ranks that share the GPUs beside one rank: meshes up to eight ranks, in every state.
+shard() {
+    echo "== shard"
+    log="$out/shard.txt"
+    python3 "$here/shard.py" "$here/bin/foveate" "$out/shard" > "$log" 2>&1
+    status=$?
+    cat "$log"
+    wrong=$(grep -c 'FAILED$' "$log")
+    if grep -q '^shard declined' "$log"; then
+        row "shard" 0 0 1
+    elif [ "$status" != 0 ] && [ "$wrong" = 0 ]; then
+        row "shard" 0 1 0
+    else
+        row "shard" "$(grep -c 'passed$' "$log")" "$wrong" "$(grep -c 'skipped' "$log")"
+    fi
+}
+
 # under TOOL ARGUMENTS...: the runner with compute-sanitizer's TOOL, which ends with 99 where it
 # found something.
 under() {
@@ -190,13 +207,13 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | train | sanitize | bench | all)
+    conformance | determinism | misuse | placement | launches | libraries | blocks | train | shard | sanitize | bench | all)
         mkdir -p "$out" && : > "$table" ;;
     *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | train | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; placement; launches; libraries; blocks; train; sanitize; bench ;;
+    conformance | determinism | misuse | placement | launches | libraries | blocks | train | shard | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; placement; launches; libraries; blocks; train; shard; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Trains on ranks that share GPUs and holds them to one rank; part of gpu-bundle/ as shard.py.
+
+    shard.py FOVEATE FOLDER
+
+Runs the command FOVEATE in FOLDER, on texts made here: five steps of meshes up to eight ranks, threads of a
+process that take the GPUs there are in turn, in every state of the parameters; losses and weights beside one
+rank's, repeats bit for bit, and a run that goes on in another mesh. One line a check, ending in `passed`,
+FAILED or the reason why it was skipped; fails when one fails. Without a GPU it says so and passes.
+"""
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 100  # a command's limit: kernels can hang
+RECIPE = """
+[run]
+dir = "unset"
+seed = 5
+[model]
+hidden_size = 136
+intermediate_size = 264
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 64
+tie_word_embeddings = true
+[attention]
+mask = "causal & document"
+[data]
+files = ["*.txt"]
+len = 200
+held_out = 0
+[train]
+steps = 5
+batch_rows = 8
+accumulate = 2
+eval_every = 0
+save_every = 0
+[optimizer]
+lr = 3e-3
+[schedule]
+kind = "constant"
+warmup_steps = 0
+"""
+# Ranks, and what a recipe says of them; the first ones are the quick ones.
+MESHES = [
+    (2, ()),
+    (4, ("mesh.replicate=2",)),
+    (3, ("mesh.reshard=after_backward",)),
+    (8, ("mesh.reshard=never", "model.tie_word_embeddings=false")),
+    (2, ("mesh.replicate=2",)),
+    (6, ("mesh.replicate=3", "mesh.reduce_dtype=bf16")),
+]
+STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16"]
+failures = 0
+
+
+def tell(name, ok, detail=""):
+    global failures
+    failures += not ok
+    print(f"{name}: {detail + ' ' if detail else ''}{'passed' if ok else 'FAILED'}", flush=True)
+
+
+class Place:
+    """A folder with texts and a recipe, and the command."""
+
+    def __init__(self, foveate, folder):
+        self.foveate, self.folder = foveate, Path(folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        letters = random.Random(3)
+        words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(1, 8))) for _ in range(400)]
+        for i in range(40):
+            text = " ".join(letters.choices(words, k=letters.randint(30, 700)))
+            (self.folder / f"{i:02}.txt").write_text(text)
+        (self.folder / "tiny.toml").write_text(RECIPE)
+
+    def train(self, run, ranks, sets=(), flags=()):
+        """Losses of the steps, and a hash of masters and moments."""
+        command = [self.foveate, "train", str(self.folder / "tiny.toml"), "--device", "cuda:0", *flags]
+        command += ["--ranks", str(ranks)] if ranks > 1 else []
+        for key in (f"run.dir={self.folder / run}", *sets):
+            command += ["--set", key]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            raise RuntimeError(" | ".join(done.stderr.strip().splitlines()[-3:]))
+        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines if line.startswith("{")]
+        losses = {r["step"]: r["loss"] for r in records if "grad_norm" in r}
+        last = sorted((self.folder / run / "checkpoints").glob("step-*"))[-1]
+        hashed = hashlib.sha256()
+        for file in sorted(last.rglob("*.safetensors")):
+            hashed.update(file.read_bytes())
+        return [loss for _, loss in sorted(losses.items())], hashed.hexdigest()
+
+
+def beside_one_rank(place, number, state, ranks, sets):
+    sets = (f"precision.state={state}", *sets, *(["train.accumulate=1"] if "bf16_g" in state else []))
+    name = f"{ranks} ranks, {', '.join(sets)}"
+    model = [s for s in sets if not s.startswith("mesh.")]
+    try:
+        alone, _ = place.train(f"one-{number}", 1, model)
+        losses, weights = place.train(f"some-{number}", ranks, sets)
+        again = place.train(f"again-{number}", ranks, sets)
+    except (RuntimeError, subprocess.TimeoutExpired) as e:
+        return tell(name, False, str(e)[:600])
+    off = max(abs(a - b) for a, b in zip(alone, losses, strict=True))
+    # Sums in f32 have another order; in 16 bits five steps carry the roundings on.
+    allowed = 1e-4 if state == "f32" and "mesh.reduce_dtype=bf16" not in sets else 1e-2
+    detail = f"{alone[-1]:.5f} and {losses[-1]:.5f} at the end, at most {off:.1e} apart"
+    tell(name, off < allowed and losses[-1] < losses[0] - 0.1, detail)
+    tell(f"{name}, again", again == (losses, weights), "the same bits" if again[1] == weights else "other bits")
+
+
+def resumed(place):
+    """Three steps on four ranks, the rest on two; beside two ranks all the way."""
+    sets = ("precision.state=f32",)
+    try:
+        place.train("moves", 4, (*sets, "train.steps=3"))
+        moved, _ = place.train("moves", 2, sets, ["--resume"])
+        stays, _ = place.train("stays", 2, sets)
+    except (RuntimeError, subprocess.TimeoutExpired) as e:
+        return tell("a run goes on in another mesh", False, str(e)[:600])
+    off = max(abs(a - b) for a, b in zip(moved, stays, strict=True))
+    tell("a run goes on in another mesh", off < 1e-4, f"at most {off:.1e} apart")
+
+
+def main(foveate, folder, most=99):
+    if subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True).stdout.find('"arch"') < 0:
+        print("shard declined: no GPU")
+        return 0
+    place = Place(foveate, folder)
+    began = time.monotonic()
+    cases = [(state, *MESHES[i % len(MESHES)]) for i, state in enumerate(STATES)]
+    cases += [("exact", *mesh) for i, mesh in enumerate(MESHES) if i != 1]
+    cases.append(("exact", 2, ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))
+    for number, (state, ranks, sets) in enumerate(cases[:most]):
+        beside_one_rank(place, number, state, ranks, sets)
+        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+    resumed(place)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], *(int(n) for n in sys.argv[3:])))
