@@ -1,10 +1,16 @@
 //! The ranks of a run: which one this process is, and how it meets the others.
 
+use std::time::Duration;
+
+use foveate_gpu::driver::Device;
 use foveate_shard::collectives::{Collectives, OneRank, connect};
 use foveate_shard::launch::{Flags, Launch, Launcher, find};
 use foveate_train::device::DeviceChoice;
 
 use crate::failure::Failure;
+
+/// The most ranks that are threads of a process.
+const MOST_THREADS: usize = 256;
 
 /// Which rank this is, where no launcher says it in the environment
 #[derive(Clone, Debug, clap::Args)]
@@ -13,8 +19,8 @@ pub struct RankArgs {
     /// launchers say it in the environment (docs/cluster.md)
     #[arg(long, value_name = "N", requires = "ranks", help_heading = "Ranks")]
     rank: Option<usize>,
-    /// Number of ranks of the run
-    #[arg(long, value_name = "N", requires = "rank", help_heading = "Ranks")]
+    /// Number of ranks of the run; without --rank, all of them are threads of this process
+    #[arg(long, value_name = "N", help_heading = "Ranks")]
     ranks: Option<usize>,
     /// Where rank 0 listens
     #[arg(long, value_name = "HOST:PORT", requires = "rank", help_heading = "Ranks")]
@@ -22,6 +28,28 @@ pub struct RankArgs {
 }
 
 impl RankArgs {
+    /// How many ranks this process is, as threads, where it is asked to; and how long one waits for
+    /// another.
+    ///
+    /// # Errors
+    /// When that is no number of ranks, or a launcher has made this process one of several.
+    pub fn threads(&self) -> Result<Option<(usize, Duration)>, Failure> {
+        let (Some(ranks), None) = (self.ranks, self.rank) else { return Ok(None) };
+        if !(1..=MOST_THREADS).contains(&ranks) {
+            let wrong = format!("--ranks {ranks}: give 1 to {MOST_THREADS} threads");
+            return Err(Failure::usage(wrong));
+        }
+        let launch = launch(&Flags::default())?;
+        if launch.ranks > 1 {
+            return Err(Failure::usage(format!(
+                "--ranks {ranks} makes threads of this process, which is rank {} of {} by {}; leave it \
+                 out",
+                launch.rank, launch.ranks, launch.launcher
+            )));
+        }
+        Ok(Some((ranks, launch.deadline)))
+    }
+
     /// Which rank this process is.
     ///
     /// # Errors
@@ -61,16 +89,18 @@ pub fn meet(launch: &Launch) -> Result<Box<dyn Collectives>, Failure> {
     Ok(Box::new(connect(&launch.meeting())?))
 }
 
-/// The device of this rank: ranks of a host take the GPUs from the given one on.
-pub fn device(given: DeviceChoice, launch: &Launch) -> DeviceChoice {
+/// The device of rank `local` of a host: ranks take the GPUs from the given one on, and begin again with
+/// that one where there are no more.
+pub fn device(given: DeviceChoice, local: usize) -> DeviceChoice {
+    let gpus = || Device::count().unwrap_or(0);
     match given {
-        DeviceChoice::Cuda(first) => DeviceChoice::Cuda(first + launch.local_rank),
-        DeviceChoice::Auto if launch.local_rank > 0 => {
-            match foveate_nn_cuda::Cuda::available(launch.local_rank) {
-                Ok(_) => DeviceChoice::Cuda(launch.local_rank),
-                Err(_) => DeviceChoice::Cpu,
-            }
+        DeviceChoice::Cuda(first) => {
+            DeviceChoice::Cuda(first + local % gpus().saturating_sub(first).max(1))
         }
+        DeviceChoice::Auto if local > 0 => match gpus() {
+            0 => DeviceChoice::Cpu,
+            gpus => DeviceChoice::Cuda(local % gpus),
+        },
         other => other,
     }
 }

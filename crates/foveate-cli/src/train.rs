@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use foveate::tensor::count::Count;
+use foveate_shard::collectives::{Collectives, Rank, thread_ranks};
 use foveate_train::checkpoint::Checksums;
 use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainErrorKind;
@@ -60,40 +61,116 @@ pub struct Args {
 /// Trains and says what came of it.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let mut recipe = Recipe::load(&args.recipe, &args.set)?;
+    let device = args.device.unwrap_or(recipe.run.device);
+    if let Some(ranks) = args.ranks.threads()? {
+        return threads(args, ranks, &recipe, device, out);
+    }
     let launch = args.ranks.find()?;
-    recipe.run.device = ranks::device(args.device.unwrap_or(recipe.run.device), &launch);
+    recipe.run.device = ranks::device(device, launch.local_rank);
     // A rank that waits for others has nothing to save, and a signal ends it.
     let group = ranks::meet(&launch)?;
     let interrupt = Interrupt::watch()?;
+    rank(args, &*group, &recipe, interrupt, out)
+}
+
+/// Trains on ranks that are threads, of which this thread is the first.
+fn threads(
+    args: &Args,
+    (ranks, deadline): (usize, Duration),
+    recipe: &Recipe,
+    device: DeviceChoice,
+    out: &mut Output,
+) -> Result<(), Failure> {
+    let interrupt = Interrupt::watch()?;
+    let of_rank = |rank: usize| {
+        let mut own = recipe.clone();
+        own.run.device = ranks::device(device, rank);
+        own
+    };
+    if let DeviceChoice::Cuda(_) = device {
+        let devices: Vec<_> = (0..ranks).map(|r| of_rank(r).run.device.to_string()).collect();
+        crate::output::tell!("ranks on {}", devices.join(", "));
+    }
+    let mut worlds = thread_ranks(ranks, deadline).into_iter();
+    let first = worlds.next().expect("there is a rank");
+    std::thread::scope(|scope| {
+        let start = |world: Rank| {
+            let (recipe, interrupt) = (of_rank(world.rank()), interrupt.clone());
+            scope.spawn(move || other(args, &world, &recipe, interrupt))
+        };
+        let others: Vec<_> = worlds.map(start).collect();
+        let own = rank(args, &first, &of_rank(0), interrupt.clone(), out);
+        // Whoever still waits for this rank is told that it has left.
+        drop(first);
+        let mut failures = vec![own.err()];
+        for thread in others {
+            let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            failures.push(ended.err());
+        }
+        // One failed by itself, and the others because of it.
+        let mut failures: Vec<Failure> = failures.into_iter().flatten().collect();
+        let own = failures.iter().position(|failure| !matches!(failure, Failure::Elsewhere));
+        match failures.is_empty() {
+            true => Ok(()),
+            false => Err(failures.swap_remove(own.unwrap_or(0))),
+        }
+    })
+}
+
+/// How a run begins, as the arguments say.
+fn options(args: &Args) -> Options {
     let start = match (args.resume, args.start_over) {
         (true, _) => Start::Resume,
         (_, true) => Start::Over,
         _ => Start::New,
     };
-    let options = Options {
+    Options {
         start,
         checksums: checksums(args.skip_checksums),
         commit: option_env!("FOVEATE_COMMIT"),
         renderer: Some(RENDERER),
         profile: args.profile.clone(),
-    };
+    }
+}
+
+/// A failure of a rank, with where its last transfers are.
+fn told(recipe: &Recipe, failure: Failure) -> Failure {
     let transfers = recipe.run.dir.join("transfers");
-    let told = |failure: Failure| {
-        match &failure {
+    match &failure {
         Failure::Lost(Some(_)) if transfers.is_dir() => failure.help(format!(
             "what each rank did last: foveate shard log {}; to go on, start all ranks with --resume",
             transfers.display()
         )),
         _ => failure,
     }
-    };
-    if launch.rank > 0 {
-        let summary = train_on(&*group, &recipe, &args.recipe, options, &mut Silent(interrupt));
-        let summary = summary.map_err(|e| told(e.into()))?;
-        return if summary.interrupted { Err(Failure::Interrupted) } else { Ok(()) };
+}
+
+/// Trains as any rank but the first, which shows nothing.
+fn other(
+    args: &Args,
+    group: &dyn Collectives,
+    recipe: &Recipe,
+    interrupt: Interrupt,
+) -> Result<(), Failure> {
+    let mut silent = Silent(interrupt);
+    let summary = train_on(group, recipe, &args.recipe, options(args), &mut silent);
+    let summary = summary.map_err(|e| told(recipe, e.into()))?;
+    if summary.interrupted { Err(Failure::Interrupted) } else { Ok(()) }
+}
+
+/// Trains as the rank of `group` that this is.
+fn rank(
+    args: &Args,
+    group: &dyn Collectives,
+    recipe: &Recipe,
+    interrupt: Interrupt,
+    out: &mut Output,
+) -> Result<(), Failure> {
+    if group.rank() > 0 {
+        return other(args, group, recipe, interrupt);
     }
     let mut view = View::new(interrupt, args.json.then_some(&mut *out));
-    let result = train_on(&*group, &recipe, &args.recipe, options, &mut view);
+    let result = train_on(group, recipe, &args.recipe, options(args), &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
         return Err(e.into());
@@ -102,7 +179,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         if matches!(e.kind(), TrainErrorKind::Interrupted) {
             crate::output::tell!("interrupted before the first step; nothing was written");
         }
-        told(e.into())
+        told(recipe, e.into())
     })?;
     if summary.interrupted {
         crate::output::tell!(
@@ -135,7 +212,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         }))?;
         return Ok(());
     }
-    report(&recipe, &summary, out)
+    report(recipe, &summary, out)
 }
 
 /// Whether checkpoints are held to their checksums, as `--skip-checksums` says.

@@ -47,6 +47,13 @@ fn launched_ranks_reach_what_one_reaches_and_one_of_them_writes() {
     let far = losses("run").zip(losses("alone")).map(|(a, b)| (a - b).abs());
     let far: Vec<f64> = far.collect();
     assert!(far.len() == 24 && far.iter().all(|&far| far < 1e-4), "{far:?}");
+    // Threads of one process have the bits of processes.
+    let threads = ["train", "recipe.toml", "--ranks", "3", "--set", "run.dir=threads"];
+    let done = place.run(&threads);
+    let (out, said) = (text(done.stdout), text(done.stderr));
+    assert!(done.status.success(), "{said}");
+    assert_eq!(out.matches("held-out loss").count(), 1, "{out}");
+    assert!(place.steps("threads") == place.steps("run"), "{said}");
 }
 
 #[test]
@@ -340,17 +347,21 @@ fn wrong_input_gets_one_line_on_one_rank() {
         ("data.files=none.txt", "data.files"),
         ("optimizer.lr=-1", "optimizer.lr"),
     ] {
-        let args = ["launch", "--ranks", "3", "--", "train", "recipe.toml", "--set", set];
-        let done = place.run(&args);
-        let said = text(done.stderr);
-        assert_eq!(done.status.code(), Some(1), "{said}");
-        assert!(errors(&said)[0].contains(says), "{said}");
-        assert!(!place.path("run").exists());
+        let launched = ["launch", "--ranks", "3", "--", "train", "recipe.toml", "--set", set];
+        let threads = ["train", "recipe.toml", "--ranks", "3", "--set", set];
+        for args in [&launched[..], &threads] {
+            let done = place.run(args);
+            let said = text(done.stderr);
+            assert_eq!(done.status.code(), Some(1), "{said}");
+            assert!(errors(&said)[0].contains(says), "{said}");
+            assert!(!place.path("run").exists());
+        }
     }
     for (args, says) in [
         (&["train", "recipe.toml", "--rank", "0"][..], "--ranks"),
         (&["train", "recipe.toml", "--rank", "2", "--ranks", "2", "--meet", "a:1"], "rank 2 of 2"),
         (&["train", "recipe.toml", "--rank", "0", "--ranks", "2"], "give all three"),
+        (&["train", "recipe.toml", "--ranks", "0"], "--ranks 0: give 1 to 256 threads"),
         (&["launch", "--ranks", "0", "--", "train"], "--ranks"),
         (&["launch", "--ranks", "2"], "COMMAND"),
     ] {
@@ -359,6 +370,10 @@ fn wrong_input_gets_one_line_on_one_rank() {
         assert_eq!(done.status.code(), Some(2), "{said}");
         assert!(said.contains(says), "{said}");
     }
+    let mut both = place.command(&["train", "recipe.toml", "--ranks", "2"]);
+    let done = both.env("RANK", "0").env("WORLD_SIZE", "2").output().unwrap();
+    assert_eq!(done.status.code(), Some(2));
+    assert!(text(done.stderr).contains("which is rank 0 of 2 by RANK and WORLD_SIZE"));
     let mut half = place.command(&["train", "recipe.toml"]);
     let done = half.env("WORLD_SIZE", "2").output().unwrap();
     assert_eq!(

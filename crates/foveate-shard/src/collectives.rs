@@ -18,7 +18,7 @@ mod threads;
 
 pub use meeting::{Meeting, connect};
 pub use rank::{Rank, Transfer};
-pub use threads::run_threads;
+pub use threads::{run_threads, thread_ranks};
 
 use crate::error::{ShardError, refused};
 use crate::layout::Cut;

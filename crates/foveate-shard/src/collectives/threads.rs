@@ -29,6 +29,18 @@ impl Wire for Inbox {
     }
 }
 
+/// `ranks` ranks for threads of this process, in order, none of which waits longer than `deadline` for
+/// another. Each belongs to one thread; a rank that is dropped has left.
+pub fn thread_ranks(ranks: usize, deadline: Duration) -> Vec<Rank> {
+    of_inbox(&Arc::new(Inbox::new(ranks, deadline)), ranks)
+}
+
+fn of_inbox(inbox: &Arc<Inbox>, ranks: usize) -> Vec<Rank> {
+    let meeting = super::meeting::identity();
+    let rank = |rank| Rank::of_all(Arc::clone(inbox) as _, [rank, ranks], meeting);
+    (0..ranks).map(rank).collect()
+}
+
 /// Runs `body` on `ranks` threads, each with its rank, and returns what each gave in order of rank.
 /// No rank waits longer than `deadline` for another.
 ///
@@ -53,9 +65,7 @@ pub fn run_threads<T: Send>(
     body: impl Fn(&Rank) -> Result<T, ShardError> + Sync,
 ) -> Result<Vec<T>, ShardError> {
     let inbox = Arc::new(Inbox::new(ranks, deadline));
-    let meeting = super::meeting::identity();
-    let run = |rank: usize| {
-        let world = Rank::of_all(Arc::clone(&inbox) as _, [rank, ranks], meeting);
+    let run = |(rank, world): (usize, Rank)| {
         let body = std::panic::AssertUnwindSafe(|| body(&world));
         let result = std::panic::catch_unwind(body).unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().map(String::as_str);
@@ -69,7 +79,8 @@ pub fn run_threads<T: Send>(
     };
     let run = &run;
     let results: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || run(rank))).collect();
+        let worlds = of_inbox(&inbox, ranks).into_iter().enumerate();
+        let threads: Vec<_> = worlds.map(|world| scope.spawn(move || run(world))).collect();
         let join = |t: std::thread::ScopedJoinHandle<'_, _>| t.join().expect("panics are caught");
         threads.into_iter().map(join).collect()
     });
