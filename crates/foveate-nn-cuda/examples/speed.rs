@@ -210,7 +210,7 @@ fn losses(b: &mut Bench, vocabulary: usize) -> Result<(), GpuError> {
 
 fn updates(b: &mut Bench) -> Result<(), GpuError> {
     let elems = 64 << 20;
-    let pieces = Pieces::new(&[Piece { range: 0..elems, rate: 1.0, decay: 1.0 }])?;
+    let pieces = Pieces::new(&[Piece { range: 0..elems, origin: 0, rate: 1.0, decay: 1.0 }])?;
     let (table_len, elems_len) = ([pieces.len_f64()], [elems]);
     let table = b.upload(&pieces.bytes())?;
     let (constants, totals) = (b.bytes(8 * CONSTANTS_LEN)?, b.bytes(8 * TOTALS_LEN)?);

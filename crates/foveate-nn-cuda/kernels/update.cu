@@ -31,7 +31,7 @@ fv_update(const __grid_constant__ UpdateParams p) {
         weights.load(w, at);
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const u64 random = FV_WEIGHTS == 2 || FV_MOMENTS ? mix(step.random + u64(at + i)) : 0;
+            const u64 random = FV_WEIGHTS == 2 || FV_MOMENTS ? mix(step.random + u64(at + piece.shift + i)) : 0;
             rule.update(w[i], m[i], v[i], g[i]);
             m[i] = narrow_moment(m[i], u32(random));
             v[i] = narrow_moment(v[i], u32(random >> 16));

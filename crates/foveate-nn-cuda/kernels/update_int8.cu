@@ -1,6 +1,6 @@
 // One step of the optimiser with moments of 8 bits, in blocks of 256 elements (updates.cuh; foveate_nn::moments has the
 // format): four codes a word for all blocks, then a scale for each. A warp takes a block, whose elements may be of
-// several pieces: those of none keep their weights, and their moments are 0.
+// several pieces, all of one shift: those of none keep their weights, and their moments are 0.
 
 constexpr int BLOCK = 256, HELD = BLOCK / 32 / VECTOR;
 
@@ -41,6 +41,7 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
     u8* const square_codes = reinterpret_cast<u8*>(p.squares);
     float& mean_scale = reinterpret_cast<float*>(mean_codes + blocks * BLOCK)[block];
     float m[HELD][VECTOR], v[HELD][VECTOR] = {}, most_mean = 0.f, most_root = 0.f;
+    i64 shift = 0;
     const float scale_of_mean = mean_scale, scale_of_root = FV_RULE == 0 ? reinterpret_cast<float*>(square_codes + blocks * BLOCK)[block] : 0.f;
     int number = last_piece(p.piece_count, [&](int i) { return pieces[i].first <= block * BLOCK; });
     #pragma unroll
@@ -59,6 +60,7 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
         const PieceParams piece = pieces[number];
         if (at >= piece.first && at < piece.end) {
             const Rule rule(p, step, piece, totals.factor);
+            shift = piece.shift;
             float w[VECTOR], g[VECTOR];
             u32 bits[VECTOR] = {};
             load<GRADIENT_DTYPE>(g, reinterpret_cast<const Gradient*>(p.gradients) + at);
@@ -66,7 +68,7 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
             #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 rule.update(w[i], m[h][i], v[h][i], g[i]);
-                if constexpr (FV_WEIGHTS == 2) bits[i] = u32(mix(step.random + u64(at + i)) >> 20);
+                if constexpr (FV_WEIGHTS == 2) bits[i] = u32(mix(step.random + u64(at + shift + i)) >> 20);
             }
             weights.store(w, at, bits);
         }
@@ -85,7 +87,7 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
         Codes means, roots;
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const u64 random = mix(step.random + u64(at + i));
+            const u64 random = mix(step.random + u64(at + shift + i));
             const float mean = m[h][i] < 0.f ? -m[h][i] : m[h][i], root = sqrtf(v[h][i]) * of_root;
             const u32 of_m = code_of<3>(mean * of_mean, u32(random)), code = code_of<4>(root, u32(random >> 40));
             means.of[i] = of_m | (m[h][i] < 0.f && of_m > 0 ? 0x80 : 0);

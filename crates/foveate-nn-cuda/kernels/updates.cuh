@@ -20,6 +20,7 @@ typedef ElemOf<WEIGHT_DTYPE>::type Weight;
 // Elements first..end of the arena, whose first chunk is number `chunk` of the launch.
 struct PieceParams {
     i64 first, end;
+    i64 shift;                  // from an element's place in the arena to its index among all parameters
     int chunk;
     float rate, decay;          // factors of the step's rate and of the weight decay
     int unused;

@@ -12,7 +12,7 @@
 //! The bf16 weight and the 16 bits that complete it are an exact f32 master (TransformerEngine's
 //! `store_param_remainders`): the weight is the master rounded to the nearest, ties away from zero,
 //! so that what is cut off is a signed 16-bit number. Random bits are a hash of seed, step and the
-//! element's index in its arena, so they depend on no launch.
+//! element's index among all parameters, so they depend on no launch, nor on the ranks that have parts.
 
 use std::ops::Range;
 
@@ -77,6 +77,10 @@ impl Totals {
 pub struct Piece {
     /// Which: both ends multiples of 4, or [`Update`] reads them one by one.
     pub range: Range<usize>,
+    /// The first one's index among all parameters, which its random bits are drawn from: that in the
+    /// arena, unless the arena is a rank's part. Pieces that share a block of 256 elements lie alike in
+    /// both.
+    pub origin: usize,
     /// Factor of the step's rate.
     pub rate: f32,
     /// Factor of the weight decay: 0 for gains and biases.
@@ -111,13 +115,16 @@ impl Pieces {
             return Err(GpuError::argument(format!("the pieces {a:?} and {b:?} overlap")));
         }
         let (mut entries, mut chunks) = (Vec::new(), 0);
-        for &Piece { ref range, rate, decay } in sorted {
-            let end = i64::try_from(range.end)
-                .map_err(|_| GpuError::argument(format!("a piece ends at {}", range.end)))?;
+        for &Piece { ref range, origin, rate, decay } in sorted {
+            let place = |at: usize| {
+                i64::try_from(at).map_err(|_| GpuError::argument(format!("a piece has place {at}")))
+            };
+            let (first, end) = (place(range.start)?, place(range.end)?);
             let chunk = count("chunks", chunks)?;
             entries.push(PieceParams {
-                first: range.start as i64,
+                first,
                 end,
+                shift: place(origin)? - first,
                 chunk,
                 rate,
                 decay,

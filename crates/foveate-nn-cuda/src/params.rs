@@ -255,6 +255,8 @@ abi_structs! {
         pub first: i64,
         /// The one after the last.
         pub end: i64,
+        /// From an element's place in the arena to its index among all parameters.
+        pub shift: i64,
         /// Number of its first chunk.
         pub chunk: i32,
         /// Factor of the step's rate.

@@ -390,8 +390,7 @@ pub trait Blocks: Sized {
     /// Brings to the device what the optimiser goes through: in order, not overlapping.
     ///
     /// # Errors
-    /// When memory does not suffice, or spans are of a part of the parameters and the device keeps no
-    /// parts.
+    /// When memory does not suffice.
     fn spans(&mut self, spans: &[Span]) -> Result<Self::Spans, NnError>;
 
     /// The norm of the gradients of the mean loss, over the labelled tokens that `totals` counted,
@@ -401,7 +400,7 @@ pub trait Blocks: Sized {
     /// squares those of all; then this waits.
     ///
     /// # Errors
-    /// Those of `sum`, or where the device keeps no parts.
+    /// Those of `sum`.
     fn clip(
         &mut self,
         step: &OptimizerStep,

@@ -201,7 +201,7 @@ impl<B: Blocks> Model<B> {
     /// gathers the rest when a pass needs it. Every rank makes the same passes and updates.
     ///
     /// # Errors
-    /// When parameters have values already, or the device computes in another dtype than f32.
+    /// When parameters have values already.
     pub fn cut(
         &mut self,
         cutting: Cutting,
@@ -211,10 +211,6 @@ impl<B: Blocks> Model<B> {
         let mut running = lock(&self.running);
         if self.weights.array.elems() > 0 {
             let reason = "are cut over ranks before they are given values";
-            return Err(NnError::parameter("parameters", reason));
-        }
-        if running.blocks.precision().weights != DType::F32 {
-            let reason = "are cut over ranks on CPUs alone; keep them whole on a GPU";
             return Err(NnError::parameter("parameters", reason));
         }
         self.share = self.layout.share(part, cutting.parts);

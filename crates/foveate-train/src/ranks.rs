@@ -38,13 +38,9 @@ impl Ranks<'static> {
 
 impl<'a> Ranks<'a> {
     /// `all` ranks, in the mesh of a recipe.
-    pub fn in_mesh(
-        all: &'a dyn Collectives,
-        section: &MeshSection,
-        gpu: bool,
-    ) -> Result<Self, TrainError> {
+    pub fn in_mesh(all: &'a dyn Collectives, section: &MeshSection) -> Result<Self, TrainError> {
         let unplaced = Ranks { all, mesh: Mesh::single() };
-        let mesh = unplaced.together(section.of_ranks(all.ranks(), gpu))?;
+        let mesh = unplaced.together(section.of_ranks(all.ranks()))?;
         Ok(Self { all, mesh })
     }
 }

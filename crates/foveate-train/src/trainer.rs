@@ -218,7 +218,7 @@ impl OnDevice for Training<'_> {
 
     fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
         let Self { group, recipe, file, options, observer } = self;
-        let ranks = Ranks::in_mesh(group, &recipe.mesh, gpu.is_some())?;
+        let ranks = Ranks::in_mesh(group, &recipe.mesh)?;
         let profile = options.profile.clone().filter(|_| ranks.first()).map(Profile::of);
         let mut run = Setup::new(ranks, recipe, file, options, blocks, gpu, observer)?;
         observer.started(&run.started);

@@ -54,7 +54,7 @@ impl OverRanks {
             tensor: size(MeshAxis::Tensor),
             ..recipe.mesh
         };
-        let mesh = section.of_ranks(asked.ranks(), false)?;
+        let mesh = section.of_ranks(asked.ranks())?;
         let cut_rows = mesh.size_of(&[MeshAxis::Replicate, MeshAxis::Shard]);
         let batch = recipe.train.batch_rows;
         let len = recipe.data.len.div_ceil(mesh.size(MeshAxis::Context));

@@ -20,7 +20,7 @@ use super::attention::AttentionPlan;
 use super::batch::{CudaBatch, Rotations};
 use super::clock::Timed;
 use super::totals::CudaTotals;
-use super::updates::{CudaSpans, cut_over_ranks};
+use super::updates::CudaSpans;
 use super::{Cuda, beta, failed, logits_tokens_of, transfer};
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
@@ -240,10 +240,7 @@ impl Blocks for Cuda {
         sum: Option<SumOverRanks<'_>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        if sum.is_some() {
-            return Err(cut_over_ranks());
-        }
-        self.clip_gradients(step, gradients, more, totals)
+        self.clip_gradients(step, gradients, more, sum, totals)
     }
 
     fn update(

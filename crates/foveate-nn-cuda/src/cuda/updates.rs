@@ -1,9 +1,9 @@
 //! The optimiser: what it goes through, the norm of gradients, and the update of weights.
 
 use foveate_gpu::abi::Abi;
-use foveate_gpu::driver::Allocation;
+use foveate_gpu::driver::{Allocation, default_timeout};
 use foveate_gpu::{DeviceArray, ElementType};
-use foveate_nn::{Array, Moments, NnError, NnErrorKind, OptimizerStep, Rule, Span, Weights};
+use foveate_nn::{Array, Moments, NnError, OptimizerStep, Rule, Span, SumOverRanks, Weights};
 
 use super::array::{CudaArray, numbers};
 use super::clock::Timed;
@@ -18,12 +18,6 @@ use crate::optimizer::{
 pub struct CudaSpans {
     pieces: Pieces,
     table: Allocation,
-}
-
-/// The random bits of an update, and the norm, are those of whole parameters here.
-pub(super) fn cut_over_ranks() -> NnError {
-    let reason = "a GPU keeps parameters whole: they are cut over ranks on CPUs alone";
-    NnErrorKind::Device(reason.to_owned()).into()
 }
 
 impl Cuda {
@@ -41,11 +35,9 @@ impl Cuda {
 
     /// Places of weights with their treatment, uploaded once.
     pub(super) fn upload_spans(&mut self, spans: &[Span]) -> Result<CudaSpans, NnError> {
-        if spans.iter().any(|span| span.origin != span.place.start) {
-            return Err(cut_over_ranks());
-        }
-        let piece = |Span { place, treatment, .. }: &Span| Piece {
+        let piece = |&Span { ref place, origin, treatment }: &Span| Piece {
             range: place.clone(),
+            origin,
             rate: treatment.rate,
             decay: treatment.decay,
         };
@@ -55,19 +47,33 @@ impl Cuda {
         Ok(CudaSpans { pieces, table })
     }
 
-    /// Queues the sum of squares of gradients, and from it the factor of the step.
+    /// Queues the sum of squares of gradients, and from it the factor of the step. Waits for the former
+    /// where `sum` makes it that of all ranks.
     pub(super) fn clip_gradients(
         &mut self,
         step: &OptimizerStep,
         gradients: &CudaArray,
         more: bool,
+        sum: Option<SumOverRanks<'_>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
         self.timed(Timed::Clip, |this| {
-            let parts = [optimizer::parts(gradients.elems())];
-            let partial = this.scratch("squares of gradients", 8 * parts[0])?;
+            let mut parts = [optimizer::parts(gradients.elems())];
+            let partial = this.scratch("squares of gradients", 8 * parts[0].max(1))?;
+            // A rank of many may own none.
+            if parts[0] > 0 {
+                let partial = numbers(&partial, &parts);
+                this.run(&Squares { gradients: gradients.vector(), partial })?;
+            }
+            if let Some(sum) = sum {
+                let mut own = vec![[0; 8]; parts[0]];
+                let bytes = own.as_flattened_mut();
+                partial.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
+                let of_all = sum(own.into_iter().map(f64::from_ne_bytes).sum())?;
+                partial.write(&of_all.to_ne_bytes()).map_err(|e| failed(&e))?;
+                parts = [1];
+            }
             let partial = numbers(&partial, &parts);
-            this.run(&Squares { gradients: gradients.vector(), partial })?;
             let constants = this.constants(step)?;
             let constants = numbers(&constants, &[CONSTANTS_LEN]);
             let totals = numbers(&totals.memory, &[TOTALS_LEN]);

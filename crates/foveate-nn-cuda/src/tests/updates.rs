@@ -142,8 +142,8 @@ fn split(master: f32) -> (u16, u16) {
 
 fn pieces() -> Vec<Piece> {
     vec![
-        Piece { range: 4104..ELEMS, rate: 0.5, decay: 0.0 },
-        Piece { range: 0..4100, rate: 1.0, decay: 1.0 },
+        Piece { range: 4104..ELEMS, origin: 4104, rate: 0.5, decay: 0.0 },
+        Piece { range: 0..4100, origin: 0, rate: 1.0, decay: 1.0 },
     ]
 }
 
@@ -174,7 +174,7 @@ fn exact_states_follow_the_formula_in_f64() {
             let (squares, found, skipped) = arena.factor();
             assert!((squares.sqrt() / labelled as f64 / norm - 1.0).abs() < 1e-6);
             assert!((f64::from(found) / factor - 1.0).abs() < 1e-6 && skipped == 0);
-            for Piece { range, rate: share, decay } in pieces() {
+            for Piece { range, rate: share, decay, .. } in pieces() {
                 for i in range {
                     let (rate, g) = (rate * f64::from(share), g[i] * factor);
                     m[i] = BETAS[0] * m[i] + (1.0 - BETAS[0]) * g;
@@ -205,8 +205,8 @@ fn momentum_follows_the_formula_on_a_part_of_the_gradients() {
     let masters: Vec<f32> = (0..ELEMS).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect();
     let first = 1024;
     let pieces = [
-        Piece { range: first..2000, rate: 1.0, decay: 1.0 },
-        Piece { range: 2000..ELEMS, rate: 0.5, decay: 0.0 },
+        Piece { range: first..2000, origin: first, rate: 1.0, decay: 1.0 },
+        Piece { range: 2000..ELEMS, origin: 2000, rate: 0.5, decay: 0.0 },
     ];
     for codes in [false, true] {
         let mut arena = Arena::new(&masters, "master", false, false);
@@ -221,7 +221,7 @@ fn momentum_follows_the_formula_on_a_part_of_the_gradients() {
                 return;
             }
             let g = arena.gradients.values();
-            for Piece { range, rate, decay } in &pieces {
+            for Piece { range, rate, decay, .. } in &pieces {
                 for i in range.clone() {
                     m[i] = 0.9 * m[i] + g[i - first] / 2.0;
                     let decayed = DECAY * f64::from(*decay) * theta[i];
@@ -236,6 +236,46 @@ fn momentum_follows_the_formula_on_a_part_of_the_gradients() {
         close("masters", &got, &theta, 2e-6);
         if !codes {
             close("means", &arena.means.values(), &m, 2e-6);
+        }
+    }
+}
+
+/// A rank that has a part of the arena rounds it as one that has all of it.
+#[test]
+fn random_bits_are_those_of_an_elements_index_among_all_parameters() {
+    let mut random = Random::new(17);
+    let masters: Vec<f32> = (0..ELEMS).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect();
+    let first = 5 * BLOCK;
+    for (kept, codes) in [("stochastic", false), ("stochastic", true), ("master", true)] {
+        let arena = |masters: &[f32]| {
+            let arena = Arena::new(masters, kept, false, true);
+            if codes { arena.with_codes() } else { arena }
+        };
+        let (mut whole, mut part) = (arena(&masters), arena(&masters[first..]));
+        let mut elsewhere = arena(&masters[first..]);
+        for step in 1..=3u64 {
+            whole.gradients = f32_or_bf16(false).random([1, ELEMS], &mut random, 5.0);
+            let own = whole.gradients.values().split_off(first);
+            let constants = StepConstants::new(step, 9, 1e-2, BETAS, 0.0);
+            let piece = |elems, origin| Piece { range: 0..elems, origin, rate: 1.0, decay: 1.0 };
+            if !whole.step(constants, 37, &[piece(ELEMS, 0)]) {
+                return;
+            }
+            for (arena, origin) in [(&mut part, first), (&mut elsewhere, 0)] {
+                arena.gradients = f32_or_bf16(false).matrix([1, ELEMS - first], &own);
+                assert!(arena.step(constants, 37, &[piece(ELEMS - first, origin)]));
+            }
+        }
+        let moments = |arena: &Arena| match codes {
+            true => [Moment::Mean, Moment::Square].map(|moment| arena.decoded(moment)),
+            false => [arena.means.values(), arena.squares.values()],
+        };
+        assert_eq!(part.masters(), whole.masters()[first..], "{kept}");
+        for ((own, all), other) in
+            moments(&part).iter().zip(moments(&whole)).zip(moments(&elsewhere))
+        {
+            assert_eq!(*own, all[first..], "{kept}");
+            assert_ne!(*own, other, "{kept}: other bits at another place");
         }
     }
 }
@@ -258,7 +298,7 @@ fn steps_with_moments_of_8_bits_follow_the_formula_from_what_they_kept() {
                 return;
             }
             let g = arena.gradients.values();
-            for Piece { range, rate, decay } in pieces() {
+            for Piece { range, rate, decay, .. } in pieces() {
                 for i in range {
                     let g = g[i] / 37.0;
                     m[i] = BETAS[0] * m[i] + (1.0 - BETAS[0]) * g;
@@ -309,7 +349,7 @@ fn every_master_survives_being_split() {
     let mut arena = Arena::new(&masters, "master", false, false);
     arena.gradients = f32_or_bf16(false).matrix([1, masters.len()], &vec![0.0; masters.len()]);
     let constants = StepConstants::new(1, 9, 0.0, BETAS, 0.0);
-    let all = Piece { range: 0..masters.len(), rate: 1.0, decay: 1.0 };
+    let all = Piece { range: 0..masters.len(), origin: 0, rate: 1.0, decay: 1.0 };
     if !arena.step(constants, 1, &[all]) {
         return;
     }
@@ -332,7 +372,7 @@ fn stochastic_rounding_is_right_on_average() {
         // m/√v = -1 in the first step: the weight becomes 1 + rate.
         let mut constants = StepConstants::new(1, 9, master - 1.0, BETAS, 0.0);
         constants.random = StepConstants::new(step, 9, 0.0, BETAS, 0.0).random;
-        let all = Piece { range: 0..elems, rate: 1.0, decay: 0.0 };
+        let all = Piece { range: 0..elems, origin: 0, rate: 1.0, decay: 0.0 };
         if !arena.step(constants, 1, &[all]) {
             return;
         }
@@ -370,7 +410,8 @@ fn gradients_that_are_not_finite_update_nothing() {
 
 #[test]
 fn pieces_that_overlap_or_end_late_are_refused() {
-    let piece = |range| Piece { range, rate: 1.0, decay: 1.0 };
+    let piece =
+        |range: std::ops::Range<usize>| Piece { origin: range.start, range, rate: 1.0, decay: 1.0 };
     let overlap = Pieces::new(&[piece(0..8), piece(4..12)]).unwrap_err();
     assert_eq!(overlap.to_string(), "the pieces 0..8 and 4..12 overlap");
     let mut arena = Arena::new(&[0.0; 8], "f32", false, false);

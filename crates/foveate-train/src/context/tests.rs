@@ -116,7 +116,7 @@ fn planner<'a>(
     let [replicate, shard, context, tensor] = mesh.map(|ranks| Some(AxisSize::Ranks(ranks)));
     let section =
         MeshSection { replicate, shard, context, tensor, strategy, ..MeshSection::default() };
-    let ranks = Ranks::in_mesh(world, &section, false).map_err(refused)?;
+    let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
     Ok((ranks, ContextPlanner::new(ranks, strategy).map_err(refused)?))
 }
 

@@ -17,8 +17,8 @@ pub struct MeshSection {
     /// Ranks that cut the rows of a batch and copy parameters.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicate: Option<AxisSize>,
-    /// Ranks that cut the rows of a batch, and parameters; on CPUs all that other axes leave when not
-    /// given and no axis is `auto`.
+    /// Ranks that cut the rows of a batch, and parameters; all that other axes leave when not given and
+    /// no axis is `auto`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shard: Option<AxisSize>,
     /// Ranks that cut the tokens of a row, and parameters.
@@ -63,17 +63,15 @@ impl MeshSection {
         [self.replicate, self.shard, self.context, self.tensor]
     }
 
-    /// The mesh of a run of `ranks` ranks, on GPUs where `gpu` says so: parameters are whole there, and
-    /// an axis that is not given is `replicate`.
+    /// The mesh of a run of `ranks` ranks.
     ///
     /// # Errors
     /// When the product of the sizes is not the number of ranks, or an axis is larger than 1 that the
     /// trainer does not cut.
-    pub fn of_ranks(&self, ranks: usize, gpu: bool) -> Result<Mesh, TrainError> {
+    pub fn of_ranks(&self, ranks: usize) -> Result<Mesh, TrainError> {
         let mut sizes = self.sizes();
         let auto = sizes.contains(&Some(AxisSize::Auto));
-        let usual = if gpu { MeshAxis::Replicate } else { MeshAxis::Shard };
-        let open = &mut sizes[usual as usize];
+        let open = &mut sizes[MeshAxis::Shard as usize];
         *open = open.or((!auto).then_some(AxisSize::Auto));
         let given = MeshAxis::ALL.into_iter().zip(sizes);
         let parts = given.filter_map(|(axis, size)| size.map(|size| format!("{axis}={size}")));
@@ -86,13 +84,6 @@ impl MeshSection {
                  vocabulary; leave it at 1"
             );
             return Err(TrainError::recipe("mesh.tensor", message));
-        }
-        let shard = mesh.size(MeshAxis::Shard);
-        if gpu && shard > 1 {
-            let message = format!(
-                "is {shard}, but parameters are whole on GPUs; cut rows over mesh.replicate"
-            );
-            return Err(TrainError::recipe("mesh.shard", message));
         }
         Ok(mesh)
     }

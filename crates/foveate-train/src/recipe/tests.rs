@@ -195,7 +195,7 @@ fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
         let recipe = Recipe::parse(&format!("{TEXT}[mesh]\n{section}"), "r.toml", &[]).unwrap();
         let again = Recipe::parse(&recipe.to_toml().unwrap(), "r.toml", &[]).unwrap();
         assert_eq!(again, recipe);
-        recipe.mesh.of_ranks(ranks, false).map(|m| m.to_string()).map_err(|e| e.to_string())
+        recipe.mesh.of_ranks(ranks).map(|m| m.to_string()).map_err(|e| e.to_string())
     };
     for (section, ranks, found) in [
         ("", 1, [1, 1]),
@@ -218,16 +218,6 @@ fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
     );
     let odd = mesh("replicate = 2", 3).unwrap_err();
     assert!(odd.contains("3 ranks cannot be divided by 2"), "{odd}");
-    let on_gpus = |sets: &[&str]| {
-        let sets: Vec<String> = sets.iter().map(|&s| s.to_owned()).collect();
-        let recipe = Recipe::parse(TEXT, "r.toml", &sets).unwrap();
-        recipe.mesh.of_ranks(4, true).map(|m| m.to_string()).map_err(|e| e.to_string())
-    };
-    assert_eq!(on_gpus(&[]), Ok("replicate=4,shard=1,context=1,tensor=1".to_owned()));
-    assert_eq!(
-        on_gpus(&["mesh.shard=auto"]).unwrap_err(),
-        "mesh.shard: is 4, but parameters are whole on GPUs; cut rows over mesh.replicate"
-    );
     let uncut = mesh("tensor = 2", 4).unwrap_err();
     assert!(uncut.starts_with("mesh.tensor: is 2, but the trainer does not cut heads"), "{uncut}");
     let size = |value: &str| told(&format!("{TEXT}[mesh]\nshard = {value}"), &[]);

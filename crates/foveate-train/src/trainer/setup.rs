@@ -157,7 +157,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let made = model(ranks, recipe, from.as_ref(), corpus.tokenizer(), blocks);
         let Made { mut model, attention, mut memory, recompute, saves_beside } =
             made.map_err(wrong)?;
-        share_parameters(ranks, recipe, &mut model, gpu.is_some())?;
+        share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &model, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
         let described = context.as_ref().map(|context| context.describe(ranks, &model, shape));
@@ -470,15 +470,9 @@ fn share_parameters<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
     model: &mut Model<B>,
-    gpu: bool,
 ) -> Result<(), TrainError> {
     let (parts, in_backward) = (ranks.mesh().size_of(&PARAMETERS), recipe.optimizer.in_backward);
     let copies = in_backward && !ranks.alone();
-    if copies && gpu {
-        let message = "updates parameters before ranks have summed their gradients; train on one \
-                       GPU, or leave it out";
-        return Err(TrainError::recipe("optimizer.in_backward", message));
-    }
     if parts > 1 || copies {
         let transfers = GroupTransfers::new(ranks, recipe.mesh.reduce_dtype, copies)?;
         let part = ranks.coordinate(&PARAMETERS);

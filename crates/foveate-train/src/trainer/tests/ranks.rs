@@ -531,7 +531,7 @@ fn a_mesh_has_the_same_bits_over_threads_and_tcp() {
 fn held(parts: usize, reshard: Reshard) -> Vec<[usize; 2]> {
     let section = crate::recipe::MeshSection { reshard, ..Default::default() };
     run_threads(parts, Duration::from_secs(60), |world| {
-        let ranks = Ranks::in_mesh(world, &section, false).unwrap();
+        let ranks = Ranks::in_mesh(world, &section).unwrap();
         let transfers = GroupTransfers::new(ranks, Default::default(), false).unwrap();
         let mut model = wide();
         model.cut(section.cutting(parts), world.rank(), Box::new(transfers)).unwrap();
