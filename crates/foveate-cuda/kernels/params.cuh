@@ -118,6 +118,7 @@ struct BackwardParams {
     // The sum of e^(score - lse) of rows whose lse is too large to hold it (see HUGE_LSE),
     // with the strides of delta. Null unless HAS_ROW_WEIGHT_SUM.
     float* row_weight_sum;
+    int interleaved_heads;       // KV heads that take turns at each tile of keys; see KeysItem
 };
 
 struct SequencesParams {

@@ -41,6 +41,19 @@ struct LiveQueries {
     }
 };
 
+// A tile of keys and a KV head, as CTAs take them one after the other: where a mask makes some heavier than others,
+// p.interleaved_heads heads take turns at each tile, so that the heaviest items of all of them come first.
+struct KeysItem {
+    u32 tile, head_kv;
+
+    __device__ static KeysItem number(const BackwardParams& p, u32 number) {
+        if constexpr (!FV_MASK) return {number % p.tile_count, number / p.tile_count};
+        const u32 together = p.interleaved_heads * p.tile_count, first = number / together * p.interleaved_heads;
+        const u32 heads = min(p.interleaved_heads, p.heads_kv - first), place = number % together;
+        return {place / heads, first + place % heads};
+    }
+};
+
 // The scheduler: one warp, whose lanes do the same.
 __device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared, StepBarriers barriers) {
     const u32 items = p.tile_count * p.heads_kv;
@@ -48,9 +61,10 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
     Step step = {};
     #pragma unroll 1
     for (u32 number = blockIdx.x; number < items; number = next_item(persistent, items)) {
-        const Tile tile = p.tiles[number % p.tile_count];
+        const KeysItem item = KeysItem::number(p, number);
+        const Tile tile = p.tiles[item.tile];
         const Sequence& own = p.sequences[tile.sequence];
-        step.head_kv = number / p.tile_count;
+        step.head_kv = item.head_kv;
         step.key = tile.tile * FV_BN;
         step.keys = min(own.k_len - step.key, FV_BN);
         step.k_batch = own.k_batch;

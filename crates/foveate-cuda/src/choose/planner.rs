@@ -156,12 +156,12 @@ impl KernelPlan {
         self.config(Kernel::Backward).is_some_and(|config| config.separate_dq)
     }
 
-    /// How many of the `heads` of a forward take turns at each of its `tiles` of queries: heavy
-    /// CTAs then come first whatever head they are of, so that light ones end the launch
-    /// together. Enough heads for the device to be filled four times, and no more, for the keys of
-    /// those under way to stay in the cache.
-    pub fn interleaved_heads(&self, heads: usize, tiles: usize) -> usize {
-        let at_once = self.profile.sms * self.kernels[0].chosen.occupancy.ctas;
+    /// How many of the `heads` of `kernel` take turns at each of the `tiles` that its CTAs own:
+    /// heavy CTAs then come first whatever head they are of, so that light ones end the launch
+    /// together. Enough heads for the device to be filled four times, and no more, for what those
+    /// under way read to stay in the cache.
+    pub fn interleaved_heads(&self, kernel: Kernel, heads: usize, tiles: usize) -> usize {
+        let at_once = self.profile.sms * self.choice(kernel).chosen.occupancy.ctas;
         let turns = tiles * heads / (4 * at_once).max(1);
         heads.div_ceil(turns.max(1)).max(1)
     }

@@ -120,8 +120,8 @@ impl Schedule {
 pub struct Outline {
     /// Every sequence, in order.
     pub sequences: Vec<params::Sequence>,
-    /// Every tile of the axis. How much is live is not known yet, so the order is a guess: for
-    /// queries half way between a causal mask and none, for keys the longest sequence first.
+    /// Every tile of the axis. How much is live is not known yet, so the order is a guess: half way
+    /// between a causal mask and none.
     pub tiles: Vec<params::Tile>,
     /// One tile for each row of the lists of a head.
     pub rows: Vec<params::Tile>,
@@ -160,8 +160,8 @@ impl Outline {
         tiles.sort_by_key(|&(i, tile)| {
             let s = &sequences[i];
             std::cmp::Reverse(match axis {
-                Axis::Queries => (s.k_len + s.k_len.min((tile + 1) * size.q)) as u64,
-                Axis::Keys => s.q_len as u64 * s.k_len as u64,
+                Axis::Queries => s.k_len + s.k_len.min((tile + 1) * size.q),
+                Axis::Keys => s.q_len + s.q_len.saturating_sub(tile * size.kv),
             })
         });
         let rows = classes
@@ -474,6 +474,19 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn an_outline_begins_with_what_a_causal_mask_makes_heavy() {
+        let dims = dims(2, [1, 1], [64, 64]);
+        let order = |axis| {
+            let found = Outline::new(&dims, &dims.sequences(None), &causal(), axis, SIZE);
+            found.tiles.iter().map(|t| (t.tile, t.sequence)).collect::<Vec<_>>()
+        };
+        let (queries, keys) = (order(Axis::Queries), order(Axis::Keys));
+        let last = 64 / SIZE.q as i32 - 1;
+        assert_eq!(queries[..3], [(last, 0), (last, 1), (last - 1, 0)]);
+        assert_eq!(keys[..3], [(0, 0), (0, 1), (1, 0)]);
     }
 
     #[test]

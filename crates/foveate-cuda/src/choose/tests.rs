@@ -526,6 +526,46 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     assert_eq!(chosen(&unmapped).family, Family::Portable);
 }
 
+/// How much of a launch its CTAs work, when each takes the next item as soon as it is free, tiles of
+/// keys under a causal mask in turns of `turns` heads.
+fn share_at_work(plan: &KernelPlan, sizes: &Sizes, turns: usize) -> f64 {
+    let Tiles { tile_q, tile_kv, .. } = Tiles::of(plan.config(Kernel::Backward).unwrap());
+    let heads: Vec<usize> = (0..sizes.heads_kv).collect();
+    let tiles: Vec<usize> = (0..sizes.keys / tile_kv).collect();
+    let work = |&tile: &usize| {
+        sizes.heads_q / sizes.heads_kv * (sizes.queries - tile * tile_kv).div_ceil(tile_q)
+    };
+    let mut free = vec![0; plan.profile.sms];
+    for together in heads.chunks(turns) {
+        for tile in &tiles {
+            for _ in (0..sizes.batch).flat_map(|_| together) {
+                *free.iter_mut().min().unwrap() += work(tile);
+            }
+        }
+    }
+    free.iter().sum::<usize>() as f64 / (free.len() * free.iter().max().unwrap()) as f64
+}
+
+#[test]
+fn heads_take_turns_so_that_the_ctas_of_a_causal_backward_end_together() {
+    let profile = Profile::named("h200").unwrap();
+    let plain = Class { mask: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
+    for (batch, heads_q, heads_kv, len) in
+        [(1, 32, 8, 8192), (1, 24, 8, 8192), (2, 32, 8, 8192), (2, 16, 16, 8192), (8, 16, 16, 2048)]
+    {
+        let sizes = sizes(batch, heads_q, heads_kv, len);
+        let plan = KernelPlan::new(&profile, &plain, &sizes, true, &KernelOptions::default());
+        let plan = plan.unwrap();
+        let turns = plan.interleaved_heads(Kernel::Backward, heads_kv, batch * len / 128);
+        let share = share_at_work(&plan, &sizes, turns);
+        assert!(share > 0.98, "{sizes:?}: {turns} heads, {share}");
+    }
+    // Llama-3.1-8B's one row, a head after the other: the last head's longest item begins late.
+    let one_row = sizes(1, 32, 8, 8192);
+    let plan = KernelPlan::new(&profile, &plain, &one_row, true, &KernelOptions::default());
+    assert!(share_at_work(&plan.unwrap(), &one_row, 1) < 0.85);
+}
+
 #[test]
 fn wide_head_dims_and_fixed_orders_have_a_hopper_kernel_for_dq_alone() {
     let profile = Profile::named("h200").unwrap();

@@ -225,6 +225,8 @@ foveate_gpu::abi_structs! {
         /// What the powers of rows whose lse is huge add up to, in the order of `delta`; 0 for
         /// plain scores of 16-bit operands.
         pub row_weight_sum: Address,
+        /// KV heads that take turns at each tile of keys.
+        pub interleaved_heads: i32,
     }
 
     /// Arguments of the kernel that writes sequences and tiles from offsets in device memory: one

@@ -14,7 +14,7 @@ use super::kernels::{Ready, queue_kernel, sizes};
 use super::report::Report;
 use super::resident::{CallState, Gradient, LaunchSchedule};
 use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
-use crate::compile::config::{Entry, Family};
+use crate::compile::config::{Entry, Family, Kernel};
 use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::error::CudaError;
 use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, row_view, view, written};
@@ -154,6 +154,9 @@ impl CudaPlan {
                 Entry::Backward => {
                     _dq_accum = pass.dq_accum(&step)?;
                     params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
+                    let (heads, tiles) = (dims.heads_kv, step.schedule.tile_count);
+                    params.interleaved_heads =
+                        pass.chosen.interleaved_heads(Kernel::Backward, heads, tiles) as i32;
                     begin_gradients(queue, args)?;
                     pass.launch_products(&step, &params, args)?;
                     main = Some(step);
@@ -300,7 +303,7 @@ impl<'a> PassLauncher<'a> {
     ) -> Result<ForwardParams, CudaError> {
         let (o, dims, schedule) = (&args.operands, self.call.dims, &step.schedule);
         let group = dims.group();
-        let heads = dims.heads_q / step.kernel.config.heads();
+        let (heads, tiles) = (dims.heads_q / step.kernel.config.heads(), schedule.tile_count);
         let params = ForwardParams {
             q: view(&o.q, "q", group)?,
             k: view(&o.k, "k", 1)?,
@@ -312,7 +315,7 @@ impl<'a> PassLauncher<'a> {
             scale: self.plan.scale(),
             heads_q: dims.heads_q as i32,
             heads_kv: dims.heads_kv as i32,
-            interleaved_heads: self.chosen.interleaved_heads(heads, schedule.tile_count) as i32,
+            interleaved_heads: self.chosen.interleaved_heads(Kernel::Forward, heads, tiles) as i32,
             kv_splits: self.chosen.kv_splits as i32,
             page_table: o.pages.map_or(0, |p| p.table),
             page_size: o.k.layout.shape[2] as i32,
