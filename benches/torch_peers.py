@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
-"""Measures the Python package `foveate` beside PyTorch on the CPU, each bar with its peer in the same run.
+"""Measures the Python package `foveate` beside PyTorch, each bar with its peer in the same run.
 
-    pip install . && python3 benches/torch_peers.py                   # all rows: half an hour
+    pip install . && python3 benches/torch_peers.py                   # all rows of the CPU: half an hour
+    python3 benches/torch_peers.py --device cuda                      # those of an NVIDIA GPU: two minutes
     python3 benches/torch_peers.py --filter overhead,memory           # those rows
     python3 benches/torch_peers.py --filter s512/d64 --seconds 1
 
 Both sides run in turn on the same numbers and as many threads; medians are compared. It ends in a table with
-the bar of every row. The exit code is 1 when a result is wrong or a row missed its bar.
+the bar of every row and a plot of how far each is from it. The exit code is 1 when a result is wrong or a row
+missed its bar.
 
 Needs torch 2.11 and a C++ compiler, for PyTorch's compiled flex_attention. Measure on a machine that does
 nothing else: the load is in the table's last line.
 """
 
 import argparse
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +27,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import foveate
+import torch_peers_cuda
 from cpu_attention import Peer, error, exact, peers_of
 from foveate import _flex, _native, _trace
 from workloads import documents_of, mask_of, operands, score_of
@@ -222,8 +227,8 @@ def memory(_):
     yield "memory/documents, S 32768, over inputs and results", "≤ 512 MiB", f"{mib:.0f} MiB", mib <= 512
 
 
-def rows(wanted, seconds):
-    """Rows of the table, as they are measured: name, bar, value, whether it is reached."""
+def cpu_groups():
+    """What is measured on the CPU: part of the rows' names, and a function that yields them."""
     groups = [("overhead", overhead), ("rust/s512/s2048", beside_rust)]
     for s in (512, 2048):
         for d in (64, 128):
@@ -231,10 +236,26 @@ def rows(wanted, seconds):
                 for learns in (False, True):
                     row = f"torch/s{s}/d{d}/{name}/{'with backward' if learns else 'forward'}"
                     groups.append((row, lambda t, a=(name, s, d, learns): beside_torch(*a, t)))
-    groups += [("torch/uncompiled flex", beside_eager_flex), ("memory", memory)]
+    return [*groups, ("torch/uncompiled flex", beside_eager_flex), ("memory", memory)]
+
+
+def rows(groups, wanted, seconds):
+    """Rows of the table, as they are measured: name, bar, value, whether it is reached."""
     for name, measure in groups:
         if any(part in name for part in wanted):
             yield from measure(seconds)
+
+
+def plot(table):
+    """Bars of how many times better than its bar each row is, on a logarithmic axis; `|` is the bar."""
+    print(f"\n{'times better than the bar':68} {'1/4':>5}{'1/2':>8}{'1':>8}{'2':>8}{'4':>8}{'8':>8}")
+    for name, bar, seen, _ in table:
+        limit, value = (float(re.search(r"[\d.]+", text).group()) for text in (bar, seen))
+        better = value / max(limit, 1e-9) if "≥" in bar else max(limit, 1e-9) / max(value, 1e-9)
+        end = round(8 * min(max(math.log2(max(better, 1e-9)), -2.5), 3.5))
+        line = ["#" if min(end, 0) <= at <= max(end, 0) else " " for at in range(-20, 29)]
+        line[20] = "|"
+        print(f"{name:68} {''.join(line).rstrip()}")
 
 
 def main():
@@ -242,18 +263,27 @@ def main():
     parser.add_argument("--filter", default="", help="parts of names of rows, comma between: any")
     parser.add_argument("--seconds", type=float, default=3.0, help="of timing each side of a row at least")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of both sides (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
     parser.add_argument("--memory-alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--first-call", choices=("forward", "both"), help=argparse.SUPPRESS)
+    parser.add_argument("--variants", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_alone:
         return memory_alone()
+    if args.first_call:
+        return torch_peers_cuda.first_call_alone(args.first_call == "both")
+    if args.variants:
+        return torch_peers_cuda.variants_alone()
     table = []
-    for row in rows(args.filter.split(","), args.seconds):
+    groups = cpu_groups() if args.device == "cpu" else torch_peers_cuda.GROUPS
+    for row in rows(groups, args.filter.split(","), args.seconds):
         print(*row[:3], "" if row[3] else "MISSED", sep="  ", file=sys.stderr)
         table.append(row)
     print(f"\n| {'row':68} | {'bar':9} | {'seen':9} |  |\n| {'-' * 68} | {'-' * 9} | {'-' * 9} | - |")
     for name, bar, seen, reached in table:
         print(f"| {name:68} | {bar:9} | {seen:9} | {' ' if reached else '✗'} |")
+    plot(table)
     load = os.getloadavg()[0]
     print(f"\ntorch {torch.__version__}, {args.threads} threads, load {load:.1f} at the end")
     sys.exit(0 if all(row[3] for row in table) else 1)
