@@ -8,6 +8,7 @@ const TABLE: &[(&str, usize, &str)] = &[
     ("ceil", 1, "ceil"),
     ("clamp", 3, "clamp"),
     ("cos", 1, "cos"),
+    ("detach", 1, "detach"),
     ("eq", 2, "eq"),
     ("erf", 1, "erf"),
     ("exp", 1, "exp"),

@@ -57,6 +57,7 @@ pub fn unary_f32(op: UnaryOp, x: f32) -> f32 {
     match op {
         UnaryOp::Neg => -x,
         UnaryOp::Abs => x.abs(),
+        UnaryOp::Detach => x,
         UnaryOp::Floor => x.floor(),
         UnaryOp::Exp => math::exp(x),
         UnaryOp::Exp2 => math::exp2(x),
@@ -80,6 +81,7 @@ pub fn unary(op: UnaryOp, x: ScalarValue) -> ScalarValue {
         (UnaryOp::Neg, I32(x)) => I32(x.wrapping_neg()),
         (UnaryOp::Abs, I32(x)) => I32(x.wrapping_abs()),
         (UnaryOp::Unit, I32(x)) => F32(unit(x)),
+        (UnaryOp::Detach, x) => x,
         (op, F32(x)) => F32(unary_f32(op, x)),
         _ => unreachable!("{WELL_TYPED}"),
     }

@@ -308,6 +308,12 @@ impl<T: Number> Expr<T> {
     pub fn abs(&self) -> Self {
         self.unary_op(UnaryOp::Abs)
     }
+
+    /// The same value, through which no gradient passes, so that what is made of it may be a step:
+    /// `score.detach().floor()`.
+    pub fn detach(&self) -> Self {
+        self.unary_op(UnaryOp::Detach)
+    }
 }
 
 macro_rules! float_methods {

@@ -13,7 +13,8 @@
 //!
 //! What has no useful derivative (`floor`, a number made from a comparison or an integer that
 //! depends on the score, a buffer index that does) is refused when the gradient is asked for,
-//! rather than counted as zero.
+//! rather than counted as zero. Who wants it to count as zero says so by `detach`, which no
+//! gradient passes.
 
 use std::collections::HashMap;
 use std::f32::consts::{FRAC_2_SQRT_PI, LN_2, LOG2_E};
@@ -137,6 +138,7 @@ fn active(program: &Program) -> Result<Vec<bool>, ModError> {
                 touched[i] = buffer.learned();
                 continue;
             }
+            Node::Unary(UnaryOp::Detach, _) => continue,
             Node::Unary(UnaryOp::Floor, _) if from_touched => return refuse("floor".into()),
             Node::Unary(UnaryOp::Unit, _) if from_touched => return refuse("unit".into()),
             Node::Cast(Type::F32, x) if from_touched => {
@@ -380,8 +382,8 @@ impl Tape {
                 let d = self.unary(UnaryOp::Neg, d);
                 self.mul(a, d)
             }
-            UnaryOp::Floor | UnaryOp::Not | UnaryOp::Unit => {
-                unreachable!("refused before any gradient is passed down")
+            UnaryOp::Floor | UnaryOp::Not | UnaryOp::Unit | UnaryOp::Detach => {
+                unreachable!("no gradient passes through them")
             }
         }
     }
@@ -592,6 +594,9 @@ mod tests {
         let refused = |e: Expr<f32>| ScoreMod::new(e.dynamic()).unwrap().gradient().is_err();
         let s = expr::score;
         assert!(refused(s().floor()));
+        assert!(!refused(s().detach().floor() + s()));
+        assert!(refused(s().to_i32().to_f32()));
+        assert!(!refused(s().to_i32().detach().to_f32()));
         assert!(refused(s().gt(0.0).to_f32()));
         assert!(refused(s().to_i32().to_f32()));
         let table = Buffer::vector("table", vec![1.0f32; 4]);

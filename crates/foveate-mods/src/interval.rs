@@ -107,6 +107,7 @@ pub(crate) fn unary(op: UnaryOp, x: Interval) -> Interval {
             let least = if lo <= 0 && 0 <= hi { 0 } else { lo.abs().min(hi.abs()) };
             int(least, lo.abs().max(hi.abs()))
         }
+        (UnaryOp::Detach, x) => x,
         (UnaryOp::Unit, _) => F32 { lo: 0.0, hi: 1.0, nan: false },
         (op, F32 { lo, hi, nan }) => {
             let ends = |nan| {
@@ -126,7 +127,9 @@ pub(crate) fn unary(op: UnaryOp, x: Interval) -> Interval {
                 UnaryOp::Log | UnaryOp::Log2 | UnaryOp::Sqrt if lo >= 0.0 => ends(nan),
                 UnaryOp::Log | UnaryOp::Log2 | UnaryOp::Sqrt | UnaryOp::Rsqrt => Interval::ANY_F32,
                 UnaryOp::Sin | UnaryOp::Cos => F32 { lo: -1.0, hi: 1.0, nan: true },
-                UnaryOp::Not | UnaryOp::Unit => unreachable!("{op:?} does not take an f32"),
+                UnaryOp::Not | UnaryOp::Unit | UnaryOp::Detach => {
+                    unreachable!("{op:?} is above, or takes no f32")
+                }
             }
         }
         _ => unreachable!("a graph is well-typed"),

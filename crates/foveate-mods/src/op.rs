@@ -57,6 +57,8 @@ operations! {
         Cos,
         /// i32 bits to an f32 in `[0, 1)`: `(x as u32 >> 8) · 2⁻²⁴`.
         Unit,
+        /// The same i32 or f32, through which no gradient passes.
+        Detach,
     }
 }
 
@@ -110,7 +112,7 @@ impl UnaryOp {
         use UnaryOp::*;
         match self {
             Not => &[Type::Bool],
-            Neg | Abs => &[Type::I32, Type::F32],
+            Neg | Abs | Detach => &[Type::I32, Type::F32],
             Unit => &[Type::I32],
             Floor | Exp | Exp2 | Log | Log2 | Sqrt | Rsqrt | Tanh | Sigmoid | Erf | Sin | Cos => {
                 &[Type::F32]

@@ -57,6 +57,7 @@ impl Graph {
         match (op, self.node(x).clone()) {
             (UnaryOp::Not, Node::Unary(UnaryOp::Not, y))
             | (UnaryOp::Neg, Node::Unary(UnaryOp::Neg, y)) => y,
+            (UnaryOp::Detach, Node::Unary(UnaryOp::Detach, _)) => x,
             (UnaryOp::Not, Node::Binary(Eq, a, b)) => self.simplified_binary(Ne, a, b),
             (UnaryOp::Not, Node::Binary(Ne, a, b)) => self.simplified_binary(Eq, a, b),
             // `!(a < b)` is `b <= a` only where there is no NaN.

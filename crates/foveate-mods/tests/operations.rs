@@ -143,7 +143,9 @@ fn every_operation_can_be_written_in_a_macro() {
         closure::mask_mod!(|q, kv| (q < 3) == (kv < 3)),
         closure::mask_mod!(|q, kv| (q < 3) != (kv < 3)),
         closure::mask_mod!(|q, kv| ((q & 7) | (kv ^ 3)) == ((q << 2) >> kv)),
-        closure::mask_mod!(|q, kv| (-q).abs() + kv * 2 - q / 3 == (q % 5).min(kv).max(q.mix(kv))),
+        closure::mask_mod!(
+            |q, kv| (-q).abs() + kv.detach() * 2 - q / 3 == (q % 5).min(kv).max(q.mix(kv))
+        ),
     ];
     let scores = [
         closure::score_mod!(
@@ -161,7 +163,11 @@ fn every_operation_can_be_written_in_a_macro() {
         }),
         closure::score_mod!(|score| score.floor() + score.exp() + score.exp2() + score.log()),
         closure::score_mod!(|score| score.log2() + score.sqrt() + score.rsqrt() + score.tanh()),
-        closure::score_mod!(|score| score.sigmoid() + score.erf() + score.sin() + score.cos()),
+        closure::score_mod!(|score| score.sigmoid()
+            + score.erf()
+            + score.sin()
+            + score.cos()
+            + score.detach()),
     ];
     let programs = masks.iter().map(MaskMod::program).chain(scores.iter().map(ScoreMod::program));
     let met: BTreeSet<String> = programs.flat_map(operations).collect();

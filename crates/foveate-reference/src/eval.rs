@@ -191,6 +191,8 @@ fn unary<F: Real>(op: UnaryOp, x: Value<F>) -> Result<Value<F>, ReferenceError> 
         (Not, Bool(x)) => Bool(!x),
         (Neg, I32(x)) => I32(x.wrapping_neg()),
         (Abs, I32(x)) => I32(x.wrapping_abs()),
+        (Detach, I32(x)) => I32(x),
+        (Detach, R(x, _)) => R(x, c(0.0)),
         (Unit, I32(x)) => constant((x as u32 >> 8) as f32 / 16_777_216.0),
         (Floor, R(x, dx)) => return flat(op, &[dx], R(x.apply(Function::Floor), c(0.0))),
         (_, R(x, dx)) => {
@@ -230,7 +232,7 @@ fn unary<F: Real>(op: UnaryOp, x: Value<F>) -> Result<Value<F>, ReferenceError> 
                 }),
                 Sin => with(f(Function::Sin), &|| f(Function::Cos)),
                 Cos => with(f(Function::Cos), &|| -f(Function::Sin)),
-                Not | Floor | Unit => unreachable!("{TYPED}"),
+                Not | Floor | Unit | Detach => unreachable!("{TYPED}"),
             }
         }
         _ => unreachable!("{TYPED}"),

@@ -214,6 +214,27 @@ fn a_gradient_through_a_floor_is_an_error_and_not_a_silent_zero() {
     assert!(error.contains("floor has no derivative"), "{error}");
 }
 
+#[test]
+fn no_gradient_passes_a_detached_score_and_a_floor_of_it_is_no_error() {
+    let with = |score: fn(&Buffer<f32>) -> Option<ScoreMod>| {
+        let case = Case { varlen: None, dropout: None, score, mask: None };
+        let inputs = inputs(5, [1, 1, 3, 2], [1, 1, 4, 2], 2, false);
+        let upstream = Upstream { d_out: inputs.q.view(), d_lse: None };
+        let spec = case.spec(&inputs.bias);
+        let made = backward(&spec, &case.operands(&inputs), &upstream).expect("a gradient");
+        [made.dq, made.dk].concat()
+    };
+    fn s() -> foveate_mods::Expr<f32> {
+        expr::score()
+    }
+    let whole = with(|_| score_mod(s() * 2.0 + s().detach().floor() * s().detach()));
+    // The weights are those of all of it, the slope is 2.
+    assert!(whole.iter().any(|d| *d != 0.0));
+    assert_ne!(whole, with(|_| score_mod(s() * 2.0)));
+    let none = with(|_| score_mod(s().detach() * 2.0));
+    assert!(none.iter().all(|d| *d == 0.0), "{none:?}");
+}
+
 fn plain(mask: Option<MaskMod>) -> Spec {
     Spec { mask, score: None, scale: None, dropout: None }
 }

@@ -18,7 +18,7 @@
 //! it was given: in `let raw = score; softcap(30) then score + raw`, `raw` is not capped.
 //!
 //! Functions: `abs min max floor exp exp2 log log2 sqrt rsqrt tanh sigmoid erf sin cos pow mix
-//! unit select from_end`, conversions `i32(x) f32(x) bool(x)`, and every name of [`crate::catalogue`].
+//! unit detach select from_end`, conversions `i32(x) f32(x) bool(x)`, and every name of [`crate::catalogue`].
 //! Each can be written as a method: `score.tanh()`.
 //!
 //! Printing a mod ([`std::fmt::Display`]) gives text that parses back to an equal mod, given

@@ -417,7 +417,7 @@ impl<'a> Parser<'a> {
             count(1)?;
             let [x] = take(args);
             let ty = match op {
-                UnaryOp::Abs | UnaryOp::Unit => Type::I32,
+                UnaryOp::Abs | UnaryOp::Detach | UnaryOp::Unit => Type::I32,
                 _ => Type::F32,
             };
             let x = self.literal_as(x, ty)?;

@@ -28,7 +28,7 @@ pub(super) const OPERATORS: [(&str, u8, BinaryOp, bool); 18] = [
 
 pub(super) const COMPARE: u8 = 4;
 
-pub(super) const UNARY: [(&str, UnaryOp); 14] = [
+pub(super) const UNARY: [(&str, UnaryOp); 15] = [
     ("abs", UnaryOp::Abs),
     ("floor", UnaryOp::Floor),
     ("exp", UnaryOp::Exp),
@@ -43,6 +43,7 @@ pub(super) const UNARY: [(&str, UnaryOp); 14] = [
     ("sin", UnaryOp::Sin),
     ("cos", UnaryOp::Cos),
     ("unit", UnaryOp::Unit),
+    ("detach", UnaryOp::Detach),
 ];
 
 pub(super) const BINARY: [(&str, BinaryOp); 4] = [

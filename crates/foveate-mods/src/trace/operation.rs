@@ -231,6 +231,11 @@ float_functions! {
     cos;
 }
 
+/// `x`, through which no gradient passes.
+pub fn detach<T: Number>(x: Expr<T>) -> Expr<T> {
+    x.detach()
+}
+
 /// Rounds towards plus infinity.
 pub fn ceil(x: impl Adapt<f32>) -> Expr<f32> {
     -(-x.adapt()).floor()

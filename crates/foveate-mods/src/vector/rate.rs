@@ -114,6 +114,7 @@ fn affine_of(
         Node::Leaf(Leaf::Q) => Some(Affine { row: 1, column: 0 }),
         Node::Leaf(Leaf::Kv) => Some(Affine { row: 0, column: 1 }),
         _ if rate == Rate::Head => Some(Affine { row: 0, column: 0 }),
+        Node::Unary(UnaryOp::Detach, x) => of(x),
         Node::Unary(UnaryOp::Neg, x) => of(x).map(|x| times(x, -1)),
         Node::Binary(BinaryOp::Add, x, y) => of(x).zip(of(y)).map(|(x, y)| plus(x, y)),
         Node::Binary(BinaryOp::Sub, x, y) => of(x).zip(of(y)).map(|(x, y)| plus(x, times(y, -1))),

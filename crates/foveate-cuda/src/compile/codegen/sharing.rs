@@ -80,6 +80,7 @@ pub(super) fn shared(program: &Program, index: &[NodeId]) -> Shared {
         let sum = match node {
             Node::Leaf(Leaf::Q) => Some((1, 0)),
             Node::Leaf(Leaf::Kv) => Some((0, 1)),
+            Node::Unary(UnaryOp::Detach, x) => of(x).sum,
             Node::Unary(UnaryOp::Neg, x) => {
                 of(x).sum.map(|(q, kv)| (q.wrapping_neg(), kv.wrapping_neg()))
             }

@@ -34,6 +34,7 @@ pub(super) fn steps(program: &Program, roots: &[NodeId], fast_math: bool) -> usi
 
 fn unary_steps(op: UnaryOp) -> usize {
     match op {
+        UnaryOp::Detach => 0,
         UnaryOp::Neg | UnaryOp::Not | UnaryOp::Abs | UnaryOp::Floor | UnaryOp::Unit => 1,
         UnaryOp::Sqrt | UnaryOp::Rsqrt => 10,
         UnaryOp::Sin | UnaryOp::Cos => 60,
@@ -50,6 +51,7 @@ fn unary_steps(op: UnaryOp) -> usize {
 /// With the special function units.
 fn fast_steps(op: UnaryOp) -> usize {
     match op {
+        UnaryOp::Detach => 0,
         UnaryOp::Erf => 30,
         UnaryOp::Sin | UnaryOp::Cos => 20,
         UnaryOp::Neg

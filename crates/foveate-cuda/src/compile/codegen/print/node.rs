@@ -87,6 +87,7 @@ impl NodePrinter<'_> {
         match op {
             UnaryOp::Neg => self.prefix('-', x),
             UnaryOp::Not => self.prefix('!', x),
+            UnaryOp::Detach => self.operand(x),
             UnaryOp::Unit if self.is_range() => self.call("unit", &[x]),
             UnaryOp::Unit => self.wrapped(self.call("unit", &[x])),
             UnaryOp::Log if normal => self.call("log_normal", &[x]),
@@ -306,6 +307,8 @@ fn unary_name(op: UnaryOp, exact: bool, fast: bool) -> &'static str {
         UnaryOp::Erf => one("erf", "exact_erf", "exact_erf"),
         UnaryOp::Sin => one("sin", "sinf", "fast_sin"),
         UnaryOp::Cos => one("cos", "cosf", "fast_cos"),
-        UnaryOp::Neg | UnaryOp::Not | UnaryOp::Unit => unreachable!("written by the caller"),
+        UnaryOp::Neg | UnaryOp::Not | UnaryOp::Unit | UnaryOp::Detach => {
+            unreachable!("written by the caller")
+        }
     }
 }
