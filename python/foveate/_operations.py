@@ -456,15 +456,6 @@ def _ndtr(x: Scalar) -> Expr:
     return (1 + _native.unary("erf", x * _own(math.sqrt(0.5), x))) / 2
 
 
-def _detach(x: Expr) -> Expr:
-    if _is_float(x) and torch.is_grad_enabled():
-        raise TraceError(
-            "`detach` of a traced float is not supported in a mask or score: detach captured tensors before they are "
-            "read, as in `table.detach()[q_idx]`"
-        )
-    return x
-
-
 #: Torch's functions and methods by name, without underscores around it.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": _add,
@@ -642,7 +633,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "half": lambda x: cast(x, torch.float16),
     "bfloat16": lambda x: cast(x, torch.bfloat16),
     "clone": _same,
-    "detach": _detach,
+    "detach": _unary("detach"),
     "real": _same,
     "cuda": _same,
     "contiguous": _same,

@@ -608,16 +608,6 @@ def _place(error: BaseException) -> str:
     return found
 
 
-def underivable(error: ValueError, score: _native.Traced | None) -> Exception:
-    """An error of the engine that a score has no derivative, with the user's name of it; others as they are."""
-    if score is None or "has no derivative" not in str(error):
-        return error
-    return TraceError(
-        f"score_mod `{name_of(score.function)}`: {error}, where torch's is 0: floor, rounding and integers of a score "
-        "are for calls without a gradient"
-    )
-
-
 def named(error: IndexError, *functions: _native.Traced | None) -> IndexError:
     """An error of the engine with the user's name of the captured tensor in place of the program's."""
     message = str(error)

@@ -122,24 +122,45 @@ def test_an_operation_on_the_score_is_torchs(name):
     check(lambda score, b, h, q, kv: UNARY[name](score))
 
 
-#: Steps, through which torch's gradient is 0 and ours is refused.
-STEPS = ("floor", "ceil", "trunc", "round", "frac", "to int", "long")
-
-
-@pytest.mark.parametrize("name", [name for name in UNARY if name not in (*STEPS, "a sum of one", "heaviside")])
+@pytest.mark.parametrize("name", [name for name in UNARY if name not in ("a sum of one", "heaviside")])
 def test_the_gradient_of_an_operation_is_torchs(name):
     factor = torch.tensor(0.7, requires_grad=True)
     gradient(lambda s, b, h, q, kv: 0.1 * (UNARY[name](s * factor) + s * factor), (factor,))
 
 
+#: What no gradient passes in torch, of a score and of a captured tensor that learns, with an index that depends on the
+#: score among it.
+STEPS = {
+    "a step of what is learned": lambda s, x: s * x + torch.round(3 * x) * s.detach(),
+    "a factor that is detached": lambda s, x: s * x.detach() + x * s.detach(),
+    "a score that is detached": lambda s, x: torch.tanh(s.detach()) * x - s,
+    "a product of floors": lambda s, x: s + torch.floor(s * x) * x + torch.div(s, x, rounding_mode="floor"),
+    "a comparison as a number": lambda s, x: s + (s > x).long() * x + ((s > 0) & (x > 0)).int() + (s < 0).to(torch.int8) // 2,
+    "a remainder and what it rests on": lambda s, x: torch.fmod(s, x) + torch.remainder(s, x) + torch.frac(s * x),
+}
+
+
 @pytest.mark.parametrize("name", STEPS)
-def test_a_gradient_through_a_step_is_refused_by_name_and_the_forward_is_not(name):
-    q = torch.randn(1, 1, 8, 4, requires_grad=True)
-    score_mod = lambda s, b, h, i, j: UNARY[name](s)  # noqa: E731
-    with pytest.raises(TraceError, match="score_mod `<lambda>`: .* has no derivative.*floor"):
-        flex_attention(q, q, q, score_mod)
-    with torch.no_grad():
-        flex_attention(q, q, q, score_mod)
+def test_no_gradient_passes_steps_and_what_is_detached(name):
+    factor = torch.tensor(0.7, requires_grad=True)
+    gradient(lambda s, b, h, q, kv: STEPS[name](s * factor, factor), (factor,))
+
+
+@pytest.mark.parametrize("name", ["floor", "ceil", "trunc", "round", "frac", "long"])
+def test_a_score_that_is_only_a_step_has_torchs_gradients_of_q_and_k(name):
+    q, k, v = (torch.randn(2, 3, n, 8, generator=G).requires_grad_() for n in (7, 13, 13))
+    score_mod = lambda s, b, h, i, j: UNARY[name](2 * s)  # noqa: E731
+    ours = torch.autograd.grad(flex_attention(q, k, v, score_mod).square().sum(), (q, k, v))
+    scores = q.double() @ k.double().transpose(-2, -1) / math.sqrt(8)
+    gold = torch.softmax(score_mod(scores, 0, 0, 0, 0).double(), -1) @ v.double()
+    golds = torch.autograd.grad(gold.square().sum(), (q, k, v), allow_unused=True)
+    for mine, one, two in zip((q, k, v), ours, golds):
+        close("gradient", one, torch.zeros_like(mine) if two is None else two, torch.float32, 13 * 8 * 42)
+
+
+def test_a_learned_table_is_read_where_the_score_says():
+    table = torch.randn(9, generator=G).requires_grad_()
+    gradient(lambda s, b, h, q, kv: s + table[(2 * s).round().long().clamp(-4, 4) + 4], (table,))
 
 
 def test_an_embedding_and_a_norm_of_learned_rows_learn():
@@ -458,7 +479,6 @@ REFUSED = {
     "another shape": (lambda s, b, h, q, kv: s.view(-1), "needs no other shape"),
     "gcd": (lambda s, b, h, q, kv: s + torch.gcd(q, kv), "table"),
     "a function of indices": (lambda s, b, h, q, kv: s + torch.lgamma(q + 1.0), "computed outside and read by index"),
-    "detach of a score": (lambda s, b, h, q, kv: s - s.detach(), "table.detach"),
     "a long isin": (lambda s, b, h, q, kv: torch.where(torch.isin(q, LARGE[0]), s, 0.0), "64"),
     "a gather of two axes": (lambda s, b, h, q, kv: s + torch.gather(TABLE, 0, q), "one axis"),
     "an embedding with padding": (lambda s, b, h, q, kv: s + F.embedding(q, TABLE, padding_idx=0)[h], "no options"),

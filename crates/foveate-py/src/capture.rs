@@ -91,7 +91,12 @@ impl Capture {
     }
 
     fn element(&self, expr: DynExpr) -> Expr {
-        Expr(Value { expr, dtype: self.dtype, range: self.dtype.narrow() })
+        Expr(Value {
+            expr,
+            dtype: self.dtype,
+            range: self.dtype.narrow(),
+            learns: self.is_learned(),
+        })
     }
 
     /// The tensor as it is now, or `other` in its place: what a transform of torch's unwrapped.

@@ -290,5 +290,5 @@ pub fn begin(mask: bool, constants: bool) {
 #[pyfunction]
 pub fn scalar(name: String) -> Expr {
     let expr = DynExpr::scalar(Scalar { name, value: ScalarValue::I32(0) });
-    Expr(Value { expr, dtype: Dtype::I64, range: None })
+    Expr(Value { expr, dtype: Dtype::I64, range: None, learns: false })
 }

@@ -42,7 +42,7 @@ pub fn parse(
     let mask = parse_mask(text, &names).map_err(|e| {
         PyValueError::new_err(format!("mask `{text}`: {}", one_line(&e.to_string())))
     })?;
-    Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None }))
+    Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None, learns: false }))
 }
 
 /// The program that `text` says, as [`Traced::text`] printed it, of these tensors and run-time scalars.

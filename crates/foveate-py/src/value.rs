@@ -172,6 +172,9 @@ pub struct Value {
     pub dtype: Dtype,
     /// Bounds of an integer that is made of coordinates and numbers alone.
     pub range: Range,
+    /// Whether it depends on the score or on a captured tensor that wants a gradient. Torch's
+    /// gradient through its steps is 0, as is that of what is detached; the IR's would be refused.
+    pub learns: bool,
 }
 
 /// What an operation is given.
@@ -223,6 +226,7 @@ impl Value {
             expr: DynExpr::leaf(leaf),
             dtype: if score { Dtype::F32 } else { Dtype::I64 },
             range: (!score).then_some((0, (extent - 1).max(0))),
+            learns: score,
         }
     }
 
@@ -242,7 +246,7 @@ impl Value {
             ScalarValue::I32(v) => Some((i64::from(v), i64::from(v))),
             _ => None,
         };
-        Self { expr: DynExpr::constant(value), dtype, range }
+        Self { expr: DynExpr::constant(value), dtype, range, learns: false }
     }
 
     fn int(v: i32) -> Self {
@@ -271,9 +275,25 @@ impl Value {
             // A branch: torch's gradient through it is 0, and a conversion's is refused.
             let [one, zero] = [1.0, 0.0].map(|v| Self::float(v).expr);
             let expr = DynExpr::select(self.expr.clone(), one, zero).map_err(raised)?;
-            return Ok(Self { expr, dtype, range });
+            return Ok(Self { expr, dtype, range, learns: self.learns });
         }
-        Self { expr: self.expr.clone().cast(dtype.ty()), dtype, range }.wrapped()
+        let from = match (self.dtype.ty(), dtype.ty()) {
+            (Type::I32, Type::F32) => self.detached()?,
+            _ => self.clone(),
+        };
+        Self { expr: from.expr.cast(dtype.ty()), dtype, range, learns: from.learns }.wrapped()
+    }
+
+    /// The value, through which no gradient passes.
+    ///
+    /// # Errors
+    /// Never for values that were traced.
+    pub fn detached(&self) -> PyResult<Self> {
+        if !self.learns || self.dtype.ty() == Type::Bool {
+            return Ok(Self { learns: false, ..self.clone() });
+        }
+        let expr = DynExpr::unary(UnaryOp::Detach, self.expr.clone()).map_err(raised)?;
+        Ok(Self { expr, learns: false, ..self.clone() })
     }
 
     /// The value as its dtype holds it: integers of 8 and 16 bits wrap.
@@ -300,6 +320,7 @@ impl Value {
             expr: binary_expr(BinaryOp::Add, expr, offset)?,
             dtype,
             range: Some((low, high)),
+            learns: self.learns,
         })
     }
 
@@ -321,7 +342,7 @@ fn binary_expr(op: BinaryOp, a: DynExpr, b: DynExpr) -> PyResult<DynExpr> {
 fn raw(op: BinaryOp, a: &Value, b: &Value, range: Range) -> PyResult<Value> {
     let expr = binary_expr(op, a.expr.clone(), b.expr.clone())?;
     let dtype = if expr.ty() == Type::Bool { Dtype::Bool } else { a.dtype };
-    Ok(Value { expr, dtype, range })
+    Ok(Value { expr, dtype, range, learns: a.learns || b.learns })
 }
 
 /// `if cond { then } else { other }`, in the dtype that torch promotes both to.
@@ -332,8 +353,10 @@ pub fn select(cond: &Operand, then: &Operand, other: &Operand) -> PyResult<Value
     let dtype = common(then, other);
     let (cond, then, other) = (cond.to(Dtype::Bool)?, then.to(dtype)?, other.to(dtype)?);
     let range = both(&then, &other).map(|((a, b), (c, d))| (a.min(c), b.max(d)));
+    // An integer that a condition chooses is a step of what the condition depends on.
+    let learns = cond.learns || then.learns || other.learns;
     let expr = DynExpr::select(cond.expr, then.expr, other.expr).map_err(raised)?;
-    Ok(Value { expr, dtype, range })
+    Ok(Value { expr, dtype, range, learns })
 }
 
 fn both(a: &Value, b: &Value) -> Option<((i64, i64), (i64, i64))> {
@@ -558,7 +581,7 @@ pub fn unary(name: &str, x: &Operand) -> PyResult<Value> {
     let x = x.to(x.dtype().unwrap_or(Dtype::F32))?;
     let apply = |op, x: Value, range| {
         let expr = DynExpr::unary(op, x.expr).map_err(raised)?;
-        Value { expr, dtype: x.dtype, range }.wrapped()
+        Value { expr, dtype: x.dtype, range, learns: x.learns }.wrapped()
     };
     match (name, x.dtype.ty()) {
         ("neg", Type::Bool) => Err(refused("`-` on a bool is no operation of torch; use `~`")),
@@ -581,10 +604,11 @@ pub fn unary(name: &str, x: &Operand) -> PyResult<Value> {
             arithmetic("sub", &minus_one.into(), &x.into(), Dtype::I64)?.cast(dtype)
         }
         ("invert", Type::F32) => Err(refused("`~` is an operation on bools and integers")),
+        ("detach", _) => x.detached(),
         ("floor", Type::Bool | Type::I32) => Ok(x),
+        ("floor", Type::F32) => apply(UnaryOp::Floor, x.detached()?, None),
         (name, _) => {
             let op = match name {
-                "floor" => UnaryOp::Floor,
                 "exp" => UnaryOp::Exp,
                 "exp2" => UnaryOp::Exp2,
                 "log" => UnaryOp::Log,
@@ -614,7 +638,7 @@ pub fn unary(name: &str, x: &Operand) -> PyResult<Value> {
 /// When it is no integer.
 pub fn index(index: &Operand) -> PyResult<Value> {
     match index {
-        Operand::Value(v) if v.dtype.ty() == Type::I32 => v.cast(Dtype::I64),
+        Operand::Value(v) if v.dtype.ty() == Type::I32 => v.detached()?.cast(Dtype::I64),
         Operand::Number(Number::Int(_)) => index.to(Dtype::I64),
         _ => Err(refused("a captured tensor is indexed with integers, not floats or bools")),
     }
