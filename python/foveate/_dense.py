@@ -32,11 +32,13 @@ class _Reader(_trace.Reader):
         if isinstance(x, Tensor) and not isinstance(x, _Point):
             if x.dim() != 0:
                 raise TraceError(f"`{name}` is given a captured tensor of shape {tuple(x.shape)}; index it first")
-            return int(x)
+            return x.as_subclass(_Point)
         return x
 
     def element(self, tensor: Tensor, index: list[Any]) -> Tensor:
-        return tensor[tuple(i.as_subclass(Tensor).long() if isinstance(i, _Point) else i for i in index)].as_subclass(_Point)
+        # Indexing reads a 0-d tensor on the host, which would wait for a device, and one of an axis where it lies.
+        at = (i.as_subclass(Tensor).long() if isinstance(i, _Point) else i for i in index)
+        return tensor[tuple(i.reshape(1) if isinstance(i, Tensor) and i.dim() == 0 else i for i in at)].as_subclass(_Point)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and any(map(_has_point, args)):

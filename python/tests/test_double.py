@@ -89,3 +89,11 @@ def test_a_second_derivative_in_float32_is_a_clear_error():
     (dq,) = torch.autograd.grad(out, q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         (out + dq.square().sum()).backward()
+
+
+def test_a_captured_number_in_a_tensor_is_an_index_among_others():
+    q, k, v = operands(hkv=4)
+    table, layer = torch.randn(3, 4, q.size(2), dtype=torch.float64), torch.tensor(2)
+    ours = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[layer, h, i] + table[layer, 1, layer])
+    theirs = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[2, h, i] + table[2, 1, 2])
+    assert torch.equal(ours, theirs)
