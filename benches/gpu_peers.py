@@ -20,8 +20,9 @@ JSON object a line: case, peer, ms (median), min_ms, runs, tflops (by live pairs
 elements of the result, to compare with Foveate's), or `declined`. Every peer gets its operands in
 the order of axes that it documents; making them so is not timed.
 
-Compiling FlexAttention takes seconds a case. `--prepare N` first lets N processes compile all of
-them into PyTorch's cache, and times afterwards, alone.
+Compiling FlexAttention and FlashAttention-4 takes seconds a case. `--prepare N`
+first lets N processes run each case once, so that what PyTorch and FlashAttention-4 compile is in
+their caches on disk, and times afterwards, alone.
 
 Needs PyTorch 2.6 or newer with a CUDA device; flex-flash PyTorch 2.11; flex-flash and fa4 the
 package flash-attn-4, cudnn-flex the package nvidia-cudnn-frontend.
@@ -31,9 +32,13 @@ import argparse
 import functools
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
+
+# Read when the package is imported.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 try:
     import torch
@@ -239,7 +244,7 @@ def measure(peer: str, case, seconds: float):
 
 
 def prepare(cases, peers, workers: int):
-    """Runs what is compiled, each case once, in processes that share PyTorch's cache."""
+    """Runs what is compiled, each case once, in processes that share caches on disk."""
     processes = []
     for i in range(workers):
         share = "".join(json.dumps(case) + "\n" for case in cases[i::workers])
@@ -285,7 +290,7 @@ def main() -> int:
         print("gpu_peers: PyTorch sees no CUDA device", file=sys.stderr)
         return 1
     cases = [json.loads(line) for line in args.cases if line.strip()]
-    compiling = [peer for peer in args.peers if peer.startswith("flex")]
+    compiling = [peer for peer in args.peers if peer.startswith("flex") or peer == "fa4"]
     if args.prepare and compiling:
         prepare(cases, compiling, args.prepare)
     began = time.monotonic()
