@@ -107,6 +107,7 @@ def measure(peer: str, args, device: str, step, more: dict):
     line |= {"warm_seconds": warm_seconds, "torch": torch.__version__}
     if device == "cuda":
         line["peak_bytes"] = torch.cuda.max_memory_allocated()
+        line["reserved_bytes"] = torch.cuda.max_memory_reserved()
         line["device"] = torch.cuda.get_device_name()
     print(json.dumps(line | more), flush=True)
 

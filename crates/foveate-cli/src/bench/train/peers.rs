@@ -21,7 +21,10 @@ pub struct Peer {
     state: String,
     recompute: String,
     tokens_per_s: Option<f64>,
+    /// In use at most.
     peak_bytes: Option<u64>,
+    /// Taken from the device at most, by PyTorch's allocator: what can be held beside ours.
+    reserved_bytes: Option<u64>,
     /// Why it did not run.
     declined: Option<String>,
 }
@@ -49,13 +52,15 @@ pub fn print(
     let same = |peer: &&Peer| {
         (&peer.model, peer.len, peer.documents) == (&case.name, case.len, case.documents)
     };
+    let told = |n: Option<u64>| n.map_or("?".to_owned(), |n| bytes(n as f64));
     for peer in peers.iter().filter(same) {
         let Peer { peer: name, rows, state, recompute, .. } = peer;
         let what = format!("{name}, {rows} x {}, state {state}, recompute {recompute}", peer.len);
         out.line(match (peer.tokens_per_s, &peer.declined) {
             (Some(rate), _) => format!(
-                "{what}: {rate:.0} tokens/s, {}; foveate has {:.3} times its rate",
-                peer.peak_bytes.map_or("?".to_owned(), |n| bytes(n as f64)),
+                "{what}: {rate:.0} tokens/s, {} in use of {}; foveate has {:.3} times its rate",
+                told(peer.peak_bytes),
+                told(peer.reserved_bytes),
                 found.tokens_per_s(case) / rate
             ),
             (None, reason) => format!("{what}: {}", reason.as_deref().unwrap_or("no result")),
