@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use foveate_reference::NonFinite;
 use foveate_tensor::DType;
+use foveate_tensor::hash::Fnv;
 use serde::Deserialize;
 use toml::Value;
 
@@ -227,8 +228,7 @@ impl Case {
 
     /// Where its random data starts: a hash of the name, so that no other case changes it.
     pub fn seed(&self) -> u64 {
-        let hash = |h: u64, b: u8| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3);
-        self.name.bytes().fold(0xcbf2_9ce4_8422_2325, hash)
+        Fnv::of(self.name.as_bytes())
     }
 }
 

@@ -11,9 +11,9 @@
 use std::collections::HashMap;
 
 use foldhash::fast::FixedState;
+use foveate_tensor::hash::Fnv;
 
 use crate::capture::{AnyBuffer, Scalar};
-use crate::fnv::Fnv;
 pub use crate::op::{BinaryOp, UnaryOp, mix};
 use crate::value::Type;
 
@@ -263,7 +263,7 @@ impl Graph {
         }
         let ty = self.type_of(&node);
         let id = NodeId(u32::try_from(self.nodes.len()).expect("a mod has fewer than 2^32 nodes"));
-        let mut key = Fnv::new();
+        let mut key = Fnv::default();
         match &node {
             Node::Scalar(_) => key.word(ty as u64 + 1),
             Node::Load { buffer, index, from_end } => {
@@ -273,7 +273,7 @@ impl Graph {
             }
             node => hash_node(&mut key, node, |x| self.order_key(x)),
         }
-        self.keys.push(key.0);
+        self.keys.push(key.value());
         self.nodes.push(node.clone());
         self.types.push(ty);
         self.interned.insert(node, id);

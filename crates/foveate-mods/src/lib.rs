@@ -72,7 +72,6 @@ mod elements;
 pub mod error;
 pub mod eval;
 pub mod expr;
-mod fnv;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod gradient;

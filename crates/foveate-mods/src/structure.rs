@@ -4,8 +4,9 @@
 //! the hash runs over them in order. It is the same in every process and on every platform;
 //! compile caches are keyed by it.
 
+use foveate_tensor::hash::Fnv;
+
 use crate::capture::AnyBuffer;
-use crate::fnv::Fnv;
 use crate::ir::hash_node;
 use crate::program::{MaskMod, Program, ScoreMod};
 
@@ -13,7 +14,7 @@ impl Program {
     /// Hash of the structure: nodes, types and ranks; not names, contents or scalar values.
     pub fn structural_hash(&self) -> u64 {
         let graph = self.graph();
-        let mut hash = Fnv::new();
+        let mut hash = Fnv::default();
         for node in graph.nodes() {
             hash_node(&mut hash, node, |x| x.index() as u64);
         }
@@ -30,7 +31,7 @@ impl Program {
         for root in self.roots() {
             hash.word(root.index() as u64);
         }
-        hash.0
+        hash.value()
     }
 
     /// True when both say the same, whatever their captures hold and are called.

@@ -31,6 +31,7 @@ pub mod dtype;
 pub mod element;
 pub mod error;
 pub mod float;
+pub mod hash;
 pub mod layout;
 #[cfg(feature = "ndarray")]
 mod ndarray;

@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::chat::{ChatTemplate, RenderError};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::tokens::Tokenizer;
+use foveate::tensor::hash::Fnv;
 use foveate::tensor::random::mix;
 use text::Parts;
 
@@ -425,7 +426,5 @@ fn unrendered(file: &Path, line: Option<usize>, error: RenderError) -> TrainErro
 
 /// FNV-1a over the bytes, then mixed.
 fn hash(bytes: &[u8]) -> u64 {
-    mix(bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    }))
+    mix(Fnv::of(bytes))
 }
