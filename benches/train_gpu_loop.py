@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from train_gpu_peers import MODELS, measure, measured_arguments, starts_of_rows
+from train_gpu_peers import MODELS, measure, measured_arguments
 
 CHUNK = 2048
 
@@ -157,9 +157,8 @@ def main():
     sizes, device = MODELS[args.model], args.device
     hidden, _, _, _, _, dim, vocab, _ = sizes
     rows, length = args.rows, args.len
-    starts = starts_of_rows(rows, length, args.documents, vocab)
     is_start = torch.zeros(rows, length, dtype=torch.long)
-    for row, of_row in enumerate(starts):
+    for row, of_row in enumerate(args.starts):
         is_start[row, of_row[1:]] = 1
     document = is_start.cumsum(1).to(device)
     place = torch.arange(length).expand(rows, length)

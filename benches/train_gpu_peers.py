@@ -14,7 +14,8 @@ Prints one JSON object a measurement. The peers:
   all of it bf16 (`bf16`). `--torchtitan` names its wheel or an unpacked folder; without it, pip
   downloads the wheel (0.5 MB).
 
-Each measurement is a process of its own: a few steps to warm up, then the median of `--steps`.
+Documents are cut where `foveate bench train --starts` says. Each measurement is a process of its own:
+a few steps to warm up, then the median of `--steps`.
 """
 
 import argparse
@@ -26,6 +27,9 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+# Built here, or in the bundle for machines with a GPU.
+BUILT = [HERE.parent / "bin" / "foveate", HERE.parent / "target" / "release" / "foveate"]
+FOVEATE = next(filter(Path.exists, BUILT), BUILT[-1])
 # hidden, intermediate, layers, query heads, key/value heads, length of a head, words, tied
 MODELS = {
     "tiny": (128, 384, 2, 4, 2, 32, 1000, True),
@@ -37,33 +41,17 @@ MODELS = {
 WARM = 3
 
 
-class Draw:
-    """The random numbers of `foveate bench train`."""
-
-    def __init__(self, number: int):
-        self.state = number + 1
-
-    def below(self, n: int) -> int:
-        self.state = (self.state * 1664525 + 1013904223) & 0xFFFFFFFF
-        return self.state * n >> 32
-
-    def cuts(self, documents: int, length: int) -> list[int]:
-        starts = {0}
-        while len(starts) < documents:
-            starts.add(self.below(length))
-        return sorted(starts)
-
-
-def starts_of_rows(rows: int, length: int, documents: int, vocab: int) -> list[list[int]]:
-    """Where the documents of each row of the first batch of `foveate bench train` start."""
-    draw, all_starts = Draw(0), []
-    for _ in range(rows):
-        starts = draw.cuts(documents, length)
-        all_starts.append(starts)
-        # What it draws in between: a token each, and a label for all but the last of a document.
-        for _ in range(2 * length - documents):
-            draw.below(vocab)
-    return all_starts
+def starts_of_rows(foveate: Path, rows: int, length: int, documents: int) -> list[list[int]]:
+    """Where the documents of each row of the first batch of `foveate bench train` start; of no model."""
+    if documents == 1:
+        return [[0]] * rows
+    sizes = {"rows": rows, "len": length, "documents": documents}
+    command = [foveate, "bench", "train", "--starts", "--model", "135m"]
+    command += [part for name, n in sizes.items() for part in (f"--{name}", str(n))]
+    ran = subprocess.run(command, text=True, capture_output=True)
+    if ran.returncode != 0:
+        sys.exit(f"train_gpu_peers: {foveate}: {ran.stderr.strip()}")
+    return json.loads(ran.stdout)
 
 
 def measured_arguments():
@@ -73,6 +61,7 @@ def measured_arguments():
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--len", type=int, required=True)
     parser.add_argument("--documents", type=int, required=True)
+    parser.add_argument("--starts", type=json.loads, required=True, help="of documents, by row")
     parser.add_argument("--state", required=True, choices=["f32", "bf16"])
     parser.add_argument("--recompute", required=True, choices=["none", "selective", "full"])
     parser.add_argument("--steps", type=int, required=True)
@@ -101,7 +90,7 @@ def measure(peer: str, args, device: str, step, more: dict):
         wait()
         times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
-    line = {"peer": peer} | {k: v for k, v in vars(args).items() if k not in ("device", "steps")}
+    line = {"peer": peer} | {k: v for k, v in vars(args).items() if k not in ("device", "steps", "starts")}
     line |= {"ms": median * 1e3, "min_ms": min(times) * 1e3}
     line |= {"tokens_per_s": args.rows * args.len / median, "loss": loss.item()}
     line |= {"warm_seconds": warm_seconds, "torch": torch.__version__}
@@ -140,7 +129,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="most for a measurement")
     parser.add_argument("--torchtitan", metavar="WHEEL|FOLDER")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--foveate", type=Path, default=FOVEATE, help="%(default)s")
     args = parser.parse_args()
+    if not args.foveate.exists():
+        print(f"train_gpu_peers: {args.foveate} is missing; name it by --foveate", file=sys.stderr)
+        return 1
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         site = None
@@ -158,8 +151,10 @@ def one(peer: str, model: str, documents: str, state: str, args, site: Path | No
     """One measurement; a line that says why where there is none."""
     case = {"model": model, "rows": args.rows, "len": args.len, "documents": int(documents)}
     case |= {"state": state, "recompute": args.recompute}
+    starts = starts_of_rows(args.foveate, args.rows, args.len, int(documents))
+    more = {"starts": json.dumps(starts), "steps": args.steps, "device": args.device}
     command = [sys.executable, HERE / f"train_gpu_{peer}.py"]
-    for name, value in (case | {"steps": args.steps, "device": args.device}).items():
+    for name, value in (case | more).items():
         command += [f"--{name}", str(value)]
     if peer == "torchtitan":
         command += ["--site", site]

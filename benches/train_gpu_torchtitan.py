@@ -14,7 +14,7 @@ import types
 
 import torch
 
-from train_gpu_peers import MODELS, measure, measured_arguments, starts_of_rows
+from train_gpu_peers import MODELS, measure, measured_arguments
 
 UNUSED = ["datasets", "datasets.distributed", "tomli", "torchdata", "torchdata.nodes"]
 UNUSED += ["torchdata.stateful_dataloader", "tyro", "tyro.conf", "tensorboard"]
@@ -96,14 +96,14 @@ def main():
     loss_of = torch.compile(cross_entropy_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
 
-    vocab, end = sizes.vocab_size, sizes.vocab_size - 1
+    end = sizes.vocab_size - 1
     generator = torch.Generator(device=device).manual_seed(0)
     tokens, labels = torch.randint(
         0, end, (2, args.rows, args.len), device=device, generator=generator
     )
     more = {}
     if args.documents > 1:
-        for row, starts in enumerate(starts_of_rows(args.rows, args.len, args.documents, vocab)):
+        for row, starts in enumerate(args.starts):
             tokens[row, [start - 1 for start in starts[1:]]] = end
         tokenizer = types.SimpleNamespace(eos_id=end)
         masks = model.get_attention_masks(input_batch=tokens, tokenizer=tokenizer)

@@ -68,6 +68,9 @@ pub struct Args {
     /// What benches/train_gpu_peers.py printed
     #[arg(long, value_name = "FILE")]
     peers: Option<PathBuf>,
+    /// Run nothing, and list where the documents of each row start, as JSON
+    #[arg(long)]
+    starts: bool,
     /// Print one JSON object an order
     #[arg(long)]
     json: bool,
@@ -86,6 +89,10 @@ enum Order {
 /// Measures steps and prints them.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let case = Case::of(args)?;
+    if args.starts {
+        out.json(&case.starts(0))?;
+        return Ok(());
+    }
     let peers = args.peers.as_deref().map(peers::read).transpose()?.unwrap_or_default();
     let interrupt = Interrupt::watch()?;
     let orders: &[bool] = match args.order {

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use foveate::tensor::random::Random;
 use foveate_nn::{
     AttentionConfig, Batch, IGNORE, ModelConfig, ParameterState, ProgramConfig, Recompute,
 };
@@ -137,9 +138,9 @@ impl Case {
 
     /// Rows of random tokens, other ones for every `number`.
     pub fn batch(&self, number: usize) -> Tokens {
-        let Self { rows, len, documents, .. } = *self;
-        let vocab = self.config.vocab_size as u64;
-        let mut draw = Draw(number as u32 + 1);
+        let Self { rows, len, .. } = *self;
+        let vocab = self.config.vocab_size;
+        let mut draw = Random::stream(number as u64, 0);
         let mut batch = Tokens {
             rows,
             len,
@@ -148,8 +149,7 @@ impl Case {
             documents: Vec::with_capacity(rows * len),
             positions: Vec::with_capacity(rows * len),
         };
-        for _ in 0..rows {
-            let starts = draw.cuts(documents, len);
+        for starts in self.starts(number) {
             for (document, (&start, end)) in
                 starts.iter().zip(starts[1..].iter().copied().chain([len])).enumerate()
             {
@@ -163,6 +163,22 @@ impl Case {
             }
         }
         batch
+    }
+
+    /// Where the documents of each row of a batch start, in order: at random, each row by a stream of its
+    /// own. Peers cut theirs at those of batch 0.
+    pub fn starts(&self, number: usize) -> Vec<Vec<usize>> {
+        let row = |row: usize| {
+            let (mut draw, mut starts) = (Random::stream(number as u64, 1 + row as u64), vec![0]);
+            while starts.len() < self.documents {
+                let at = draw.below(self.len);
+                if let Err(place) = starts.binary_search(&at) {
+                    starts.insert(place, at);
+                }
+            }
+            starts
+        };
+        (0..self.rows).map(row).collect()
     }
 
     /// Keys that a query sees on average of a causal mask within documents, itself among them.
@@ -185,28 +201,6 @@ impl Tokens {
             positions: &self.positions,
             mean_kv_len: Some(keys.div_ceil(self.positions.len())),
         }
-    }
-}
-
-/// Random numbers that `benches/train_gpu_peers.py` draws, too.
-struct Draw(u32);
-
-impl Draw {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (u64::from(self.0) * n) >> 32
-    }
-
-    /// Where the documents of a row start, in order.
-    fn cuts(&mut self, documents: usize, len: usize) -> Vec<usize> {
-        let mut starts = vec![0];
-        while starts.len() < documents {
-            let at = self.below(len as u64) as usize;
-            if let Err(place) = starts.binary_search(&at) {
-                starts.insert(place, at);
-            }
-        }
-        starts
     }
 }
 
@@ -283,6 +277,8 @@ mod tests {
                 assert_eq!(batch.labels[row * 57 + i - 1] == IGNORE, !same);
             }
         }
+        assert_ne!(case.starts(2)[0], case.starts(2)[1]);
+        assert_ne!(case.starts(2), case.starts(3));
         let keys: f64 = case.batch(0).positions.iter().map(|&p| f64::from(p + 1)).sum();
         assert_eq!(case.causal_keys(), keys / 171.0);
     }
