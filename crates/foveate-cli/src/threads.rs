@@ -69,7 +69,7 @@ const BESIDE: usize = 2;
 /// # Errors
 /// When the system does not start so many and [`BESIDE`].
 pub fn start(count: Option<usize>) -> Result<(), Failure> {
-    let mut started = 0;
+    let mut started = 0usize;
     let builder = ThreadPoolBuilder::new().num_threads(count.unwrap_or(0)).spawn_handler(|own| {
         spawn(move || own.run())?;
         started += 1;
@@ -87,10 +87,13 @@ pub fn start(count: Option<usize>) -> Result<(), Failure> {
             (None, Some(n)) => (format!("{VARIABLE} is {n}: so many threads"), SET),
             (None, None) => ("as many threads as there are cores".to_owned(), SET),
         };
-        // Half of those that started leave room for what they work on.
-        let fewer = (started / 2).max(1);
-        Failure::new(format!("{asked} cannot be started, {started} were: {why}"))
-            .help(format!("try {way}{fewer}, or raise the limit (ulimit -v, ulimit -u, pids.max)"))
+        let raise = "raise the limit (ulimit -v, ulimit -u, pids.max)";
+        // So many did start, with those beside them.
+        let help = match started.saturating_sub(BESIDE) {
+            0 => raise.to_owned(),
+            fewer => format!("try {way}{fewer}, or {raise}"),
+        };
+        Failure::new(format!("{asked} cannot be started, {started} were: {why}")).help(help)
     })
 }
 

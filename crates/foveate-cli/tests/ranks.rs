@@ -362,7 +362,13 @@ fn wrong_input_gets_one_line_on_one_rank() {
         (&["train", "recipe.toml", "--rank", "2", "--ranks", "2", "--meet", "a:1"], "rank 2 of 2"),
         (&["train", "recipe.toml", "--rank", "0", "--ranks", "2"], "give all three"),
         (&["train", "recipe.toml", "--ranks", "0"], "--ranks 0: give 1 to 256 threads"),
+        (&["train", "recipe.toml", "--ranks", "1000000000"], "give 1 to 256 threads"),
+        (
+            &["train", "recipe.toml", "--rank", "0", "--ranks", "1000000000", "--meet", "a:1"],
+            "1000000000 ranks by flags; give at most 65536",
+        ),
         (&["launch", "--ranks", "0", "--", "train"], "--ranks"),
+        (&["launch", "--ranks", "1000000000", "--", "train"], "1000000000 is not in 1..=1024"),
         (&["launch", "--ranks", "2"], "COMMAND"),
     ] {
         let done = place.run(args);
