@@ -68,6 +68,11 @@ pub enum TrainErrorKind {
         /// The checkpoint that the run can be resumed from, where it has saved one.
         earlier: Option<PathBuf>,
     },
+    /// The loss or the gradient of the first step is not a finite number: no update made it so.
+    NotFinite {
+        /// What is not finite, with its value.
+        message: String,
+    },
     /// The observer ended the run before its first step: nothing was written.
     Interrupted,
     /// The ranks of a run cannot go on together: one is gone, or they do not agree.
@@ -201,6 +206,11 @@ impl fmt::Display for TrainErrorKind {
                     ),
                 }
             }
+            Self::NotFinite { message } => write!(
+                f,
+                "step 1: {message}, and no weight was updated before: look at attention.score, \
+                 attention.mask and the weights that the run starts from"
+            ),
             Self::Interrupted => f.write_str("interrupted"),
             Self::Model { message }
             | Self::Ranks { message, .. }

@@ -463,6 +463,7 @@ impl<B: Blocks> Setup<'_, B> {
                 let message = format!("{what} is {value}");
                 // All ranks see the same number, and the first says so.
                 return Err(match self.ranks.first() {
+                    true if step == 1 => TrainErrorKind::NotFinite { message },
                     true => TrainErrorKind::Diverged { step, message, earlier: None },
                     false => TrainErrorKind::Elsewhere { message, lost: false },
                 }

@@ -542,6 +542,17 @@ fn a_template_that_prints_nothing_of_what_is_learned_is_an_error() {
 }
 
 #[test]
+fn a_loss_that_is_not_finite_before_any_update_does_not_blame_the_learning_rate() {
+    let place = Place::new();
+    let error = place.run(&place.recipe(&["attention.score='score / 0'"]), Start::New).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "step 1: the loss is NaN, and no weight was updated before: look at attention.score, \
+         attention.mask and the weights that the run starts from"
+    );
+}
+
+#[test]
 fn a_loss_that_is_not_finite_before_the_first_save_advises_a_new_start() {
     let place = Place::new();
     let recipe = place.recipe(&["optimizer.lr=1e30", "schedule.warmup_steps=0"]);
