@@ -388,36 +388,68 @@ score = "softcap(30) then relative_bias"
     assert!(refused.contains("`layers` names `globl`; `programs` has global, local"), "{refused}");
 }
 
-/// Three models: one whose weights and moments take the memory, one whose activations do, one whose
-/// loss packs much for its products.
+/// Models whose weights and moments, activations, logits, workspace of attention or threads take the
+/// memory, and the process itself where all of them are small; in each mode of computing again.
 #[cfg(target_os = "linux")]
 #[test]
 fn the_memory_that_explain_and_train_print_is_the_peak_of_the_run() {
     let place = Place::new();
-    for sizes in [
-        &[
-            "model.vocab_size=16384",
-            "model.hidden_size=512",
-            "model.num_attention_heads=8",
-            "attention.learned.rel_bias.shape=[8, 17]",
-        ][..],
-        &[
-            "model.hidden_size=64",
-            "model.intermediate_size=176",
-            "model.num_hidden_layers=6",
-            "attention.learned.rel_bias.shape=[2, 65]",
-            "data.len=256",
-            "train.batch_rows=16",
-        ],
-        &["model.vocab_size=8192", "model.hidden_size=192", "data.len=256", "train.batch_rows=4"],
+    let six_heads = ["model.num_attention_heads=6", "attention.learned.rel_bias.shape=[6, 17]"];
+    let six = |sizes: &[&'static str]| [sizes, &six_heads].concat();
+    for (mode, sizes) in [
+        (
+            "none",
+            vec![
+                "model.vocab_size=16384",
+                "model.hidden_size=512",
+                "model.num_attention_heads=8",
+                "attention.learned.rel_bias.shape=[8, 17]",
+            ],
+        ),
+        (
+            "none",
+            vec![
+                "model.hidden_size=64",
+                "model.intermediate_size=176",
+                "model.num_hidden_layers=6",
+                "attention.learned.rel_bias.shape=[2, 65]",
+                "data.len=256",
+                "train.batch_rows=16",
+            ],
+        ),
+        (
+            "none",
+            vec![
+                "model.vocab_size=8192",
+                "model.hidden_size=192",
+                "data.len=256",
+                "train.batch_rows=4",
+            ],
+        ),
+        ("none", vec![]),
+        ("none", vec!["model.hidden_size=256", "model.intermediate_size=2048", "data.len=128"]),
+        ("none", vec!["model.hidden_size=64", "data.len=4096", "train.batch_rows=1"]),
+        ("full", vec!["model.hidden_size=128", "model.num_hidden_layers=16", "data.len=256"]),
+        (
+            "full",
+            six(&[
+                "model.hidden_size=192",
+                "data.len=512",
+                "train.batch_rows=8",
+                "data.held_out=0",
+            ]),
+        ),
+        ("attention", six(&["model.hidden_size=192", "data.len=512", "train.batch_rows=8"])),
     ] {
+        let recompute = format!("train.recompute=\"{mode}\"");
         let mut sets = Vec::new();
-        for set in sizes.iter().chain(&["train.steps=2", "train.save_every=1", "run.dir=memory"]) {
+        let run = [&recompute, "train.steps=2", "train.save_every=1", "run.dir=memory"];
+        for set in sizes.iter().chain(&run) {
             sets.extend(["--set", *set]);
         }
         let told =
             place.json(&[&["explain", "--recipe", "recipe.toml", "--json"], &sets[..]].concat());
-        let told = told["memory_bytes"]["none"]["total"].as_f64().unwrap();
+        let told = told["memory_bytes"][mode]["total"].as_f64().unwrap();
         let train = [&["train", "recipe.toml", "--json", "--start-over"], &sets[..]].concat();
         let done = place.run(&train);
         let said = String::from_utf8(done.stderr).unwrap();

@@ -194,6 +194,18 @@ fn run_in<T: Format>(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuEr
     call.finish()
 }
 
+/// Takes the workspace of a thread from the pool, and gives it back.
+pub fn take_scratch(call: &Call<'_>) {
+    let scratch = match call.pairs {
+        true => Scratch::new::<Pair>(call),
+        false => Scratch::new::<f32>(call),
+    };
+    let is_own = |kv_head: &KvHead| !packs_once(call, kv_head);
+    let own = call.kv_heads.iter().any(is_own);
+    let own = own.then(|| pack::PackScratch::new(call.pool, &call.tiles));
+    drop((scratch, own));
+}
+
 impl<'a> Scratch<'a> {
     fn new<T: Format>(call: &'a Call<'_>) -> Self {
         let tiles = &call.tiles;

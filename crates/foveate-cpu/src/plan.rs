@@ -144,6 +144,29 @@ impl CpuPlan {
         self.profiled(|| crate::backward::backward(&call, args))
     }
 
+    /// The plan with the workspace of `other`: buffers that a call of either leaves serve the next call
+    /// of both. Plans that do not run at the same time then take the workspace of the largest of them.
+    pub fn with_workspace_of(&self, other: &Self) -> Self {
+        Self { pool: Arc::clone(&other.pool), ..self.clone() }
+    }
+
+    /// Workspace of each thread in bytes, beside that of a [`Description`], of a forward pass and a
+    /// backward pass one after the other, without the sums of learned buffers. Allocates as much for a
+    /// moment.
+    pub fn thread_bytes(&self, arrangement: Arrangement<'_>) -> usize {
+        let alone = Self { pool: Arc::default(), ..self.clone() };
+        let dims = self.dims.arranged(arrangement);
+        let call = |backward| alone.call(dims, dims.sequences_of(arrangement), None, backward);
+        forward::take_scratch(&call(false));
+        crate::backward::take_scratch(&call(true));
+        alone.workspace_bytes()
+    }
+
+    /// Bytes of workspace that calls of this plan have left, and of the plans that share it.
+    pub fn workspace_bytes(&self) -> usize {
+        self.pool.bytes()
+    }
+
     /// The stages of calls of this plan, and of plans bound from it, since the last call of this
     /// function; zero unless [`CpuOptions::profile`] is set.
     pub fn take_stages(&self) -> Stages {
@@ -328,11 +351,71 @@ mod tests {
             d_sink: None,
             d_captures: Vec::new(),
         };
+        let other = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();
+        let shared = other.with_workspace_of(&plan);
         plan.backward(backward).unwrap();
+        let kept = [&other, &shared, &plan].map(CpuPlan::workspace_bytes);
+        assert!(kept[0] == 0 && kept[1] == kept[2], "{kept:?}");
         let built = plan.masks.addresses();
         let described = plan.describe(operands.arrangement());
         assert_eq!(described.tiling.live_pairs, 2 * 4 * 300 * 301 / 2);
         assert!(!built.is_empty());
         assert_eq!(plan.masks.addresses(), built);
+    }
+
+    #[test]
+    fn the_workspace_that_is_told_of_waves_and_threads_is_what_passes_leave() {
+        for (dtype, dim, len) in
+            [(DType::F32, 16, 300), (DType::F32, 72, 1030), (DType::BF16, 64, 500)]
+        {
+            let (shape, rows) = ([2, 4, len, dim], [2, 4, len]);
+            let filled = |dtype| Tensor::filled(dtype, shape, 0.5);
+            let t = filled(dtype);
+            let operands = Operands {
+                q: t.view(),
+                k: t.view(),
+                v: t.view(),
+                sink: None,
+                varlen: None,
+                pages: None,
+            };
+            let mask = Some(masks::causal());
+            let spec = Spec { mask, score: None, scale: None, dropout: None };
+            let dims = Dims::of(&operands).unwrap();
+            let plan = CpuPlan::new(&spec, &dims, dtype, CpuOptions::default()).unwrap();
+            let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+            one.install(|| {
+                let mut lse = Tensor::filled(DType::F32, rows, 0.0);
+                let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| filled(dtype));
+                let forward = ForwardArgs {
+                    operands,
+                    out: out.view_mut().unwrap(),
+                    lse: lse.view_mut().unwrap(),
+                    max_score: None,
+                };
+                plan.forward(forward).unwrap();
+                let backward = BackwardArgs {
+                    operands,
+                    out: out.view(),
+                    lse: lse.view(),
+                    d_out: t.view(),
+                    d_lse: None,
+                    dq: Some(dq.view_mut().unwrap()),
+                    dk: Some(dk.view_mut().unwrap()),
+                    dv: Some(dv.view_mut().unwrap()),
+                    accumulate: false,
+                    d_sink: None,
+                    d_captures: Vec::new(),
+                };
+                plan.backward(backward).unwrap();
+            });
+            let described = plan.describe(operands.arrangement());
+            let of_waves = described.forward_bytes.max(described.backward_bytes);
+            let told = of_waves + plan.thread_bytes(operands.arrangement());
+            let left = plan.workspace_bytes();
+            // A causal mask leaves up to half of a backward pass's waves out.
+            let ratio = left as f64 / told as f64;
+            assert!((0.6..=1.1).contains(&ratio), "{told} bytes told, {left} left");
+        }
     }
 }

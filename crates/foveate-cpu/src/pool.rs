@@ -32,6 +32,12 @@ impl Pool {
         PoolBuffer { buffer, len, pool: self }
     }
 
+    /// Bytes of the buffers that are free.
+    pub fn bytes(&self) -> usize {
+        let free = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        free.iter().map(|buffer| buffer.capacity() * size_of::<f32>()).sum()
+    }
+
     /// Floats of each buffer that is free.
     #[cfg(test)]
     pub fn free(&self) -> Vec<usize> {

@@ -6,18 +6,15 @@ use crate::cpu::Cpu;
 use crate::dry::{Dry, DryArray, NotedArray, NotedBlock};
 use crate::error::NnError;
 use crate::held::Target;
-use crate::matmul::scratch_deep;
+use crate::matmul::{packed, scratch_deep};
 use crate::model::Model;
 use crate::parameters::ParameterLayout;
 use crate::pass::{Pass, Whole};
+use crate::process;
 use crate::share::Cutting;
 use crate::tape::{Recomputation, Workspace};
 
 use foveate::DType;
-
-/// What a training process takes besides what follows from the sizes: the program, its threads, the
-/// texts that wait to be packed. Measured on Linux, release and debug builds.
-const PROCESS: u64 = 28 << 20;
 
 /// Tokens of the largest batch whose attention is described to know its workspace.
 const COUNTED_TOKENS: usize = 1 << 22;
@@ -101,8 +98,9 @@ impl Account {
     /// its own; without attention's workspace.
     pub fn memory(&self) -> MemoryEstimate {
         let threads = rayon::current_num_threads();
-        let deep = self.blocks.iter().filter_map(|block| block.deep_product);
-        let kept = deep.map(|sizes| scratch_deep(sizes, threads)).max().unwrap_or(0) as u64;
+        let deep = || self.blocks.iter().filter_map(|block| block.deep_product);
+        let kept = deep().map(|sizes| scratch_deep(sizes, threads)).max().unwrap_or(0);
+        let packed = deep().map(|[m, n, _]| packed([m, n], threads)).max().unwrap_or(0);
         MemoryEstimate {
             weights: [WEIGHTS, GATHERED, REMAINDERS]
                 .map(|name| self.state_bytes(name))
@@ -112,7 +110,7 @@ impl Account {
             optimizer: self.state_bytes(MOMENT),
             activations: sum(&self.activations),
             attention: 0,
-            process: PROCESS + kept,
+            process: process::bytes() + (kept + packed) as u64,
         }
     }
 }

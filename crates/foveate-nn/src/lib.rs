@@ -69,6 +69,7 @@ mod parameters;
 mod pass;
 mod plans;
 mod precision;
+mod process;
 mod program;
 mod rope;
 mod share;

@@ -8,7 +8,6 @@
 use std::cell::Cell;
 use std::hint::black_box;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 use gemm::Parallelism;
 use rayon::prelude::*;
@@ -32,6 +31,9 @@ const TERMS: usize = 256;
 /// Rows of a deep product that are computed at once: with [`TERMS`], what a core's cache holds.
 const BLOCK_ROWS: Range<usize> = 64..1024;
 
+/// Rows, and terms, that `gemm` packs at once at most: eight tiles of 64 rows with AVX-512, less elsewhere.
+const PACKED: usize = 512;
+
 /// Floats behind every row of copied terms: without them, rows whose length is a power of two would
 /// share few places of the cache.
 const GAP: usize = 16;
@@ -39,17 +41,14 @@ const GAP: usize = 16;
 /// Floats of a line of the cache.
 const LINE: usize = 16;
 
-/// The parts of sums but the first, kept between products.
-static OTHERS: Mutex<Vec<f32>> = Mutex::new(Vec::new());
-
 thread_local! {
     /// Terms of the left factor, kept between products.
     static COPIED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// Columns of a deep product that are computed at once: as many as keep `gemm` on x86 from packing the
-/// copied terms once more. It would allocate for that, so that memory grows from product to product: an
-/// aligned allocation does not fit the place that the last one has left.
+/// copied terms once more, as `tests/allocations.rs` sees. It would allocate for that, so that memory
+/// grows from product to product: an aligned allocation does not fit the place that the last one has left.
 fn columns() -> usize {
     #[cfg(target_arch = "x86_64")]
     if !is_x86_feature_detected!("avx512f") {
@@ -77,6 +76,12 @@ pub(crate) fn scratch_deep([m, n, k]: [usize; 3], threads: usize) -> usize {
     // On this architecture `gemm` packs whatever it is given.
     let packed = if cfg!(target_arch = "aarch64") { copied } else { 0 };
     ((parts - 1) * m * n + (copied + packed) * threads) * size_of::<f32>()
+}
+
+/// Bytes that `gemm` keeps on so many threads of a weight `[m, n]` and its like: what it packs of one factor
+/// at once, in a buffer for each thread.
+pub(crate) fn packed([m, n]: [usize; 2], threads: usize) -> usize {
+    m.min(PACKED) * n.min(PACKED) * threads * size_of::<f32>()
 }
 
 /// Into how many blocks of rows [`matmul_deep`] cuts every part of a sum.
@@ -130,18 +135,24 @@ pub fn matmul(
 }
 
 /// `into [m, n] += aᵀ · b` of `a [k, m]` and `b [k, n]` for a `k` much larger than `m` and `n`, all
-/// row-major. The bits do not depend on the number of threads, but differ from those of [`matmul`].
+/// row-major. The bits do not depend on the number of threads, but differ from those of [`matmul`]. `kept`
+/// holds the parts of cut sums but the first, and grows to the most that a product needs.
 ///
 /// # Panics
 /// When a factor or the result does not fit its slice.
-pub(crate) fn matmul_deep([m, n, k]: [usize; 3], a: &[f32], b: &[f32], into: &mut [f32]) {
+pub(crate) fn matmul_deep(
+    [m, n, k]: [usize; 3],
+    a: &[f32],
+    b: &[f32],
+    into: &mut [f32],
+    kept: &mut Vec<f32>,
+) {
     if m * n == 0 {
         return;
     }
     let (parts, threads) = (parts([m, n, k]), rayon::current_num_threads());
     let (blocks, depth) = (row_blocks(m, parts, threads), k.div_ceil(parts));
     let (threads, columns) = (threads.div_ceil(parts * blocks), columns());
-    let mut kept = std::mem::take(&mut *OTHERS.lock().unwrap_or_else(PoisonError::into_inner));
     kept.resize(kept.len().max((parts - 1) * m * n), 0.0);
     let (into, others) = (&mut into[..m * n], &mut kept[..(parts - 1) * m * n]);
     let mut tasks = Vec::with_capacity(parts * blocks);
@@ -185,7 +196,6 @@ pub(crate) fn matmul_deep([m, n, k]: [usize; 3], a: &[f32], b: &[f32], into: &mu
             into.iter_mut().zip(&sums[task * ROWS * n..]).for_each(|(x, sum)| *x += sum);
         }
     });
-    *OTHERS.lock().unwrap_or_else(PoisonError::into_inner) = kept;
 }
 
 /// [`matmul`] on at most so many threads.

@@ -196,6 +196,16 @@ impl Plan {
         self
     }
 
+    /// The plan with the workspace of `other`, where both run on a CPU: what a call of either leaves
+    /// serves the next call of both, so that plans which take turns need no more than the largest.
+    pub fn with_workspace_of(&self, other: &Self) -> Self {
+        let planned: Arc<dyn BackendPlan> = match (self.cpu(), other.cpu()) {
+            (Some(plan), Some(other)) => Arc::new(plan.with_workspace_of(other)),
+            _ => Arc::clone(&self.planned),
+        };
+        Self { planned, ..self.clone() }
+    }
+
     /// The captured buffers that receive a gradient, in order.
     pub fn learned(&self) -> Vec<&AnyBuffer> {
         self.planned.spec().learned()

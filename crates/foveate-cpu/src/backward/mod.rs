@@ -70,13 +70,14 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
     let mut d_sink = vec![0.0; call.dims.heads_q];
 
     for wave in waves(&call.kv_heads, call.wave_bytes, |kv_head| wave_elems(call, kv_head)) {
+        let splits = KvSplits::new(call, wave);
+        // The largest first, so that it and not a smaller one takes what the forward pass has left.
+        let mut dq_buffer = call.pool.alloc(splits.elems(dim_q));
         let rows: usize = wave.iter().map(|kv_head| rows_of(call, kv_head)).sum();
         let mut rows_buffer = call.pool.alloc(3 * rows);
         let sources = Sources { out, lse, d_out, d_lse };
         let statistics =
             Statistics::new::<T>(call, wave, &operands, sources, &mut rows_buffer, &mut d_sink);
-        let splits = KvSplits::new(call, wave);
-        let mut dq_buffer = call.pool.alloc(splits.elems(dim_q));
         let tasks = splits.tasks(dim_q, &mut dq_buffer, wave, &mut dk, &mut dv);
         let dq_accum = DqAccum::new(call, wave, &splits, &mut dq, accumulate);
         let worker = Worker {
@@ -100,6 +101,16 @@ fn run_in<T: Format>(call: &Call<'_>, args: BackwardArgs<'_>) -> Result<(), CpuE
         into.store(&d_sink, accumulate);
     }
     call.finish()
+}
+
+/// Takes the workspace of a thread from the pool, and gives it back.
+pub fn take_scratch(call: &Call<'_>) {
+    let all = Wanted { dq: true, dk: true, dv: true };
+    match call.pairs {
+        true => drop(Scratch::new::<Pair>(call, false, all)),
+        false => drop(Scratch::new::<f32>(call, false, all)),
+    }
+    drop(call.pool.alloc(call.tiles.q * call.tiles.dim));
 }
 
 /// Query rows of all heads of a KV head.

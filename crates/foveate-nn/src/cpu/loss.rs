@@ -8,9 +8,18 @@ use super::math::{exp, largest, sum, tanh};
 use crate::batch::IGNORE;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 
+/// Where the gradients go.
+pub(super) struct Gradients<'a> {
+    /// Overwritten.
+    pub d_x: &'a mut [f32],
+    /// Added to.
+    pub d_weight: Option<&'a mut [f32]>,
+    /// What [`matmul_deep`] keeps.
+    pub kept: &'a mut Vec<f32>,
+}
+
 /// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`, capped where there is a
-/// `cap`; `each` has those of
-/// the tokens. `gradients` are d_x (overwritten) and d_weight (added to).
+/// `cap`; `each` has those of the tokens.
 pub(super) fn cross_entropy(
     width: usize,
     x: &[f32],
@@ -19,7 +28,7 @@ pub(super) fn cross_entropy(
     cap: Option<f32>,
     logits: &mut [f32],
     mut each: Option<&mut [f32]>,
-    mut gradients: Option<(&mut [f32], Option<&mut [f32]>)>,
+    mut gradients: Option<Gradients<'_>>,
 ) -> f64 {
     let vocab = weight.len() / width;
     let chunk = (logits.len() / vocab).max(1);
@@ -45,12 +54,12 @@ pub(super) fn cross_entropy(
             let each = each[i * chunk..].iter_mut();
             each.zip(&losses).for_each(|(each, &nats)| *each = nats as f32);
         }
-        if let Some((d_x, d_weight)) = &mut gradients {
+        if let Some(Gradients { d_x, d_weight, kept }) = &mut gradients {
             let d_x = &mut d_x[i * chunk * width..][..tokens * width];
             let w = Matrix::rows(weight, width);
             matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
             if let Some(d_weight) = d_weight {
-                matmul_deep([vocab, width, tokens], z, x, d_weight);
+                matmul_deep([vocab, width, tokens], z, x, d_weight, kept);
             }
         }
     }

@@ -43,13 +43,17 @@ pub use plan::CpuPlan;
 #[derive(Debug)]
 pub struct Cpu {
     moments: MomentDtype,
+    /// The first plan, in whose workspace all others run.
+    first: Option<CpuPlan>,
+    /// Parts of sums that products of many terms are cut into, kept between them.
+    sums: Vec<f32>,
     /// Seconds since the last [`Blocks::read`], by what took them.
     seconds: Sums,
 }
 
 impl Default for Cpu {
     fn default() -> Self {
-        Self { moments: MomentDtype::F32, seconds: Sums::default() }
+        Self { moments: MomentDtype::F32, first: None, sums: Vec::new(), seconds: Sums::default() }
     }
 }
 
@@ -235,7 +239,11 @@ impl Blocks for Cpu {
         program: &AttentionProgram,
         shape: &AttentionShape,
     ) -> Result<CpuPlan, NnError> {
-        CpuPlan::new(program, shape)
+        let plan = CpuPlan::new(program, shape)?;
+        Ok(match &self.first {
+            Some(first) => plan.with_workspace_of(first),
+            None => self.first.insert(plan).clone(),
+        })
     }
 
     fn bind(
@@ -513,7 +521,8 @@ impl Blocks for Cpu {
         x: &Vec<f32>,
         d_weight: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        let work = || matmul_deep([outputs, inputs, tokens], d_y, x, d_weight.sums());
+        let (sizes, sums) = ([outputs, inputs, tokens], &mut self.sums);
+        let work = || matmul_deep(sizes, d_y, x, d_weight.sums(), sums);
         timed(&mut self.seconds.linear_seconds, work);
         Ok(())
     }
@@ -618,7 +627,8 @@ impl Blocks for Cpu {
         let (weight, labels) = (weight.values(), &batch.labels);
         totals.labelled += batch.labelled;
         totals.nats += timed(&mut self.seconds.loss_seconds, || {
-            let gradients = Some((d_x.as_mut_slice(), d_weight.map(PartMut::sums)));
+            let (d_weight, kept) = (d_weight.map(PartMut::sums), &mut self.sums);
+            let gradients = Some(loss::Gradients { d_x, d_weight, kept });
             loss::cross_entropy(width, x, weight, labels, cap, logits, None, gradients)
         });
         Ok(())

@@ -44,6 +44,11 @@ impl CpuPlan {
         plan.over([rows, len], &vec![0; rows * len])
     }
 
+    /// In the workspace of `other`.
+    pub(super) fn with_workspace_of(self, other: &Self) -> Self {
+        Self { plan: self.plan.with_workspace_of(&other.plan), ..self }
+    }
+
     pub(super) fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -75,8 +80,11 @@ impl CpuPlan {
         let PackedHeads { rows, len, .. } = self.heads;
         let plan = self.over([rows, len], &vec![0; rows * len])?.plan;
         let Some(cpu) = plan.cpu() else { return Ok(PlanBytes::default()) };
-        let described = cpu.describe(plan.problem().arrangement());
-        let workspace = described.forward_bytes.max(described.backward_bytes) as u64;
-        Ok(PlanBytes { workspace, masks: described.tiling.block_mask_bytes })
+        let arrangement = plan.problem().arrangement();
+        let described = cpu.describe(arrangement);
+        let of_waves = described.forward_bytes.max(described.backward_bytes) as u64;
+        let of_threads = (cpu.thread_bytes(arrangement) * described.threads) as u64;
+        let masks = described.tiling.block_mask_bytes;
+        Ok(PlanBytes { workspace: of_waves + of_threads, masks })
     }
 }

@@ -4,11 +4,15 @@
 use std::sync::Arc;
 
 use crate::architecture::Activation;
-use crate::backend::{Blocks, LinearShape, PackedHeads, Part, PartMut, Rotation};
+use crate::backend::{
+    AttentionShape, Blocks, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
+    Rotation,
+};
 use crate::batch::{Batch, IGNORE};
-use crate::config::{Norm, RopePairing};
-use crate::cpu::{Cpu, CpuBatch, CpuTotals, gated, level, loss, norm, rope};
+use crate::config::{Norm, ProgramConfig, RopePairing};
+use crate::cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals, gated, level, loss, norm, rope};
 use crate::matmul::{Matrix, matmul, matmul_deep};
+use crate::program::AttentionProgram;
 use crate::rope::{RopeTable, Rotary};
 use crate::tests::tiny;
 use foveate::tensor::random::Random;
@@ -472,7 +476,7 @@ fn a_deep_product_is_that_of_its_twin_with_the_same_bits_on_any_number_of_thread
         let run = |threads| {
             let mut into = old.clone();
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| matmul_deep([m, n, k], &a, &b, &mut into));
+            pool.install(|| matmul_deep([m, n, k], &a, &b, &mut into, &mut nan(3)));
             into
         };
         let found = run(1);
@@ -488,4 +492,22 @@ fn a_deep_product_is_that_of_its_twin_with_the_same_bits_on_any_number_of_thread
             assert_eq!(run(threads), found, "{threads} threads, {m}×{n}×{k}");
         }
     }
+}
+
+#[test]
+fn plans_of_a_backend_run_in_one_workspace() {
+    let mut cpu = Cpu::default();
+    let heads = PackedHeads { rows: 1, len: 150, heads_q: 2, heads_kv: 1, dim: 8 };
+    let program = AttentionProgram::parse(&ProgramConfig::default(), 2).unwrap();
+    let mut plan = |mean_kv_len| {
+        cpu.plan(&program, &AttentionShape { heads, mean_kv_len, cached: false }).unwrap()
+    };
+    let (first, second) = (plan(None), plan(Some(64)));
+    let kept = |plan: &CpuPlan| plan.plan().cpu().unwrap().workspace_bytes();
+    let (qkv, mut lse) = (random(150 * 32, 31), nan(2 * 150));
+    let mut out = nan(150 * 16);
+    let (program, values) = (LayerProgram { plan: &first, learned: &[] }, Vec::new());
+    let layer = LayerAttention { program: &program, heads, values: Part::whole(&values) };
+    cpu.attention(layer, &qkv, None, &mut out, &mut lse).unwrap();
+    assert!(kept(&first) > 0 && kept(&first) == kept(&second));
 }
