@@ -23,16 +23,35 @@ __device__ u16 to_bf16(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
+// NaN where either is; fmaxf leaves NaN out.
+__device__ float max_or_nan(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
 // 2^x, to 2 ulp.
 __device__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// Both to 1 ulp; 0 for subnormal numbers the root, for numbers beyond 2^126 the reciprocal.
+__device__ float sqrt_fast(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 // x / y to 2 ulp, for y up to 2^126.
 __device__ float divide_fast(float x, float y) { return __fdividef(x, y); }
 __device__ float bits_float(u32 x) { return __uint_as_float(x); }
 __device__ u32 float_bits(float x) { return __float_as_uint(x); }
+// The upper halves of two words, the first one's below.
+__device__ u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 __device__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ double shuffle_xor(double x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ void sync_cta() { __syncthreads(); }

@@ -92,6 +92,3 @@ __device__ T cta_sum(T x) {
     for (int warp = 1; warp < WARPS; ++warp) sum += of_warps[warp];
     return sum;
 }
-
-// fmaxf leaves NaN out.
-__device__ float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }

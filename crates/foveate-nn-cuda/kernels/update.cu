@@ -1,28 +1,38 @@
 // One step of the optimiser over a range of a flat arena, and the norm of its gradients: updates.cuh. A CTA updates
 // CHUNK elements of one piece.
-//   FV_MOMENTS   0 f32; 1 bf16, rounded stochastically
-
 constexpr int MOMENT_DTYPE = FV_MOMENTS ? 1 : 2;
 typedef ElemOf<MOMENT_DTYPE>::type Moment;
 
-__device__ float narrow_moment(float x, u32 random) {
-    return MOMENT_DTYPE == 1 ? bits_float(u32(to_bf16_stochastic(x, random)) << 16) : x;
+__device__ void store_moments(Moment* to, const float (&x)[VECTOR], const u32 (&random)[VECTOR]) {
+    if constexpr (FV_MOMENTS) store_rounded(to, x, random);
+    else store<MOMENT_DTYPE>(to, x);
+}
+
+// Takes the random bits from elements whose numbers are not numbers: then their weight is none.
+__device__ void keep_nan(const float (&w)[VECTOR], u32 (&of_means)[VECTOR], u32 (&of_squares)[VECTOR], u32 (&of_weights)[VECTOR]) {
+    bool some = false;
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) some |= w[i] != w[i];
+    if (!some) return;
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) if (w[i] != w[i]) of_means[i] = of_squares[i] = of_weights[i] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_update(const __grid_constant__ UpdateParams p) {
     const Totals& totals = *reinterpret_cast<const Totals*>(p.totals);
-    if (totals.skipped) return;
     const StepConstants& step = *reinterpret_cast<const StepConstants*>(p.constants);
     const PieceParams* const pieces = reinterpret_cast<const PieceParams*>(p.pieces);
     const PieceParams piece = pieces[last_piece(p.piece_count, [&](int i) { return pieces[i].chunk <= int(blockIdx.x); })];
     const Rule rule(p, step, piece, totals.factor);
     const Weights weights(p);
+    Draw draw = {step.random, 0};
+    if (totals.skipped) return;
     const i64 first = piece.first + i64(blockIdx.x - piece.chunk) * CHUNK;
     #pragma unroll 1
     for (i64 at = first + threadIdx.x * VECTOR; at < min(first + CHUNK, piece.end); at += THREADS * VECTOR) {
         float w[VECTOR], g[VECTOR], m[VECTOR], v[VECTOR] = {};
-        u32 bits[VECTOR] = {};
+        u32 of_means[VECTOR], of_squares[VECTOR], of_weights[VECTOR];
         Moment* const means = reinterpret_cast<Moment*>(p.means) + at;
         Moment* const squares = reinterpret_cast<Moment*>(p.squares) + at;
         load<GRADIENT_DTYPE>(g, reinterpret_cast<const Gradient*>(p.gradients) + at);
@@ -31,15 +41,17 @@ fv_update(const __grid_constant__ UpdateParams p) {
         weights.load(w, at);
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const u64 random = FV_WEIGHTS == 2 || FV_MOMENTS ? mix(step.random + u64(at + piece.shift + i)) : 0;
             rule.update(w[i], m[i], v[i], g[i]);
-            m[i] = narrow_moment(m[i], u32(random));
-            v[i] = narrow_moment(v[i], u32(random >> 16));
-            bits[i] = u32(random >> 32);
+            if constexpr (FV_MOMENTS == 0) continue;
+            draw.to(at + piece.shift, i);
+            of_means[i] = draw.of(at + piece.shift, i, OF_MEAN);
+            of_squares[i] = draw.of(at + piece.shift, i, OF_SQUARE);
+            of_weights[i] = draw.of(at + piece.shift, i, OF_WEIGHT);
         }
-        weights.store(w, at, bits);
-        store<MOMENT_DTYPE>(means, m);
-        if constexpr (FV_RULE == 0) store<MOMENT_DTYPE>(squares, v);
+        if constexpr (FV_MOMENTS) keep_nan(w, of_means, of_squares, of_weights);
+        weights.store(w, at, of_weights);
+        store_moments(means, m, of_means);
+        if constexpr (FV_RULE == 0) store_moments(squares, v, of_squares);
     }
 }
 

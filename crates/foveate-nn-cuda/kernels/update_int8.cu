@@ -4,19 +4,23 @@
 
 constexpr int BLOCK = 256, HELD = BLOCK / 32 / VECTOR;
 
-// A code: 4 bits of exponent and `MANTISSA` of mantissa, with zero and subnormals.
+// A code: 4 bits of exponent and `MANTISSA` of mantissa, with zero and subnormals. Those lie as far apart as the numbers
+// of the least exponent, so that they are codes of these with LEAST, their smallest, taken away.
+constexpr float LEAST = 1.f / 16384.f;
+
 template <int MANTISSA>
 __device__ float number_of(u32 code) {
-    return (code >> MANTISSA) == 0 ? float(code) * (1.f / float(1 << (14 + MANTISSA))) : bits_float((code + (112u << MANTISSA)) << (23 - MANTISSA));
+    const bool subnormal = code >> MANTISSA == 0;
+    return bits_float((code + ((subnormal ? 113u : 112u) << MANTISSA)) << (23 - MANTISSA)) - (subnormal ? LEAST : 0.f);
 }
-// Of y in [0, 2), rounded up with the probability of what is cut off.
+// Of y in [0, 2), rounded up with the probability of what is cut off, by 16 random bits.
 template <int MANTISSA>
 __device__ u32 code_of(float y, u32 random) {
     constexpr int CUT = 23 - MANTISSA;
     constexpr u32 TOP = (16u << MANTISSA) - 1;
-    random &= (1u << CUT) - 1;
-    const u32 code = y < 1.f / 16384.f ? u32(y * float(1 << (14 + MANTISSA)) + float(random) * (1.f / float(1 << CUT)))
-                                       : ((float_bits(y) + random) >> CUT) - (112u << MANTISSA);
+    const bool subnormal = y < LEAST;
+    const u32 bits = float_bits(subnormal ? y + LEAST : y) + (random << (CUT - 16));
+    const u32 code = (bits >> CUT) - ((subnormal ? 113u : 112u) << MANTISSA);
     return code < TOP ? code : TOP;
 }
 
@@ -33,6 +37,7 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
     const StepConstants& step = *reinterpret_cast<const StepConstants*>(p.constants);
     const PieceParams* const pieces = reinterpret_cast<const PieceParams*>(p.pieces);
     const Weights weights(p);
+    Draw draw = {step.random, 0};
     const i64 blocks = (p.elems + BLOCK - 1) / BLOCK;
     const i64 block = pieces[0].first / BLOCK + i64(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (block * BLOCK >= pieces[p.piece_count - 1].end) return;
@@ -53,7 +58,7 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
             const float mean = number_of<3>(of_mean.of[i] & 0x7f) * scale_of_mean, root = number_of<4>(of_root.of[i]) * scale_of_root;
-            m[h][i] = of_mean.of[i] & 0x80 ? -mean : mean;
+            m[h][i] = bits_float(float_bits(mean) ^ (of_mean.of[i] & 0x80) << 24);
             v[h][i] = root * root;
         }
         while (number + 1 < p.piece_count && pieces[number].end <= at) ++number;
@@ -68,13 +73,14 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
             #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 rule.update(w[i], m[h][i], v[h][i], g[i]);
-                if constexpr (FV_WEIGHTS == 2) bits[i] = u32(mix(step.random + u64(at + shift + i)) >> 20);
+                draw.to(at + shift, i);
+                if constexpr (FV_WEIGHTS == 2) bits[i] = w[i] != w[i] ? 0 : draw.of(at + shift, i, OF_WEIGHT);
             }
             weights.store(w, at, bits);
         }
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            most_mean = max_or_nan(most_mean, m[h][i] < 0.f ? -m[h][i] : m[h][i]);
+            most_mean = max_or_nan(most_mean, fabsf(m[h][i]));
             most_root = max_or_nan(most_root, v[h][i]);
         }
     }
@@ -87,9 +93,9 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
         Codes means, roots;
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const u64 random = mix(step.random + u64(at + shift + i));
-            const float mean = m[h][i] < 0.f ? -m[h][i] : m[h][i], root = sqrtf(v[h][i]) * of_root;
-            const u32 of_m = code_of<3>(mean * of_mean, u32(random)), code = code_of<4>(root, u32(random >> 40));
+            draw.to(at + shift, i);
+            const float mean = fabsf(m[h][i]), root = sqrt_fast(v[h][i] * NORMAL) * (NORMAL_ROOT * of_root);
+            const u32 of_m = code_of<3>(mean * of_mean, draw.of(at + shift, i, OF_MEAN)), code = code_of<4>(root, draw.of(at + shift, i, OF_SQUARE));
             means.of[i] = of_m | (m[h][i] < 0.f && of_m > 0 ? 0x80 : 0);
             roots.of[i] = code > 0 || root == 0.f ? code : 1;
         }

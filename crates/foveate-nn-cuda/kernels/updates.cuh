@@ -9,6 +9,8 @@
 //   FV_WEIGHTS   0 f32 weights; 1 bf16 weights and the 16 bits that complete them to f32 masters;
 //                2 bf16 weights alone, rounded stochastically
 //   FV_GRADIENTS 0 f32; 1 bf16
+//   FV_MOMENTS   0 f32; 1 bf16, rounded stochastically; 2 codes of 8 bits. Where moments are rounded, the quotient of
+//                AdamW is right to 4 ulp, and else rounded once.
 //
 // Parameters of one rate and decay are a piece. What changes from step to step is read from device memory, so that a
 // graph of a step can be replayed.
@@ -75,12 +77,35 @@ __device__ u64 mix(u64 x) {
     return z ^ (z >> 31);
 }
 
-// Up with the probability of what is cut off, by 16 random bits. Numbers that are not finite are rounded to
-// the nearest, which keeps them what they are.
-__device__ u16 to_bf16_stochastic(float x, u32 random) {
-    const u32 bits = float_bits(x);
-    if ((bits & 0x7f800000) == 0x7f800000) return to_bf16(x);
-    return (bits + (random & 0xffff)) >> 16;
+// Random bits of the moments and the weight of an element: three of the four parts of 16 bits that a hash of seed,
+// step and a quarter of the element's index has. Its three neighbours have the same parts for other numbers, so that
+// what is rounded by the same bits is never of one element.
+enum Drawn { OF_MEAN, OF_SQUARE, OF_WEIGHT };
+
+struct Draw {
+    u64 random, bits;           // of seed and step; of 4 elements
+
+    // For element `i` of a vector that begins at `at`; vectors' elements come in their order.
+    __device__ void to(i64 at, int i) { if (i % 4 == 0) bits = mix(random + u64(at + i) / 4); }
+    __device__ u32 of(i64 at, int i, Drawn number) const {
+        const int place = VECTOR % 4 == 0 ? i : int(at % 4);
+        return u32(bits >> (place + number) % 4 * 16) & 0xffff;
+    }
+};
+
+// Rounded to bf16 up with the probability of what is cut off, by 16 random bits. Infinity stays; NaN does with bits of 0
+// (`keep_nan`), since a carry could make it zero.
+template <typename To>
+__device__ void store_rounded(To* to, const float (&x)[VECTOR], const u32 (&random)[VECTOR]) {
+    if constexpr (VECTOR == 1) {
+        *reinterpret_cast<u16*>(to) = (float_bits(x[0]) + random[0]) >> 16;
+    } else {
+        Vector<u32, (VECTOR + 1) / 2> pairs;
+        #pragma unroll
+        for (int i = 0; i < VECTOR; i += 2)
+            pairs.of[i / 2] = upper_halves(float_bits(x[i]) + random[i], float_bits(x[i + 1]) + random[i + 1]);
+        *reinterpret_cast<Vector<u32, (VECTOR + 1) / 2>*>(to) = pairs;
+    }
 }
 
 // A master is the weight's bits followed by 16 zeros, plus the remainder as a signed number: the weight is the
@@ -98,6 +123,9 @@ __device__ void split_master(float master, u16& weight, u16& remainder) {
     }
 }
 
+// A factor that makes every number above 0 a normal one, which the fast root needs, and what its root is taken back by.
+constexpr float NORMAL = 16777216.f, NORMAL_ROOT = 1.f / 4096.f;
+
 // What the optimiser does with one weight; v is of AdamW alone.
 struct Rule {
     float factor, rate, keep, beta1, beta2, root_scale, eps;
@@ -107,7 +135,7 @@ struct Rule {
         keep = 1.f - step.rate * piece.rate * p.weight_decay * piece.decay;
         beta1 = p.beta1;
         beta2 = p.beta2;
-        root_scale = step.root_scale;
+        root_scale = step.root_scale * (FV_MOMENTS ? NORMAL : 1.f);
         eps = p.eps;
     }
 
@@ -116,7 +144,8 @@ struct Rule {
         if constexpr (FV_RULE == 0) {
             m = fmaf(beta1, m, (1.f - beta1) * x);
             v = fmaf(beta2, v, (1.f - beta2) * x * x);
-            w = keep * w - rate * m / (sqrtf(v * root_scale) + eps);
+            if constexpr (FV_MOMENTS > 0) w = keep * w - rate * (m * reciprocal_fast(fmaf(sqrt_fast(v * root_scale), NORMAL_ROOT, eps)));
+            else w = keep * w - rate * m / (sqrtf(v * root_scale) + eps);
         } else {
             m = fmaf(beta1, m, x);
             w = keep * w - rate * m;
@@ -152,18 +181,13 @@ struct Weights {
     }
 
     // `random` has 16 bits for each.
-    __device__ void store(float (&w)[VECTOR], i64 at, const u32 (&random)[VECTOR]) const {
-        Vector<u16, VECTOR> remainder = {};
+    __device__ void store(const float (&w)[VECTOR], i64 at, const u32 (&random)[VECTOR]) const {
+        if constexpr (FV_WEIGHTS == 0) return ::store<WEIGHT_DTYPE>(weights + at, w);
+        if constexpr (FV_WEIGHTS == 2) return store_rounded(weights + at, w, random);
+        Vector<u16, VECTOR> weight, remainder;
         #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            if constexpr (FV_WEIGHTS == 2) w[i] = bits_float(u32(to_bf16_stochastic(w[i], random[i])) << 16);
-            if constexpr (FV_WEIGHTS == 1) {
-                u16 weight;
-                split_master(w[i], weight, remainder.of[i]);
-                w[i] = bits_float(u32(weight) << 16);
-            }
-        }
-        ::store<WEIGHT_DTYPE>(weights + at, w);
-        if constexpr (FV_WEIGHTS == 1) *reinterpret_cast<Vector<u16, VECTOR>*>(remainders + at) = remainder;
+        for (int i = 0; i < VECTOR; ++i) split_master(w[i], weight.of[i], remainder.of[i]);
+        *reinterpret_cast<Vector<u16, VECTOR>*>(weights + at) = weight;
+        *reinterpret_cast<Vector<u16, VECTOR>*>(remainders + at) = remainder;
     }
 };

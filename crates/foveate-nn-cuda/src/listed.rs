@@ -8,6 +8,7 @@ use foveate_gpu::{Arch, GpuError, GpuErrorKind};
 use foveate_tensor::DType;
 
 use crate::launch::{File, Source};
+use crate::optimizer::VECTORS;
 
 /// A file of kernels and what it is compiled for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -102,14 +103,19 @@ pub fn list() -> Vec<ListedSource> {
             }
         }
     }
-    for (weights, moments, gradients) in
-        [(1, 0, 0), (1, 2, 0), (0, 0, 0), (1, 0, 1), (1, 1, 0), (2, 1, 1), (0, 2, 0), (1, 2, 1)]
-    {
-        for (vector, rule) in [(4, 0), (1, 0), (4, 1), (1, 1)] {
-            let file = File::Update { rule, weights, moments, gradients };
-            let source = Source { file, dtype: DType::F32, vector, threads: 256 };
-            let few = !all.iter().any(|l| l.source.file.name() == file.name());
-            all.push(ListedSource { source, few });
+    let exact = [(1, 0, 0), (0, 0, 0), (1, 0, 1), (0, 0, 1)];
+    let rounded = [(1, 2, 0), (1, 1, 0), (2, 1, 1), (0, 2, 0), (1, 2, 1)];
+    for (weights, moments, gradients) in exact.into_iter().chain(rounded) {
+        // Moments of 16 bits are updated 8 at a time, and gradients of 16 bits squared.
+        let wide = moments == 1 || (weights, moments, gradients) == (0, 0, 1);
+        let widest = if wide { &VECTORS[..] } else { &VECTORS[1..] };
+        for rule in [0, 1] {
+            for vector in widest.iter().copied().chain([1]) {
+                let file = File::Update { rule, weights, moments, gradients };
+                let source = Source { file, dtype: DType::F32, vector, threads: 256 };
+                let few = !all.iter().any(|l| l.source.file.name() == file.name());
+                all.push(ListedSource { source, few });
+            }
         }
     }
     all

@@ -11,8 +11,9 @@
 //!
 //! The bf16 weight and the 16 bits that complete it are an exact f32 master (TransformerEngine's
 //! `store_param_remainders`): the weight is the master rounded to the nearest, ties away from zero,
-//! so that what is cut off is a signed 16-bit number. Random bits are a hash of seed, step and the
-//! element's index among all parameters, so they depend on no launch, nor on the ranks that have parts.
+//! so that what is cut off is a signed 16-bit number. Random bits are parts of a hash of seed, step and
+//! a quarter of the element's index among all parameters, so they depend on no launch, nor on the ranks
+//! that have parts.
 
 use std::ops::Range;
 
@@ -75,7 +76,7 @@ impl Totals {
 /// Elements of an arena that share a rate and a decay.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Piece {
-    /// Which: both ends multiples of 4, or [`Update`] reads them one by one.
+    /// Which: both ends multiples of 8, with f32 moments of 4, or [`Update`] reads less at once.
     pub range: Range<usize>,
     /// The first one's index among all parameters, which its random bits are drawn from: that in the
     /// arena, unless the arena is a rank's part. Pieces that share a block of 256 elements lie alike in
@@ -97,8 +98,8 @@ pub struct Pieces {
 /// Elements that a CTA updates.
 const CHUNK: usize = 4096;
 const THREADS: u32 = 256;
-/// Elements that a thread reads at once.
-const VECTOR: usize = 4;
+/// Elements that a thread reads at once: 16 bytes of bf16 or of f32.
+pub(crate) const VECTORS: [usize; 2] = [8, 4];
 /// Most parts of a sum of squares.
 const PARTS: usize = 1024;
 
@@ -154,10 +155,11 @@ impl Pieces {
         self.entries.last().map_or(0, |piece| piece.end as usize)
     }
 
-    /// Whether every piece is whole vectors.
-    fn whole(&self) -> bool {
-        let whole = |at: i64| at % VECTOR as i64 == 0;
-        self.entries.iter().all(|piece| whole(piece.first) && whole(piece.end))
+    /// Whether every piece is whole vectors, whose elements share random bits in fours.
+    fn whole(&self, vector: usize) -> bool {
+        let whole = |at: i64| at % vector as i64 == 0;
+        let is_whole = |p: &PieceParams| whole(p.first) && whole(p.end) && p.shift % 4 == 0;
+        self.entries.iter().all(is_whole)
     }
 }
 
@@ -236,10 +238,14 @@ fn kind(name: &str, tensor: &DeviceTensor<1>, elems: usize) -> Result<u32, GpuEr
     Ok(kind)
 }
 
-/// Elements that a thread may read at once of arrays that start at these addresses.
-fn vector(starts: &[(Address, usize)], whole: bool) -> usize {
-    let aligned = |&(at, bytes): &(Address, usize)| at.is_multiple_of((bytes * VECTOR) as u64);
-    if whole && starts.iter().all(aligned) { VECTOR } else { 1 }
+/// Elements that a thread may read at once of arrays that start at these addresses: 8 where `narrow`
+/// ones are most of what is read.
+fn vector(narrow: bool, starts: &[(Address, usize)], whole: impl Fn(usize) -> bool) -> usize {
+    let fits = |vector: &usize| {
+        let aligned = |&(at, bytes): &(Address, usize)| at.is_multiple_of((bytes * vector) as u64);
+        whole(*vector) && starts.iter().all(aligned)
+    };
+    VECTORS.into_iter().skip(usize::from(!narrow)).find(fits).unwrap_or(1)
 }
 
 /// 2 for moments of 8 bits, else as [`kind`].
@@ -318,7 +324,7 @@ impl Block for Update<'_> {
         ] {
             accesses.read_array(name, array)?;
         }
-        let vector = vector(&starts, self.pieces.whole());
+        let vector = vector(moments == 1, &starts, |vector| self.pieces.whole(vector));
         let ([beta1, beta2], eps, rule) = match self.rule {
             Rule::AdamW { betas, eps } => (betas, eps, 0),
             Rule::Momentum(momentum) => ([momentum, 0.0], 0.0, 1),
@@ -363,7 +369,7 @@ impl Block for Squares<'_> {
         accesses.read("gradients", &self.gradients)?;
         accesses.write_array("partial", &self.partial)?;
         let start = (self.gradients.start(), self.gradients.dtype.bytes());
-        let vector = vector(&[start], elems.is_multiple_of(VECTOR));
+        let vector = vector(gradients == 1, &[start], |vector| elems.is_multiple_of(vector));
         let file = File::Update { rule: 0, weights: 0, moments: 0, gradients };
         let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
         let parameters = SquaresParams {
@@ -384,7 +390,7 @@ impl Block for Factor<'_> {
         accesses.read_array("constants", &self.constants)?;
         accesses.write_array("totals", &self.totals)?;
         let file = File::Update { rule: 0, weights: 0, moments: 0, gradients: 0 };
-        let source = Source { file, dtype: DType::F32, vector: VECTOR, threads: THREADS };
+        let source = Source { file, dtype: DType::F32, vector: VECTORS[1], threads: THREADS };
         let parameters = FactorParams {
             partial: self.partial.address,
             constants: self.constants.address,

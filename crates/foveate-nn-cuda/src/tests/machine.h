@@ -181,5 +181,9 @@ static u16 to_bf16(float x) {
     if (x != x) return 0x7fff;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+static float max_or_nan(float x, float y) { return x > y || x != x ? x : y; }
 static float exp2_fast(float x) { return std::exp2(x); }
+static float sqrt_fast(float x) { return std::sqrt(x); }
+static float reciprocal_fast(float x) { return 1.f / x; }
+static u32 upper_halves(u32 x, u32 y) { return x >> 16 | (y & 0xffff0000); }
 static float divide_fast(float x, float y) { return x / y; }

@@ -359,35 +359,160 @@ fn every_master_survives_being_split() {
     assert_eq!(arena.weights.memory.read::<u16>(), nearest);
 }
 
-/// What is rounded stochastically is one of the two neighbours, right on average, other bits in
-/// another step, the same in the same.
-#[test]
-fn stochastic_rounding_is_right_on_average() {
-    let master = 1.0 + 0.3 / 128.0;
-    let elems = 8192;
-    let mut states = Vec::new();
-    for step in [1, 1, 2] {
-        let mut arena = Arena::new(&vec![1.0; elems], "stochastic", true, true);
-        arena.gradients = f32_or_bf16(true).matrix([1, elems], &vec![-1.0; elems]);
-        // m/√v = -1 in the first step: the weight becomes 1 + rate.
-        let mut constants = StepConstants::new(1, 9, master - 1.0, BETAS, 0.0);
-        constants.random = StepConstants::new(step, 9, 0.0, BETAS, 0.0).random;
-        let all = Piece { range: 0..elems, origin: 0, rate: 1.0, decay: 0.0 };
-        if !arena.step(constants, 1, &[all]) {
-            return;
-        }
-        let weights = arena.weights.values();
-        assert!(weights.iter().all(|&w| w == 1.0 || w == 1.0078125));
-        let mean = weights.iter().sum::<f64>() / elems as f64;
-        assert!((mean - master).abs() < 2e-4, "{mean}, not {master}");
-        let means = arena.means.values();
-        let mean = means.iter().sum::<f64>() / elems as f64;
-        assert!((mean + 0.1).abs() < 2e-5, "{mean}");
-        assert!(means.iter().any(|&m| m != means[0]));
-        states.push(arena.masters());
+/// A number that was rounded to bf16 in two ways that are possible: the probability of the upper one, and
+/// whether it was taken. None where the number is so near to a bf16, or so small beside its `terms`, that
+/// its own error decides.
+fn rounding(kept: f64, exact: f64, terms: f64) -> Option<(f64, bool)> {
+    let bits = (exact as f32).to_bits();
+    let (cut, down) = (bits & 0xffff, f32::from_bits(bits & !0xffff));
+    let up = f32::from_bits((bits & !0xffff).wrapping_add(0x1_0000));
+    if !(256..0x1_0000 - 256).contains(&cut) || exact.abs() < terms / 32.0 {
+        return None;
     }
-    assert_eq!(states[0], states[1]);
-    assert_ne!(states[0], states[2]);
+    let (kept_up, kept_down) = (kept == f64::from(up), kept == f64::from(down));
+    assert!(kept_up || kept_down, "{kept} is no neighbour of {exact}");
+    Some((f64::from(cut) / 65536.0, kept_up))
+}
+
+/// Means, squares and weights of 16 bits are right on average, by bits that differ between seeds and
+/// steps, between the three of an element, and between neighbours.
+#[test]
+fn what_is_rounded_stochastically_is_right_on_average_and_independent() {
+    let mut random = Random::new(16);
+    let elems = 4096 + 520;
+    let all = [Piece { range: 0..elems, origin: 0, rate: 1.0, decay: 1.0 }];
+    let masters: Vec<f32> = (0..elems).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect();
+    for kept in ["stochastic", "master"] {
+        // Sums of deviations from what is expected, and of their variances: of the three numbers,
+        // of products of two, and of neighbours one to four apart.
+        let mut sums = [[0.0f64; 2]; 3 + 3 + 3 * 4];
+        for seed in 0..12 {
+            let mut arena = Arena::new(&masters, kept, kept == "stochastic", true);
+            let (mut m, mut v) = (vec![0.0f64; elems], vec![0.0f64; elems]);
+            for step in 1..=2u64 {
+                let before = arena.masters();
+                let gradients = f32_or_bf16(kept == "stochastic");
+                arena.gradients = gradients.random([1, elems], &mut random, 5.0);
+                let constants = StepConstants::new(step, seed, 1e-2, BETAS, 0.0);
+                if !arena.step(constants, 1, &all) {
+                    return;
+                }
+                let (means, squares, weights) =
+                    (arena.means.values(), arena.squares.values(), arena.weights.values());
+                let g = arena.gradients.values();
+                let mut off = vec![[None; 3]; elems];
+                for i in 0..elems {
+                    let terms = m[i].abs() + g[i].abs();
+                    m[i] = BETAS[0] * m[i] + (1.0 - BETAS[0]) * g[i];
+                    v[i] = BETAS[1] * v[i] + (1.0 - BETAS[1]) * g[i] * g[i];
+                    let mean = m[i] / (1.0 - BETAS[0].powi(step as i32));
+                    let square = v[i] / (1.0 - BETAS[1].powi(step as i32));
+                    let theta = f64::from(before[i]);
+                    let theta = theta - 1e-2 * (mean / (square.sqrt() + EPS) + DECAY * theta);
+                    off[i] = [
+                        rounding(means[i], m[i], terms),
+                        rounding(squares[i], v[i], v[i]),
+                        // Masters are not rounded.
+                        (kept == "stochastic").then(|| rounding(weights[i], theta, 1.0)).flatten(),
+                    ]
+                    .map(|rounded| {
+                        rounded.map(|(p, up)| (f64::from(u8::from(up)) - p, p * (1.0 - p)))
+                    });
+                    (m[i], v[i]) = (means[i], squares[i]);
+                }
+                let mut add = |to: usize, factors: &[Option<(f64, f64)>]| {
+                    let product =
+                        factors.iter().copied().try_fold((1.0, 1.0), |product, factor| {
+                            factor.map(|factor| (product.0 * factor.0, product.1 * factor.1))
+                        });
+                    let (deviation, variance) = product.unwrap_or_default();
+                    sums[to][0] += deviation;
+                    sums[to][1] += variance;
+                };
+                for i in 0..elems {
+                    for kind in 0..3 {
+                        add(kind, &[off[i][kind]]);
+                        add(3 + kind, &[off[i][kind], off[i][(kind + 1) % 3]]);
+                        for apart in 1..=4 {
+                            if let Some(next) = off.get(i + apart) {
+                                add(6 + 4 * kind + apart - 1, &[off[i][kind], next[kind]]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        for (number, [deviation, variance]) in sums.into_iter().enumerate() {
+            // Nothing is known of masters' rounding, which there is none of.
+            let known = kept == "stochastic" || !matches!(number, 2 | 4 | 5 | 14..);
+            assert_eq!(variance > 1000.0, known, "{kept}, sum {number}: {variance}");
+            let sigmas = deviation / variance.max(1.0).sqrt();
+            assert!(sigmas.abs() < 4.5, "{kept}, sum {number} is {sigmas} sigmas off");
+        }
+    }
+}
+
+/// The same step has the same bits, read 8, 4 or 1 at a time and in whatever pieces; another step and
+/// another seed have others.
+#[test]
+fn random_bits_depend_on_seed_step_and_element_alone() {
+    let mut random = Random::new(17);
+    let elems = 4096 + 520;
+    let masters: Vec<f32> = (0..elems).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect();
+    let state = |step: u64, seed: u64, at: &[usize]| {
+        let mut arena = Arena::new(&masters, "stochastic", true, true);
+        arena.gradients = f32_or_bf16(true).random([1, elems], &mut Random::new(18), 5.0);
+        let mut constants = StepConstants::new(1, 0, 1e-2, BETAS, 0.0);
+        constants.random = StepConstants::new(step, seed, 0.0, BETAS, 0.0).random;
+        let ends = at.iter().copied().chain([elems]);
+        let starts = [0].into_iter().chain(at.iter().copied());
+        let pieces: Vec<Piece> = starts
+            .zip(ends)
+            .map(|(start, end)| Piece { range: start..end, origin: start, rate: 1.0, decay: 1.0 })
+            .collect();
+        let numbers = |arena: &Arena| {
+            [&arena.weights, &arena.means, &arena.squares].map(|of| of.memory.read::<u16>())
+        };
+        arena.step(constants, 1, &pieces).then(|| numbers(&arena))
+    };
+    let Some(whole) = state(1, 9, &[]) else { return };
+    for at in [&[4100][..], &[4097], &[8, 1000], &[3, 5, 4096]] {
+        assert_eq!(state(1, 9, at).unwrap(), whole, "cut at {at:?}");
+    }
+    for (step, seed) in [(2, 9), (1, 10)] {
+        let other = state(step, seed, &[]).unwrap();
+        for (other, whole) in other.iter().zip(&whole) {
+            let changed = other.iter().zip(whole).filter(|(a, b)| a != b).count();
+            assert!(changed * 5 > elems, "{changed} of {elems} changed");
+        }
+    }
+}
+
+/// Infinity and numbers that are none stay what they are, whatever the random bits.
+#[test]
+fn rounding_stochastically_keeps_infinity_and_nan() {
+    let masters: Vec<f32> = (0..512)
+        .map(|i| match i % 8 {
+            1 => f32::NAN,
+            2 => f32::INFINITY,
+            3 => f32::NEG_INFINITY,
+            _ => 1.0 + i as f32,
+        })
+        .collect();
+    let mut arena = Arena::new(&masters, "stochastic", true, true);
+    arena.gradients = f32_or_bf16(true).matrix([1, 512], &[1.0; 512]);
+    let all = Piece { range: 0..512, origin: 0, rate: 1.0, decay: 1.0 };
+    if !arena.step(StepConstants::new(1, 9, 1e-2, BETAS, 0.0), 1, &[all]) {
+        return;
+    }
+    for (got, master) in arena.masters().iter().zip(&masters) {
+        let kept = if master.is_finite() {
+            (got / master - 1.0).abs() < 0.02
+        } else {
+            got.is_nan() == master.is_nan() && (got == master || got.is_nan())
+        };
+        assert!(kept, "{master} became {got}");
+    }
 }
 
 /// A gradient that is not finite: nothing is updated, and the totals say so.
