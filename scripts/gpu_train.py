@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Trains on a GPU and holds what comes of it to the CPU; part of gpu-bundle/ as train.py.
 
-    train.py FOVEATE FOLDER [--tokens-per-second]
+    train.py FOVEATE FOLDER [--tokens-per-second | --states]
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
-CPU's, repeats, `kill -9` at any moment and resume bit for bit, a run that goes from the CPU to the GPU
+CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation
+(with --states nothing else), a run that goes from the CPU to the GPU
 and back, evaluation and generation on the device. --tokens-per-second also times a model of 135
 million parameters with random weights. One line a check, ending in `passed` or FAILED; fails when one
 does. Without a GPU it says why and passes.
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SECONDS = 150  # a command's limit: kernels can hang
@@ -122,9 +124,9 @@ class Place:
         return [r["loss"] for _, r in sorted(self.steps(run).items())]
 
     def weights(self, run):
-        """A hash of the masters and moments of the newest checkpoint."""
-        last = sorted((self.folder / run / "checkpoints").glob("step-*"))[-1]
-        return hashlib.sha256((last / "masters.safetensors").read_bytes()).hexdigest()
+        """A hash of the weights, masters and moments of the newest checkpoint."""
+        files = sorted(Path(self.checkpoint(run)).glob("*.safetensors"))
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
     def checkpoint(self, run):
         return str(sorted((self.folder / run / "checkpoints").glob("step-*"))[-1])
@@ -153,25 +155,71 @@ def repeats(place):
     tell("a repeat has the same losses and weights", same)
 
 
+def killed_after(place, run, device, sets, after):
+    """Kills a run when it has told of so many steps and resumes it; the steps that it had told of."""
+    command = place.arguments(run, device, sets, flags=["--json"])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    seen = 0
+    for line in process.stdout:
+        seen += '"kind":"step"' in line.replace(" ", "")
+        if seen > after:
+            break
+    process.send_signal(signal.SIGKILL)
+    seen += sum('"kind":"step"' in line.replace(" ", "") for line in process.stdout)
+    process.wait()
+    process.stdout.close()
+    saved = list((place.folder / run / "checkpoints").glob("step-*"))
+    place.train(run, device, sets, flags=["--resume" if saved else "--start-over"])
+    return seen
+
+
 def killed(place):
     moments = random.Random(11)
     for i in range(3):
         run, after = f"killed-{i}", moments.randint(1, 15)
-        command = place.arguments(run, "cuda:0", ["precision.state=exact", "train.save_every=3"], flags=["--json"])
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        seen = 0
-        for line in process.stdout:
-            seen += '"kind":"step"' in line.replace(" ", "")
-            if seen > after:
-                break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        saved = list((place.folder / run / "checkpoints").glob("step-*"))
-        flag = "--resume" if saved else "--start-over"
-        place.train(run, "cuda:0", ["precision.state=exact", "train.save_every=3"], flags=[flag])
+        killed_after(place, run, "cuda:0", ["precision.state=exact", "train.save_every=3"], after)
         same = place.losses(run) == place.losses("exact") and place.weights(run) == place.weights("exact")
         tell(f"killed after step {after}, the resumed run is the uninterrupted one", same)
+
+
+STATES = ("f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16")
+MODES = ("none", "attention", "mlp", "full")
+STEPS = 40
+
+
+def resumed(place, device, state, modes=MODES):
+    """In a state, each mode of recomputation killed and resumed beside one run that nothing is computed
+    again in, and the same with updates in the backward pass; what is other, in words."""
+    moments, wrong, killed = random.Random(state), [], []
+    for in_backward in (False, True):
+        way = "in-backward" if in_backward else "behind"
+        sets = [f"precision.state={state}", f"train.steps={STEPS}", "train.save_every=4", "train.keep=2"]
+        sets += ["train.accumulate=1", f"optimizer.in_backward={str(in_backward).lower()}"]
+        sets += ["optimizer.clip_norm=0"] if in_backward else []
+        whole = f"{state}-{way}"
+        place.train(whole, device, [*sets, "train.recompute=none"])
+        for mode in modes:
+            run = f"{whole}-{mode}"
+            seen = killed_after(place, run, device, [*sets, f"train.recompute={mode}"], moments.randint(2, 20))
+            killed.append(seen)
+            if seen >= STEPS:
+                wrong.append(f"{way}, {mode}: it was over before it was killed")
+            elif place.losses(run) != place.losses(whole):
+                wrong.append(f"{way}, {mode}: other losses")
+            elif place.weights(run) != place.weights(whole):
+                wrong.append(f"{way}, {mode}: other weights, masters or moments")
+    return wrong, killed
+
+
+def every_state(place, device="cuda:0", states=STATES):
+    """All states side by side: each is mostly the start of processes."""
+    with ThreadPoolExecutor(len(states)) as pool:
+        found = {state: pool.submit(resumed, place, device, state) for state in states}
+        for state, future in found.items():
+            wrong, killed = future.result()
+            steps = ", ".join(map(str, killed))
+            detail = "; ".join(wrong) or f"killed after steps {steps}, behind and in the backward pass;"
+            tell(f"{state}: killed and resumed in every mode as never killed and nothing computed again", not wrong, detail)
 
 
 def across(place):
@@ -226,7 +274,9 @@ def main():
         print("train declined: no GPU")
         return 0
     place = Place(foveate, folder)
-    checks = [beside_the_cpu, repeats, killed, used, across]
+    checks = [beside_the_cpu, repeats, killed, every_state, used, across]
+    if "--states" in sys.argv:
+        checks = [every_state]
     if "--tokens-per-second" in sys.argv:
         checks.append(speed)
     for check in checks:
