@@ -160,7 +160,7 @@ def cuda_plan(
     sink: Tensor | None,
     dropout: tuple[float, Tensor] | None,
     varlen: tuple[Tensor, Tensor, int, int] | None,
-    pages: tuple[Tensor, list[int]] | None,
+    pages: tuple[Tensor, list[int] | Tensor] | None,
     learned: list[Tensor],
     forward_only: bool,
     deterministic: bool,

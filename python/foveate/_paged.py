@@ -71,8 +71,9 @@ def paged(
             ``cache[0].unflatten(1, (-1, page_size)).transpose(0, 1)``.
         value_pages: ``[pages, Hkv, page_size, Ev]``.
         page_table: ``[B, entries]``, integers. Entries that no key needs may be anything.
-        lengths: ``[B]``, integers: the number of keys of each batch entry. The host reads them: of CUDA keys they
-            may be on the CPU, and a call waits for the device where they are not.
+        lengths: ``[B]``, integers: the number of keys of each batch entry. Of CUDA keys they may be on the CPU. On the
+            device they are read there and nothing waits, so that a graph that was recorded follows a cache that grows;
+            an entry has at most the keys that its pages hold.
         score_mod: As in :func:`flex_attention`.
         mask: A :class:`Mask` or a mask function.
         scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
@@ -90,8 +91,7 @@ def paged(
     """
     check(query, key_pages, value_pages)
     tables = pages(page_table, lengths, query)
-    numbers = tables[1] if query.is_cuda else tables[1].tolist()
-    extents = (query.size(0), query.size(1), query.size(2), max([0, *numbers]))
+    extents = (query.size(0), query.size(1), query.size(2), _most_keys(tables, key_pages))
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
     number = None if scale is None else _checked_scale(scale)
@@ -136,7 +136,7 @@ def check(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
 
 
 def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, Any]:
-    """The table and the lengths as the engine reads them: these in a list for CUDA.
+    """The table and the lengths as the engine reads them: for CUDA those on the CPU in a list.
 
     Raises:
         ValueError: They are no integers, not for as many entries as ``query`` has, or on another device.
@@ -144,7 +144,15 @@ def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, A
     table, numbers = _integers("page_table", page_table, 2, query), _integers("lengths", lengths, 1, query)
     if table.size(0) != query.size(0):
         raise ValueError(f"page_table has rows for {table.size(0)} batch entries, and query has {query.size(0)}")
-    return table, numbers.tolist() if query.is_cuda else numbers
+    return table, numbers.tolist() if query.is_cuda and not numbers.is_cuda else numbers
+
+
+def _most_keys(pages: tuple[Tensor, Any], key_pages: Tensor) -> int:
+    """At least the keys of the longest batch entry."""
+    table, lengths = pages
+    if isinstance(lengths, Tensor) and lengths.is_cuda:
+        return table.size(1) * key_pages.size(2)
+    return max([0, *(lengths.tolist() if isinstance(lengths, Tensor) else lengths)])
 
 
 def _integers(name: str, tensor: Tensor, axes: int, query: Tensor) -> Tensor:

@@ -539,11 +539,36 @@ def test_keys_in_pages():
     lengths = torch.tensor([300, 129])
     query = torch.randn(2, 8, 3, 64, generator=g, device=DEVICE).bfloat16()
     out = paged(query, keys, values, table, lengths, mask=Mask.causal(bottom_right=True))
-    assert torch.equal(out, paged(query, keys, values, table, lengths.to(DEVICE), mask=Mask.causal(bottom_right=True)))
     for b, n in enumerate(lengths.tolist()):
         k, v = (torch.cat([t[p] for p in table[b].tolist() if p >= 0], 1)[None, :, :n] for t in (keys, values))
         alone = flex_attention(query[b : b + 1], k, v, block_mask=Mask.causal(bottom_right=True), enable_gqa=True)
         close("out", out[b : b + 1], alone.double(), BF16, n * 64)
+
+
+@pytest.mark.parametrize("mask", [None, Mask.causal(bottom_right=True), Mask(lambda b, h, i, j: j % 3 != 1)], ids=["all", "causal", "third"])
+def test_lengths_of_pages_that_stay_on_the_device_grow_in_a_graph(mask):
+    g = torch.Generator(DEVICE).manual_seed(0)
+    keys, values = (torch.randn(16, 2, 128, 64, generator=g, device=DEVICE).bfloat16() for _ in range(2))
+    table = torch.tensor([[3, 7, 1], [0, 12, -1], [5, -1, 99]], device=DEVICE)
+    query = torch.randn(3, 8, 2, 64, generator=g, device=DEVICE).bfloat16()
+    lengths = torch.tensor([300, 129, 0], device=DEVICE)
+    run = lambda of: paged(query, keys, values, table, of, mask=mask, return_aux=AuxRequest(lse=True))  # noqa: E731
+    run(lengths)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, aux = run(lengths)
+    for step in ([0, 0, 0], [1, 2, 1], [80, 100, 127], [0, 20, 0]):
+        lengths += torch.tensor(step, device=DEVICE)
+        graph.replay()
+        known, known_aux = run(lengths.cpu())
+        close("out", out, known.double(), BF16, 384 * 64)
+        close("lse", aux.lse, known_aux.lse.double(), F32, 384 * 64)
 
 
 def test_torchs_own_block_masks_count():

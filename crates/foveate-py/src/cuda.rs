@@ -8,22 +8,23 @@
 //! kernels, so it runs without the GIL and takes the GIL for memory only; all others are launches of
 //! some microseconds and keep it.
 
+mod kept;
 mod memory;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex};
 
 use foveate::cuda::{
-    CudaError, CudaOptions, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets,
-    DeviceOperands, DevicePages, DeviceTensor, Engine, Queue, TileTables,
+    CudaError, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands,
+    DevicePages, DeviceTensor, Engine, Queue, TileTables,
 };
 use foveate::mask::Varies;
-use foveate::mods::{Buffer, DynExpr, Program};
-use foveate::{DType, Dropout, Layout, MaskMod, ScoreMod};
-use foveate_problem::Spec;
+use foveate::mods::{DynExpr, Program};
+use foveate::{DType, Layout, MaskMod};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::dlpack::Place;
 use crate::dtype::TorchDtype;
@@ -31,159 +32,12 @@ use crate::error::raised;
 use crate::plan::Traced;
 use crate::tensor::Borrowed;
 use crate::value::refused;
+use kept::{Class, Kept, LENGTHS, SEED};
 use memory::{Current, TorchAllocator};
-
-/// Name of the captured buffer that holds the seed of dropout.
-const SEED: &str = "dropout_seed";
-
-/// What a plan is made for, besides the structure of its mods.
-#[derive(Clone, PartialEq)]
-struct Class {
-    device: usize,
-    dtype: DType,
-    heads: [usize; 2],
-    dims: [usize; 2],
-    scale: Option<u32>,
-    dropout: Option<u32>,
-    deterministic: bool,
-}
-
-/// A plan with the programs that it was made of, whose captured tensors have no elements.
-struct Kept {
-    class: Class,
-    mask: Option<Program>,
-    score: Option<Program>,
-    plan: CudaPlan,
-    /// Calls by what decides their kernels: of these all is compiled.
-    ready: Arc<Mutex<HashSet<u64>>>,
-}
-
-/// Plans that are kept: beyond it, the least recently used are dropped.
-const MOST: usize = 256;
-
-/// Different calls of a plan that are remembered as compiled.
-const MOST_READY: usize = 4096;
-
-/// The most recently used is last.
-static KEPT: Mutex<Vec<Arc<Kept>>> = Mutex::new(Vec::new());
 
 /// Torch's streams with their memory, by device and handle. Torch keeps its streams as long as the
 /// process.
 static QUEUES: Mutex<Option<HashMap<(usize, usize), Queue>>> = Mutex::new(None);
-
-impl Kept {
-    /// Whether it is a plan for these programs, whatever the values of their numbers.
-    fn suits(&self, class: &Class, mods: [Option<&Program>; 2]) -> bool {
-        let same = |kept: &Option<Program>, now: Option<&Program>| match (kept, now) {
-            (None, None) => true,
-            (Some(kept), Some(now)) => kept.same_structure(now),
-            _ => false,
-        };
-        self.class == *class && same(&self.mask, mods[0]) && same(&self.score, mods[1])
-    }
-
-    fn programs(&self) -> [Option<&Program>; 2] {
-        [self.mask.as_ref(), self.score.as_ref()]
-    }
-
-    /// Whether its numbers have the values of these programs'.
-    fn has_values(&self, mods: [Option<&Program>; 2]) -> bool {
-        self.programs().into_iter().zip(mods).all(|pair| match pair {
-            (Some(kept), Some(now)) => {
-                let values = kept.graph().scalars().iter().zip(now.graph().scalars());
-                values.into_iter().all(|(kept, now)| kept.value == now.value)
-            }
-            _ => true,
-        })
-    }
-
-    /// The plan with the values of these programs' numbers.
-    fn with(&self, mods: [Option<&Program>; 2]) -> PyResult<Self> {
-        let mut plan = self.plan.clone();
-        let mut programs = self.programs().map(Option::<&Program>::cloned);
-        for (program, now) in programs.iter_mut().zip(mods) {
-            let (Some(kept), Some(now)) = (program.as_mut(), now) else { continue };
-            let values: Vec<_> = now.graph().scalars().iter().map(|s| s.value).collect();
-            for (at, value) in values.into_iter().enumerate() {
-                let slot = &kept.graph().scalars()[at];
-                if slot.value != value {
-                    let name = slot.name.clone();
-                    plan = plan.set_scalar(&name, value).map_err(memory::raised)?;
-                    *kept = kept.set_scalar(&name, value).map_err(raised)?;
-                }
-            }
-        }
-        let [mask, score] = programs;
-        Ok(Self { class: self.class.clone(), mask, score, plan, ready: self.ready.clone() })
-    }
-
-    fn make(class: &Class, dims: &foveate::Dims, mods: [Option<&Program>; 2]) -> PyResult<Self> {
-        let expr = |p: &Program| p.trace(0, &DynExpr::leaf);
-        let [mask, score] = mods;
-        let seeded = |p: u32| {
-            let seed = Buffer::<i32>::on_device(SEED, &[2]).map_err(raised)?;
-            Dropout::with_seed_in(f32::from_bits(p), &seed).map_err(raised)
-        };
-        let spec = Spec {
-            mask: mask.map(|p| MaskMod::new(&expr(p)).map_err(raised)).transpose()?,
-            score: score.map(|p| ScoreMod::new(&expr(p)).map_err(raised)).transpose()?,
-            scale: class.scale.map(f32::from_bits),
-            dropout: class.dropout.map(seeded).transpose()?,
-        };
-        let engine = engine(class.device)?;
-        let options = CudaOptions { deterministic: class.deterministic, ..CudaOptions::default() };
-        let plan =
-            CudaPlan::new(engine, &spec, dims, class.dtype, options).map_err(memory::raised)?;
-        Ok(Self {
-            class: class.clone(),
-            mask: mask.cloned(),
-            score: score.cloned(),
-            plan,
-            ready: Arc::default(),
-        })
-    }
-
-    /// The kept plan for these programs, or one that is made.
-    fn found(
-        class: &Class,
-        dims: &foveate::Dims,
-        mods: [Option<&Program>; 2],
-    ) -> PyResult<Arc<Self>> {
-        let mut kept = KEPT.lock().unwrap_or_else(|e| e.into_inner());
-        let mut like = None;
-        for at in (0..kept.len()).rev().filter(|&i| kept[i].suits(class, mods)) {
-            if kept[at].has_values(mods) {
-                let found = kept[at].clone();
-                kept[at..].rotate_left(1);
-                return Ok(found);
-            }
-            like = like.or(Some(at));
-        }
-        let made = Arc::new(match like {
-            Some(at) => kept[at].with(mods)?,
-            None => Self::make(class, dims, mods)?,
-        });
-        kept.push(made.clone());
-        if kept.len() > MOST {
-            kept.remove(0);
-        }
-        Ok(made)
-    }
-
-    /// Whether a call with this key is the first, and may compile.
-    fn is_first(&self, key: u64) -> bool {
-        !self.ready.lock().unwrap_or_else(|e| e.into_inner()).contains(&key)
-    }
-
-    /// Notes that what a call with this key needs is compiled.
-    fn remember(&self, key: u64) {
-        let mut ready = self.ready.lock().unwrap_or_else(|e| e.into_inner());
-        if ready.len() >= MOST_READY {
-            ready.clear();
-        }
-        ready.insert(key);
-    }
-}
 
 /// The engine of a device.
 fn engine(device: usize) -> PyResult<Arc<Engine>> {
@@ -270,13 +124,14 @@ pub struct Plan {
     learned: Vec<String>,
     sink: Option<Held>,
     varlen: Option<([Held; 2], [usize; 2])>,
+    /// The table, and the most keys of each batch entry.
     pages: Option<(Held, Vec<i32>)>,
 }
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on tensors of one
 /// CUDA device and dtype, of any strides. `sink` is f32 `[Hq]`; `dropout` a probability and a seed,
 /// int32 `[2]` on the device; `varlen` offsets of sequences; `pages` the table `[B, entries]`,
-/// contiguous int32 on the device, and the lengths; `learned` takes the place of the score's captured
+/// contiguous int32 on the device, and the lengths, a list or int32 `[B]` on the device; `learned` takes the place of the score's captured
 /// tensors that want a gradient, unless it is empty.
 #[pyfunction]
 #[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, forward_only, deterministic))]
@@ -291,7 +146,7 @@ pub fn cuda_plan(
     sink: Option<&Bound<'_, PyAny>>,
     dropout: Option<(f32, Bound<'_, PyAny>)>,
     varlen: Option<Offsets<'_>>,
-    pages: Option<(Bound<'_, PyAny>, Vec<i32>)>,
+    pages: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     learned: Vec<Bound<'_, PyAny>>,
     forward_only: bool,
     deterministic: bool,
@@ -300,6 +155,22 @@ pub fn cuda_plan(
         return Err(PyValueError::new_err("the query is on no CUDA device"));
     };
     let operands = [on(q, device, "q")?, on(k, device, "k")?, on(v, device, "v")?];
+    let mut lengths = None;
+    let pages = match pages {
+        Some((table, given)) => {
+            let table = Held::new(&table, device, "page_table")?;
+            let most = table.at.shape[1].saturating_mul(operands[1].shape[2]);
+            let most = match given.cast::<PyList>() {
+                Ok(known) => known.extract()?,
+                Err(_) => {
+                    lengths = Some(Held::new(&given, device, "lengths")?);
+                    vec![i32::try_from(most).unwrap_or(i32::MAX); table.at.shape[0]]
+                }
+            };
+            Some((table, most))
+        }
+        None => None,
+    };
     let mods = [mask.map(|m| m.get().program()), score.map(|s| s.get().program())];
     let mut plan = Plan {
         device,
@@ -313,11 +184,7 @@ pub fn cuda_plan(
                 Ok(([hold(&q)?, hold(&k)?], [longest_q, longest_k]))
             })
             .transpose()?,
-        pages: pages
-            .map(|(table, lengths)| -> PyResult<_> {
-                Ok((Held::new(&table, device, "page_table")?, lengths))
-            })
-            .transpose()?,
+        pages,
         kept: {
             // What the operands are, before there is a plan.
             let [q, k, v] = [tensor(&operands[0])?, tensor(&operands[1])?, tensor(&operands[2])?];
@@ -330,6 +197,7 @@ pub fn cuda_plan(
                 scale: scale.map(|s| (s as f32).to_bits()),
                 dropout: dropout.as_ref().map(|(p, _)| p.to_bits()),
                 deterministic,
+                counted: lengths.is_some(),
             };
             Kept::found(&class, &dims, mods)?
         },
@@ -346,6 +214,7 @@ pub fn cuda_plan(
     if let Some((_, seed)) = &dropout {
         plan.captures.push((SEED.into(), Held::new(seed, device, "the seed of dropout")?));
     }
+    plan.captures.extend(lengths.map(|lengths| (LENGTHS.into(), lengths)));
     Ok(plan)
 }
 
@@ -458,6 +327,7 @@ fn tiles(
         scale: None,
         dropout: None,
         deterministic: false,
+        counted: false,
     };
     let kept = Kept::found(&class, &class_dims(&q, &k, &k), [Some(mask.program()), None])?;
     let program = kept.mask.as_ref().expect("the plan was made for a mask");
