@@ -522,9 +522,17 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
     ] {
         assert!(text.contains(line), "{line}: {text}");
     }
+    // Of each layer two gathers and two sums forward, four and two backward.
+    let tensor = json("tensor=2", &[]);
+    let times = |kind: &str| {
+        let of_kind = tensor["edges"].as_array().unwrap().iter().filter(|e| e["kind"] == kind);
+        of_kind.map(|e| e["times"].as_u64().unwrap()).sum::<u64>()
+    };
+    assert_eq!((times("all-gather"), times("reduce-scatter")), (4 * 6 + 3, 4 * 4 + 2));
+    assert!(memory(&tensor) < memory(&whole));
     for (mesh, said) in [
         ("shard=auto", "shard is auto, but the number of ranks is not known"),
-        ("tensor=2", "mesh.tensor: is 2"),
+        ("tensor=16", "num_attention_heads: is 6, which cannot be cut over 16 ranks of tensor"),
         ("shard=16", "train.batch_rows is 8, and 16 ranks share the rows"),
     ] {
         let (code, _, err) = of(mesh, &[]);

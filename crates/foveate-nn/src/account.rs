@@ -12,7 +12,9 @@ use crate::parameters::ParameterLayout;
 use crate::pass::{Pass, Whole};
 use crate::process;
 use crate::share::Cutting;
+use crate::stream::Stream;
 use crate::tape::{Recomputation, Workspace};
+use crate::tensor::TensorPart;
 
 use foveate::DType;
 
@@ -221,26 +223,34 @@ impl ModelConfig {
         let of_layer = |layer| attention.of_layer(layer).1.learned.clone().into_iter().collect();
         let learned: Vec<Vec<_>> = (0..self.num_hidden_layers).map(of_layer).collect();
         let learned: Vec<&[_]> = learned.iter().map(Vec::as_slice).collect();
-        let dry = Dry::of(blocks, self.vocab_size);
-        let layout = ParameterLayout::new(self, &learned, frozen)?;
-        dry_run(dry, self, &layout, &learned, [rows, len], kind)
+        let part = TensorPart::of(self, 0, kind.cutting().tensor)?;
+        let dry = Dry::of(blocks, part.most_vocab);
+        let layout = ParameterLayout::of_part(self, &learned, frozen, &part)?;
+        dry_run(dry, &part.local(self), &part, &layout, &learned, [rows, len], kind)
+    }
+}
+
+impl StepKind {
+    fn cutting(self) -> Cutting {
+        match self {
+            Self::Training(training) => training.cutting,
+            Self::Loss => Cutting::WHOLE,
+        }
     }
 }
 
 fn dry_run(
     mut dry: Dry,
     config: &ModelConfig,
+    part: &TensorPart,
     layout: &ParameterLayout,
     learned: &[&[(String, LearnedBuffer)]],
     [rows, len]: [usize; 2],
     kind: StepKind,
 ) -> Result<Account, NnError> {
-    let precision = dry.precision();
-    let cutting = match kind {
-        StepKind::Training(training) => training.cutting,
-        StepKind::Loss => Cutting::WHOLE,
-    };
-    let is_cut = cutting.parts > 1;
+    let (precision, cutting) = (dry.precision(), kind.cutting());
+    // A rank of `tensor` gathers its groups, of itself alone where no other shares them.
+    let is_cut = cutting.parts > 1 || part.is_cut();
     // The first rank has the largest part.
     let share = layout.share(0, cutting.parts);
     let trained = share.trained();
@@ -284,7 +294,9 @@ fn dry_run(
     let programs: Vec<_> =
         learned.iter().map(|learned| LayerProgram { plan: &(), learned }).collect();
     let (programs, shape) = (&programs[..], [rows, len]);
-    let mut pass = Pass { config, layout, programs, batch: &(), shape, context: None };
+    let stream = part.is_cut().then_some(Stream { part, shape, transfers: None });
+    let mut pass =
+        Pass { config, layout, programs, batch: &(), shape, context: None, part, stream };
     let mut workspace = Workspace::default();
     match kind {
         StepKind::Training(Training { recompute, in_backward, .. }) => {
@@ -313,9 +325,28 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// Those of [`ModelConfig::dry_run`].
     pub fn dry_run(&self, rows: usize, len: usize, kind: StepKind) -> Result<Account, NnError> {
-        let dry = Dry::of(&self.running().blocks, self.config().vocab_size);
         let learned = self.programs.learned();
-        dry_run(dry, self.config(), self.layout(), &learned, [rows, len], kind)
+        let tensor = kind.cutting().tensor;
+        let (part, layout) = match self.part.parts == tensor {
+            true => (self.part.clone(), None),
+            false => {
+                let part = TensorPart::of(self.config(), 0, tensor)?;
+                (part.clone(), Some(self.layout_of(&part)?))
+            }
+        };
+        let (local, layout) = (part.local(self.config()), layout.as_ref().unwrap_or(self.layout()));
+        let dry = Dry::of(&self.running().blocks, part.most_vocab);
+        dry_run(dry, &local, &part, layout, &learned, [rows, len], kind)
+    }
+
+    /// The places of the parameters of a part of this model, of which the same are trained.
+    ///
+    /// # Errors
+    /// Those of [`ParameterLayout::of_part`].
+    pub fn layout_of(&self, part: &TensorPart) -> Result<ParameterLayout, NnError> {
+        let is_frozen =
+            |name: &str| self.parameter(name).is_some_and(|p| !self.layout().trains(&p.place));
+        ParameterLayout::of_part(self.config(), &self.programs.learned(), &is_frozen, part)
     }
 
     /// The most memory, in bytes, that is taken to train this model on rows of `len` tokens, `rows`
@@ -330,14 +361,16 @@ impl<B: Blocks> Model<B> {
         len: usize,
         training: impl Into<Training>,
     ) -> Result<MemoryEstimate, NnError> {
-        let account = self.dry_run(rows, len, StepKind::Training(training.into()))?;
+        let training = training.into();
+        let account = self.dry_run(rows, len, StepKind::Training(training))?;
+        let part = TensorPart::of(self.config(), 0, training.cutting.tensor)?;
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
         let mut running = self.running();
         let blocks = &mut running.blocks;
-        let heads = PackedHeads::of(self.config(), [rows_at_once, len]);
+        let heads = PackedHeads::of(&part.local(self.config()), [rows_at_once, len]);
         let (mut workspace, mut masks) = (0, 0);
-        for plan in self.programs.plan(blocks, heads, None, false)? {
+        for plan in self.programs.plan(blocks, heads, part.first_heads(), None, false)? {
             let bytes = blocks.plan_bytes(&plan)?;
             (workspace, masks) = (bytes.workspace.max(workspace), masks + bytes.masks);
         }

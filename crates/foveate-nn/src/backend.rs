@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use foveate::DType;
+use foveate::{Attention, Coordinates, DType, Positions};
 
 use crate::architecture::Activation;
 use crate::batch::Batch;
@@ -25,6 +25,7 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
+use crate::tensor::VocabularyPart;
 
 /// Elements in the memory of a device.
 pub trait Array: Default + Send + Sync {
@@ -143,10 +144,26 @@ pub struct AttentionShape {
     /// The packed projection of a training batch; in generation one row, as long as the cache has
     /// room for.
     pub heads: PackedHeads,
+    /// The first query head and the first key/value head of it, among those of the model.
+    pub first_heads: [usize; 2],
     /// Keys that a query sees on average, where the batch says so: a power of two.
     pub mean_kv_len: Option<usize>,
     /// Whether queries follow a cache: forward only, and one document.
     pub cached: bool,
+}
+
+impl AttentionShape {
+    /// `program` for its heads: masks, scores and dropout are told which of the model's they are.
+    pub fn attention(&self, program: &AttentionProgram) -> Attention {
+        let attention = program.attention();
+        if self.first_heads == [0, 0] {
+            return attention;
+        }
+        let [h, h_kv] = self.first_heads.map(|first| {
+            Positions::offset(i32::try_from(first).expect("a model counts its heads in i32"))
+        });
+        attention.coordinates(Coordinates::new().heads(h, h_kv))
+    }
 }
 
 /// Bytes that attention takes besides its operands in a batch of one document a row.
@@ -217,6 +234,14 @@ pub struct BlockTime {
     pub start: f64,
     /// Seconds that it took.
     pub seconds: f64,
+}
+
+/// Where the gradients of a loss go: that of x, and that of the weight where it is trained.
+pub type LossGradients<'a, A> = (&'a mut A, Option<PartMut<'a, A>>);
+
+fn no_parts() -> NnError {
+    let reason = "is cut over ranks of tensor on CPUs alone; leave mesh.tensor at 1 on a GPU";
+    NnError::parameter("vocabulary", reason)
 }
 
 /// The blocks of a transformer, forward and backward, on one device.
@@ -631,6 +656,60 @@ pub trait Blocks: Sized {
         each: Option<&mut Self::Array>,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
+
+    /// [`Blocks::embed`] of the rows of a table from that of id `first` on: 0 where a token has another id.
+    ///
+    /// # Errors
+    /// Where the device keeps no part of the vocabulary.
+    fn embed_part(
+        &mut self,
+        _batch: &Self::Batch,
+        _first: usize,
+        _table: Part<'_, Self::Array>,
+        _width: usize,
+        _scale: f32,
+        _out: &mut Self::Array,
+    ) -> Result<(), NnError> {
+        Err(no_parts())
+    }
+
+    /// [`Blocks::embed_backward`] of the rows of a table from that of id `first` on.
+    ///
+    /// # Errors
+    /// Where the device keeps no part of the vocabulary.
+    fn embed_part_backward(
+        &mut self,
+        _batch: &Self::Batch,
+        _first: usize,
+        _d_out: &Self::Array,
+        _width: usize,
+        _scale: f32,
+        _d_table: PartMut<'_, Self::Array>,
+    ) -> Result<(), NnError> {
+        Err(no_parts())
+    }
+
+    /// [`Blocks::loss`], and [`Blocks::loss_backward`] where there are `gradients`, of a rank that has a
+    /// part of the vocabulary, and so of the weight: largest logits and sums of exponentials are brought
+    /// together, never logits. What is written of `d_x` is this rank's term of a sum over ranks. All ranks
+    /// have room for the logits of as many tokens. There are no parts where nothing is computed.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device keeps no part of the vocabulary.
+    fn loss_part(
+        &mut self,
+        _batch: &Self::Batch,
+        _part: Option<VocabularyPart<'_>>,
+        _width: usize,
+        _x: &Self::Array,
+        _weight: Part<'_, Self::Array>,
+        _cap: Option<f32>,
+        _logits: &mut Self::Array,
+        _gradients: Option<LossGradients<'_, Self::Array>>,
+        _totals: &mut Self::Totals,
+    ) -> Result<(), NnError> {
+        Err(no_parts())
+    }
 
     /// [`Blocks::loss`] with its gradients in the same pass, that of the weight where it is trained:
     /// `d_x` is overwritten.

@@ -11,8 +11,8 @@ use foveate::DType;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
-    Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
+    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
+    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
 };
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
@@ -22,6 +22,7 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
+use crate::tensor::VocabularyPart;
 
 /// Notes what blocks would do.
 #[derive(Debug)]
@@ -563,6 +564,50 @@ impl Blocks for Dry {
         d_out: &mut DryArray,
     ) -> Result<(), NnError> {
         self.note("gated backward", &[updates(gate_up), updates(d_out)])
+    }
+
+    fn embed_part(
+        &mut self,
+        batch: &(),
+        _: usize,
+        table: Part<'_, DryArray>,
+        width: usize,
+        scale: f32,
+        out: &mut DryArray,
+    ) -> Result<(), NnError> {
+        self.embed(batch, table, width, scale, out)
+    }
+
+    fn embed_part_backward(
+        &mut self,
+        batch: &(),
+        _: usize,
+        d_out: &DryArray,
+        width: usize,
+        scale: f32,
+        d_table: PartMut<'_, DryArray>,
+    ) -> Result<(), NnError> {
+        self.embed_backward(batch, d_out, width, scale, d_table)
+    }
+
+    fn loss_part(
+        &mut self,
+        batch: &(),
+        _: Option<VocabularyPart<'_>>,
+        width: usize,
+        x: &DryArray,
+        weight: Part<'_, DryArray>,
+        cap: Option<f32>,
+        logits: &mut DryArray,
+        gradients: Option<LossGradients<'_, DryArray>>,
+        totals: &mut (),
+    ) -> Result<(), NnError> {
+        match gradients {
+            None => self.loss(batch, width, x, weight, cap, logits, None, totals),
+            Some((d_x, d)) => {
+                self.loss_backward(batch, width, x, weight, cap, logits, d_x, d, totals)
+            }
+        }
     }
 
     fn loss(

@@ -98,7 +98,7 @@ impl<B: Blocks> Model<B> {
             sampling,
             random: Random::new(sampling.seed),
             capacity,
-            plans: self.programs.plan(blocks, heads, None, true)?,
+            plans: self.programs.plan(blocks, heads, [0, 0], None, true)?,
             workspace: Workspace::default(),
             cache,
             tables,
@@ -213,7 +213,8 @@ impl<B: Blocks> Generator<'_, B> {
         let programs = &model.programs.of_layers(&plans);
         let (config, layout) = (&model.config, &model.layout);
         let (batch, shape) = (&batch, [1, n]);
-        let mut pass = Pass { config, layout, programs, batch, shape, context: None };
+        let (part, context, stream) = (&model.part, None, None);
+        let mut pass = Pass { config, layout, programs, batch, shape, context, part, stream };
         let mut parameters = Whole { weights: &model.weights.array, gradients: None };
         let cache = Some(&mut self.cache);
         pass.forward(blocks, &mut parameters, &mut self.workspace, cache)?;

@@ -8,6 +8,7 @@ use crate::optimizer::OptimizerStep;
 use crate::parameters::ParameterLayout;
 use crate::pass::{Parameters, Trained};
 use crate::share::Share;
+use crate::stream::counted_elsewhere;
 
 /// The gradients of a group of parameters at a time.
 #[derive(Debug, Default)]
@@ -203,10 +204,12 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             blocks.resize("gradients of a part", &mut array, dtype, sums.len())?;
             let place = 0..sums.len();
             blocks.fill(PartMut { array: &mut array, place, accumulate: false }, &sums)?;
-            let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own);
+            let first = share.groups()[group].first_trained();
+            let elsewhere = counted_elsewhere(blocks, layout, share, &array, first)?;
+            let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own - elsewhere);
             blocks.clip(step, &array, *more, Some(sum), totals)?;
             *more = true;
-            let gradients = (&array, share.groups()[group].first_trained());
+            let gradients = (&array, first);
             let (spans, trained) = (&spans[group], share.trained());
             blocks.update(step, spans, weights, gradients, moments, trained, totals)?;
         }

@@ -74,7 +74,9 @@ mod program;
 mod rope;
 mod share;
 mod step;
+mod stream;
 mod tape;
+mod tensor;
 #[cfg(test)]
 mod tests;
 
@@ -82,7 +84,8 @@ pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape,
-    Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
+    LossGradients, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums,
+    Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
@@ -100,9 +103,10 @@ pub use matmul::{Matrix, matmul};
 pub use model::{Gradients, Model};
 pub use moments::Moment;
 pub use optimizer::{AdamW, OptimizerStep, Rule, Sgd, Span, Treatment, clip_factor};
-pub use parameters::{Parameter, ParameterGroup, ParameterLayout};
+pub use parameters::{AxisCut, Parameter, ParameterGroup, ParameterLayout};
 pub use precision::{MomentDtype, ParameterState, Precision, join_master, split_master};
 pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
 pub use share::{Cutting, Owned, Reshard, Share};
 pub use tape::{Recomputation, Recompute};
+pub use tensor::{Copied, Copies, TensorPart, TensorTransfers, VocabularyPart};

@@ -24,10 +24,15 @@ use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 use crate::share::{Cutting, Share};
 use crate::tape::Workspace;
+use crate::tensor::{TensorPart, TensorTransfers};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
 pub struct Model<B: Blocks = Cpu> {
     pub(crate) config: ModelConfig,
+    /// What of it this rank has.
+    pub(crate) part: TensorPart,
+    /// The sizes of that.
+    pub(crate) local: ModelConfig,
     pub(crate) programs: Programs,
     pub(crate) layout: ParameterLayout,
     /// What of the parameters is held: all of it, unless they are cut over ranks.
@@ -47,6 +52,8 @@ pub(crate) struct Running<B: Blocks> {
     tables: Vec<Arc<RopeTable>>,
     /// Where parameters are cut over ranks.
     gathering: Option<Gathering<B::Array>>,
+    /// Between ranks of `tensor`.
+    tensor: Option<Box<dyn TensorTransfers>>,
     /// Room for gradients of groups whose sums are kept.
     room: PassingGradients<B::Array>,
 }
@@ -115,7 +122,8 @@ impl Model {
     ) -> Result<Self, NnError> {
         config.validate()?;
         let programs = Programs::uniform(program, &config)?;
-        let mut model = Self::of(Cpu::default(), config, programs, &|_| false)?;
+        let part = TensorPart::whole(&config);
+        let mut model = Self::of(Cpu::default(), config, programs, &|_| false, part)?;
         model.draw_missing(seed)?;
         Ok(model)
     }
@@ -171,8 +179,29 @@ impl<B: Blocks> Model<B> {
         frozen: &dyn Fn(&str) -> bool,
     ) -> Result<Self, NnError> {
         config.validate()?;
+        let part = TensorPart::whole(&config);
+        Self::unfilled_part(blocks, config, attention, frozen, part)
+    }
+
+    /// [`Model::unfilled_with`], of what a rank of `tensor` has of the model of these sizes. Before it runs
+    /// it is [`Model::cut`], and given its [`Model::tensor`].
+    ///
+    /// # Errors
+    /// Those of [`Model::unfilled_with`], or when a part has other sizes than the model.
+    pub fn unfilled_part(
+        blocks: B,
+        config: ModelConfig,
+        attention: &AttentionConfig,
+        frozen: &dyn Fn(&str) -> bool,
+        part: TensorPart,
+    ) -> Result<Self, NnError> {
+        config.validate()?;
+        if part.part >= part.parts || part != TensorPart::of(&config, part.part, part.parts)? {
+            let reason = format!("{part:?} is no part of a model of these sizes");
+            return Err(NnError::parameter("model", reason));
+        }
         let programs = Programs::parse(attention, &config)?;
-        Self::of(blocks, config, programs, frozen)
+        Self::of(blocks, config, programs, frozen, part)
     }
 
     fn of(
@@ -180,8 +209,10 @@ impl<B: Blocks> Model<B> {
         config: ModelConfig,
         programs: Programs,
         frozen: &dyn Fn(&str) -> bool,
+        part: TensorPart,
     ) -> Result<Self, NnError> {
-        let layout = ParameterLayout::new(&config, &programs.learned(), frozen)?;
+        let layout = ParameterLayout::of_part(&config, &programs.learned(), frozen, &part)?;
+        let local = part.local(&config);
         let filled = vec![false; layout.parameters().len()];
         let (workspace, plans) = (Workspace::default(), Plans::default());
         let running = Running {
@@ -190,11 +221,12 @@ impl<B: Blocks> Model<B> {
             plans,
             tables: Vec::new(),
             gathering: None,
+            tensor: None,
             room: Default::default(),
         };
         let (weights, running) = (Weights::default(), Mutex::new(running));
         let share = layout.share(0, 1);
-        Ok(Self { config, programs, layout, share, weights, filled, running })
+        Ok(Self { config, part, local, programs, layout, share, weights, filled, running })
     }
 
     /// Cuts the parameters over ranks: this one, `part` of `cutting.parts`, holds its [`Share`], and
@@ -216,6 +248,16 @@ impl<B: Blocks> Model<B> {
         self.share = self.layout.share(part, cutting.parts);
         running.gathering = Some(Gathering::new(&self.layout, cutting, transfers));
         Ok(())
+    }
+
+    /// What moves the stream between the ranks of `tensor` that have the other parts of the model.
+    pub fn tensor(&mut self, transfers: Box<dyn TensorTransfers>) {
+        lock(&self.running).tensor = Some(transfers);
+    }
+
+    /// What of the model this rank has.
+    pub fn tensor_part(&self) -> &TensorPart {
+        &self.part
     }
 
     /// What of the parameters is held, with its gradients and moments.
@@ -246,7 +288,7 @@ impl<B: Blocks> Model<B> {
                 continue;
             }
             let mut draw = self.layout.draw(i, seed);
-            let mut left = self.layout.parameters()[i].place.len();
+            let mut left = self.layout.parameters()[i].elems();
             self.fill(i, |put| {
                 while left > 0 {
                     let values = &mut values[..left.min(CHUNK)];
@@ -260,8 +302,8 @@ impl<B: Blocks> Model<B> {
         Ok(())
     }
 
-    /// Gives parameter `index` the values that `read` hands on, row-major, in pieces of any length. Where
-    /// parameters are cut over ranks, those of the share are kept.
+    /// Gives parameter `index` the values that `read` hands on, those of all of it, row-major, in pieces of
+    /// any length. Where parameters are cut over ranks, those of the share are kept.
     ///
     /// # Errors
     /// What `read` returns, values that are too many or too few, or no memory on the device; the
@@ -273,27 +315,30 @@ impl<B: Blocks> Model<B> {
     ) -> Result<(), E> {
         self.allocate()?;
         self.filled[index] = false;
-        let Parameter { name, place, .. } = &self.layout.parameters()[index];
+        let parameter = &self.layout.parameters()[index];
         let mut running = lock(&self.running);
-        let mut at = place.start;
+        let (mut at, elems) = (0, parameter.elems());
         let wrong = |given: usize| {
-            let reason = format!("is given {given} values; it has {}", place.len());
-            NnError::parameter(name, reason)
+            let reason = format!("is given {given} values; it has {elems}");
+            NnError::parameter(&parameter.name, reason)
         };
         read(&mut |values| {
             let end = at + values.len();
-            if end > place.end {
-                return Err(wrong(end - place.start).into());
+            if end > elems {
+                return Err(wrong(end).into());
             }
-            for (piece, first) in self.share.pieces(&(at..end)) {
-                let values = &values[piece.start - at..piece.end - at];
-                running.blocks.fill_weights(&mut self.weights, first, values)?;
+            for (held, place) in parameter.held(at..end) {
+                let values = &values[held.start - at..held.end - at];
+                for (piece, first) in self.share.pieces(&(place..place + held.len())) {
+                    let values = &values[piece.start - place..piece.end - place];
+                    running.blocks.fill_weights(&mut self.weights, first, values)?;
+                }
             }
             at = end;
             Ok(())
         })?;
-        if at < place.end {
-            return Err(wrong(at - place.start).into());
+        if at < elems {
+            return Err(wrong(at).into());
         }
         self.filled[index] = true;
         Ok(())
@@ -566,9 +611,10 @@ impl<B: Blocks> Model<B> {
         if blocks.free_bytes()?.is_none() {
             return Ok(BTreeMap::new());
         }
-        let heads = PackedHeads::of(self.config(), [rows, len]);
+        let (heads, first) = (PackedHeads::of(&self.local, [rows, len]), self.part.first_heads());
         let mut all = BTreeMap::new();
-        for (number, plan) in self.programs.plan(blocks, heads, None, false)?.iter().enumerate() {
+        let plans = self.programs.plan(blocks, heads, first, None, false)?;
+        for (number, plan) in plans.iter().enumerate() {
             for (name, value) in blocks.bits_depend_on(plan)? {
                 // What several programs differ in is told of each.
                 match all.get(&name) {

@@ -12,6 +12,7 @@ use std::ops::Range;
 use crate::config::{LearnedBuffer, ModelConfig};
 use crate::error::NnError;
 use crate::moments::BLOCK;
+use crate::tensor::{Copied, Copies, TensorPart};
 use foveate::tensor::random::Random;
 
 /// Elements that the start of a matrix, of a vector and of a group is a multiple of: 128 bytes in
@@ -31,8 +32,55 @@ pub struct Parameter {
     pub name: String,
     /// Length of each axis; linear weights are `[out, in]`. It is stored row-major.
     pub shape: Vec<usize>,
-    /// Its elements in the array of all parameters, of their gradients or of a moment.
+    /// Its elements in the array of all parameters, of their gradients or of a moment: those that the
+    /// rank holds where it is cut over `tensor`.
     pub place: Range<usize>,
+    /// How it is cut over the ranks of `tensor`; none where it is whole.
+    pub cut: Option<AxisCut>,
+}
+
+/// What of an axis of a parameter a rank of `tensor` holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AxisCut {
+    /// The axis: 0, rows, or 1, columns.
+    pub axis: usize,
+    /// The rank's part, in order. Of columns it is one range.
+    pub ranges: Vec<Range<usize>>,
+}
+
+impl Parameter {
+    /// Elements of all of it.
+    pub fn elems(&self) -> usize {
+        self.shape.iter().fold(1, |n, &d| n.saturating_mul(d))
+    }
+
+    /// What of `elements` of all of it is held: pieces of them, each with where it begins in the array of
+    /// all parameters.
+    pub fn held(&self, elements: Range<usize>) -> Vec<(Range<usize>, usize)> {
+        let first = self.place.start;
+        let within = |run: Range<usize>, at: usize| {
+            let (start, end) = (run.start.max(elements.start), run.end.min(elements.end));
+            (start < end).then(|| (start..end, first + at + (start - run.start)))
+        };
+        let Some(AxisCut { axis, ranges }) = &self.cut else {
+            return within(0..self.elems(), 0).into_iter().collect();
+        };
+        let width = self.shape[1..].iter().product::<usize>().max(1);
+        if *axis == 0 {
+            let mut at = 0;
+            let rows = |rows: &Range<usize>| {
+                let run = rows.start * width..rows.end * width;
+                at += run.len();
+                within(run.clone(), at - run.len())
+            };
+            return ranges.iter().filter_map(rows).collect();
+        }
+        let own = &ranges[0];
+        let rows = elements.start / width..elements.end.div_ceil(width).min(self.shape[0]);
+        let row =
+            |row: usize| within(row * width + own.start..row * width + own.end, row * own.len());
+        rows.filter_map(row).collect()
+    }
 }
 
 /// Parameters that are used together: the embedding, a layer, or what follows the layers.
@@ -70,6 +118,8 @@ pub struct ParameterLayout {
     /// The output projection; the embedding when tied.
     pub(crate) head: Range<usize>,
     starts: Vec<Start>,
+    /// What other ranks of `tensor` hold, too, in the order of their places.
+    copied: Vec<Copied>,
 }
 
 /// The places of what a layer multiplies with.
@@ -117,93 +167,33 @@ impl ParameterLayout {
         learned: &[&[(String, LearnedBuffer)]],
         frozen: &dyn Fn(&str) -> bool,
     ) -> Result<Self, NnError> {
-        let (hidden, wide) = (config.hidden_size, config.intermediate_size);
-        let (q, kv) = (config.attention_width(), config.kv_heads() * config.dim());
+        Self::of_part(config, learned, frozen, &TensorPart::whole(config))
+    }
+
+    /// [`Self::new`] of what a rank of `tensor` holds. Shapes are those of the whole parameters.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn of_part(
+        config: &ModelConfig,
+        learned: &[&[(String, LearnedBuffer)]],
+        frozen: &dyn Fn(&str) -> bool,
+        part: &TensorPart,
+    ) -> Result<Self, NnError> {
         let weight = Start { mean: 0.0, std: INIT_STD };
-        // Outputs into the residual stream shrink with depth, so that its variance does not grow.
-        let output =
-            Start { mean: 0.0, std: INIT_STD / (2.0 * config.num_hidden_layers as f32).sqrt() };
-        let architecture = &config.architecture;
-        let zeros = Start { mean: 0.0, std: 0.0 };
         // Norms that change nothing but the length.
         let ones = Start { mean: 1.0 - config.norm().offset, std: 0.0 };
-        let mut all = Builder::new(frozen);
-        let table = vec![config.vocab_size, hidden];
+        let mut all = Builder::new(frozen, part);
+        let table = vec![config.vocab_size, config.hidden_size];
+        let table = Shape::rows(part, table, [part.vocab.clone()]);
         let embedding = all.add("model.embed_tokens.weight", table.clone(), weight);
         all.close("embedding".to_owned());
         let layer = |layer: usize| {
-            let name = |part: &str| format!("model.layers.{layer}.{part}");
-            let norm = all.add(name("input_layernorm.weight"), vec![hidden], ones);
-            let projections = [("q", q), ("k", kv), ("v", kv)];
-            let qkv = if architecture.packed_weights {
-                let shape = vec![q + 2 * kv, hidden];
-                all.add(name("self_attn.qkv_proj.weight"), shape, weight)
-            } else {
-                let named = |(p, rows): (&str, usize)| {
-                    (name(&format!("self_attn.{p}_proj.weight")), vec![rows, hidden])
-                };
-                all.add_packed(projections.map(named), weight)
-            };
-            let qkv_bias = if architecture.qkv_bias {
-                let named = |(p, rows): (&str, usize)| {
-                    (name(&format!("self_attn.{p}_proj.bias")), vec![rows])
-                };
-                all.add_packed(projections.map(named), zeros)
-            } else {
-                Range::default()
-            };
-            let head_norms = if architecture.head_norms {
-                let named =
-                    |p: &str| (name(&format!("self_attn.{p}_norm.weight")), vec![config.dim()]);
-                all.add_packed(["q", "k"].map(named), ones)
-            } else {
-                Range::default()
-            };
-            let o = all.add(name("self_attn.o_proj.weight"), vec![hidden, q], output);
-            let mut norm_called = |part: &str| all.add(name(part), vec![hidden], ones);
-            let (o_norm, mlp_norm) = if architecture.output_norms {
-                let o_norm = norm_called("post_attention_layernorm.weight");
-                (o_norm, norm_called("pre_feedforward_layernorm.weight"))
-            } else {
-                (Range::default(), norm_called("post_attention_layernorm.weight"))
-            };
-            let gate_up = if architecture.packed_weights {
-                all.add(name("mlp.gate_up_proj.weight"), vec![2 * wide, hidden], weight)
-            } else {
-                let named = |p: &str| (name(&format!("mlp.{p}_proj.weight")), vec![wide, hidden]);
-                all.add_packed(["gate", "up"].map(named), weight)
-            };
-            let down = all.add(name("mlp.down_proj.weight"), vec![hidden, wide], output);
-            let down_norm = if architecture.output_norms {
-                all.add(name("post_feedforward_layernorm.weight"), vec![hidden], ones)
-            } else {
-                Range::default()
-            };
-            let first = all.align();
-            for (buffer, LearnedBuffer { shape, init, std }) in
-                learned.get(layer).copied().unwrap_or_default()
-            {
-                let start = Start { mean: *init, std: *std };
-                all.append_trained(name(&format!("self_attn.{buffer}")), shape.clone(), start);
-            }
-            let learned = first..all.elems;
-            all.close(format!("layers.{layer}"));
-            LayerPlaces {
-                norm,
-                qkv,
-                qkv_bias,
-                head_norms,
-                o,
-                o_norm,
-                mlp_norm,
-                gate_up,
-                down,
-                down_norm,
-                learned,
-            }
+            let learned = learned.get(layer).copied().unwrap_or_default();
+            all.layer(config, layer, learned, [weight, ones])
         };
         let layers: Vec<LayerPlaces> = (0..config.num_hidden_layers).map(layer).collect();
-        let norm = all.add("model.norm.weight", vec![hidden], ones);
+        let norm = all.add("model.norm.weight", vec![config.hidden_size], ones);
         let head = match config.tie_word_embeddings {
             true => embedding.clone(),
             false => all.add("lm_head.weight", table, weight),
@@ -246,12 +236,17 @@ impl ParameterLayout {
         self.elems
     }
 
-    /// Trained values.
-    pub fn parameter_count(&self) -> u64 {
-        self.parameters.iter().map(|p| p.place.len() as u64).sum()
+    /// What other ranks of `tensor` hold, too; nothing where parameters are not cut over them.
+    pub fn copied(&self) -> &[Copied] {
+        &self.copied
     }
 
-    /// The first values of parameter `index`, one after another; they depend on `seed` and index
+    /// Trained values of the whole model.
+    pub fn parameter_count(&self) -> u64 {
+        self.parameters.iter().map(|p| p.elems() as u64).sum()
+    }
+
+    /// The first values of all of parameter `index`, one after another; they depend on `seed` and index
     /// alone.
     pub(crate) fn draw(&self, index: usize, seed: u64) -> impl FnMut() -> f32 + use<> {
         let Start { mean, std } = self.starts[index];
@@ -261,10 +256,48 @@ impl ParameterLayout {
     }
 }
 
+/// The axes of a parameter, and what of them a rank holds.
+#[derive(Clone)]
+struct Shape {
+    all: Vec<usize>,
+    cut: Option<AxisCut>,
+}
+
+impl From<Vec<usize>> for Shape {
+    fn from(all: Vec<usize>) -> Self {
+        Self { all, cut: None }
+    }
+}
+
+impl Shape {
+    /// One of which a rank of `tensor` has some ranges of rows.
+    fn rows(part: &TensorPart, all: Vec<usize>, ranges: impl Into<Vec<Range<usize>>>) -> Self {
+        let cut = part.is_cut().then(|| AxisCut { axis: 0, ranges: ranges.into() });
+        Self { all, cut }
+    }
+
+    /// One of which a rank of `tensor` has some columns.
+    fn columns(part: &TensorPart, all: Vec<usize>, range: &Range<usize>) -> Self {
+        let cut = part.is_cut().then(|| AxisCut { axis: 1, ranges: vec![range.clone()] });
+        Self { all, cut }
+    }
+
+    /// Elements that the rank holds.
+    fn elems(&self) -> usize {
+        let len = |(axis, &len): (usize, &usize)| match &self.cut {
+            Some(cut) if cut.axis == axis => cut.ranges.iter().map(Range::len).sum(),
+            _ => len,
+        };
+        self.all.iter().enumerate().map(len).fold(1, usize::saturating_mul)
+    }
+}
+
 /// A layout being made. Sizes that no memory holds stop at `usize::MAX`: such a model is counted
 /// and refused, never made.
 struct Builder<'a> {
     is_frozen: &'a dyn Fn(&str) -> bool,
+    part: &'a TensorPart,
+    copied: Vec<Copied>,
     parameters: Vec<Parameter>,
     starts: Vec<Start>,
     groups: Vec<ParameterGroup>,
@@ -277,9 +310,11 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(is_frozen: &'a dyn Fn(&str) -> bool) -> Self {
+    fn new(is_frozen: &'a dyn Fn(&str) -> bool, part: &'a TensorPart) -> Self {
         Self {
             is_frozen,
+            part,
+            copied: Vec::new(),
             parameters: Vec::new(),
             starts: Vec::new(),
             groups: Vec::new(),
@@ -290,14 +325,19 @@ impl<'a> Builder<'a> {
     }
 
     /// Adds a parameter at the next aligned place.
-    fn add(&mut self, name: impl Into<String>, shape: Vec<usize>, start: Start) -> Range<usize> {
-        self.add_packed([(name.into(), shape)], start)
+    fn add(
+        &mut self,
+        name: impl Into<String>,
+        shape: impl Into<Shape>,
+        start: Start,
+    ) -> Range<usize> {
+        self.add_packed([(name.into(), shape.into())], start)
     }
 
     /// Adds parameters at the next aligned place, each right behind the one before.
     fn add_packed<const N: usize>(
         &mut self,
-        all: [(String, Vec<usize>); N],
+        all: [(String, Shape); N],
         start: Start,
     ) -> Range<usize> {
         let frozen = (self.is_frozen)(&all[0].0);
@@ -330,17 +370,143 @@ impl<'a> Builder<'a> {
             let reason = "is a learned buffer, which cannot be frozen; make it one of `buffers`";
             self.wrong.get_or_insert(NnError::parameter(&name, reason));
         }
-        self.elems = self.push(name, shape, start, self.elems);
+        self.elems = self.push(name, shape.into(), start, self.elems);
     }
 
     /// Notes a parameter that begins at `first`; where it ends.
-    fn push(&mut self, name: String, shape: Vec<usize>, start: Start, first: usize) -> usize {
-        let elems = shape.iter().fold(1usize, |n, &d| n.saturating_mul(d));
-        let place = first..first.saturating_add(elems);
+    fn push(&mut self, name: String, shape: Shape, start: Start, first: usize) -> usize {
+        let place = first..first.saturating_add(shape.elems());
         let end = place.end;
-        self.parameters.push(Parameter { name, shape, place });
+        if self.part.is_cut() && shape.cut.is_none() {
+            self.copy(place.clone(), Copies::All);
+        }
+        let Shape { all: shape, cut } = shape;
+        self.parameters.push(Parameter { name, shape, place, cut });
         self.starts.push(start);
         end
+    }
+
+    /// Notes elements that other ranks of `tensor` hold, too.
+    fn copy(&mut self, place: Range<usize>, among: Copies) {
+        let first = match among {
+            Copies::All => 0,
+            Copies::KvHeads => self.part.kv_copies.start,
+        };
+        self.copied.push(Copied { place, among, first: self.part.part == first });
+    }
+
+    /// Adds the projections of queries, keys and values of a layer, and their bias.
+    fn projections(
+        &mut self,
+        config: &ModelConfig,
+        name: &dyn Fn(&str) -> String,
+        weight: Start,
+    ) -> [Range<usize>; 2] {
+        let (part, hidden, dim) = (self.part, config.hidden_size, config.dim());
+        let (q, kv) = (config.attention_width(), config.kv_heads() * dim);
+        let [of_q, of_kv] = [&part.heads, &part.kv_heads].map(|h| h.start * dim..h.end * dim);
+        let projections = [("q", q, &of_q), ("k", kv, &of_kv), ("v", kv, &of_kv)];
+        let qkv = if config.architecture.packed_weights {
+            let rows = [of_q.clone(), behind(&of_kv, q), behind(&of_kv, q + kv)];
+            let shape = Shape::rows(part, vec![q + 2 * kv, hidden], rows);
+            self.add(name("self_attn.qkv_proj.weight"), shape, weight)
+        } else {
+            let named = |(p, rows, own): (&str, usize, &Range<usize>)| {
+                let shape = Shape::rows(part, vec![rows, hidden], [own.clone()]);
+                (name(&format!("self_attn.{p}_proj.weight")), shape)
+            };
+            self.add_packed(projections.map(named), weight)
+        };
+        let qkv_bias = if config.architecture.qkv_bias {
+            let named = |(p, rows, own): (&str, usize, &Range<usize>)| {
+                let shape = Shape::rows(part, vec![rows], [own.clone()]);
+                (name(&format!("self_attn.{p}_proj.bias")), shape)
+            };
+            self.add_packed(projections.map(named), Start { mean: 0.0, std: 0.0 })
+        } else {
+            Range::default()
+        };
+        if part.kv_copies.len() > 1 {
+            for (place, width) in [(&qkv, hidden), (&qkv_bias, 1)] {
+                if !place.is_empty() {
+                    self.copy(place.start + of_q.len() * width..place.end, Copies::KvHeads);
+                }
+            }
+        }
+        [qkv, qkv_bias]
+    }
+
+    /// Adds the parameters of a layer, and closes its group.
+    fn layer(
+        &mut self,
+        config: &ModelConfig,
+        layer: usize,
+        learned: &[(String, LearnedBuffer)],
+        [weight, ones]: [Start; 2],
+    ) -> LayerPlaces {
+        let (hidden, wide, dim) = (config.hidden_size, config.intermediate_size, config.dim());
+        let (part, q) = (self.part, config.attention_width());
+        let of_q = part.heads.start * dim..part.heads.end * dim;
+        // Outputs into the residual stream shrink with depth, so that its variance does not grow.
+        let output =
+            Start { mean: 0.0, std: INIT_STD / (2.0 * config.num_hidden_layers as f32).sqrt() };
+        let architecture = &config.architecture;
+        let name = &|part: &str| format!("model.layers.{layer}.{part}");
+        let norm = self.add(name("input_layernorm.weight"), vec![hidden], ones);
+        let [qkv, qkv_bias] = self.projections(config, name, weight);
+        let head_norms = if architecture.head_norms {
+            let named = |p: &str| (name(&format!("self_attn.{p}_norm.weight")), vec![dim].into());
+            self.add_packed(["q", "k"].map(named), ones)
+        } else {
+            Range::default()
+        };
+        let shape = Shape::columns(part, vec![hidden, q], &of_q);
+        let o = self.add(name("self_attn.o_proj.weight"), shape, output);
+        let mut norm_called = |part: &str| self.add(name(part), vec![hidden], ones);
+        let (o_norm, mlp_norm) = if architecture.output_norms {
+            let o_norm = norm_called("post_attention_layernorm.weight");
+            (o_norm, norm_called("pre_feedforward_layernorm.weight"))
+        } else {
+            (Range::default(), norm_called("post_attention_layernorm.weight"))
+        };
+        let gate_up = if architecture.packed_weights {
+            let rows = [part.ffn.clone(), behind(&part.ffn, wide)];
+            let shape = Shape::rows(part, vec![2 * wide, hidden], rows);
+            self.add(name("mlp.gate_up_proj.weight"), shape, weight)
+        } else {
+            let named = |p: &str| {
+                let shape = Shape::rows(part, vec![wide, hidden], [part.ffn.clone()]);
+                (name(&format!("mlp.{p}_proj.weight")), shape)
+            };
+            self.add_packed(["gate", "up"].map(named), weight)
+        };
+        let shape = Shape::columns(part, vec![hidden, wide], &part.ffn);
+        let down = self.add(name("mlp.down_proj.weight"), shape, output);
+        let down_norm = if architecture.output_norms {
+            self.add(name("post_feedforward_layernorm.weight"), vec![hidden], ones)
+        } else {
+            Range::default()
+        };
+        let first = self.align();
+        for (buffer, LearnedBuffer { shape, init, std }) in learned {
+            let start = Start { mean: *init, std: *std };
+            self.append_trained(name(&format!("self_attn.{buffer}")), shape.clone(), start);
+        }
+        let learned = first..self.elems;
+        self.close(format!("layers.{layer}"));
+        LayerPlaces {
+            norm,
+            qkv,
+            qkv_bias,
+            head_norms,
+            o,
+            o_norm,
+            mlp_norm,
+            gate_up,
+            down,
+            down_norm,
+            learned,
+        }
     }
 
     fn align(&mut self) -> usize {
@@ -366,7 +532,8 @@ impl<'a> Builder<'a> {
         mut norm: Range<usize>,
         mut head: Range<usize>,
     ) -> Result<ParameterLayout, NnError> {
-        let Self { mut parameters, starts, mut groups, elems: trained, frozen, wrong, .. } = self;
+        let Self { mut parameters, starts, mut groups, elems: trained, frozen, .. } = self;
+        let Self { mut copied, wrong, .. } = self;
         if let Some(wrong) = wrong {
             return Err(wrong);
         }
@@ -378,6 +545,7 @@ impl<'a> Builder<'a> {
         };
         if frozen > 0 {
             parameters.iter_mut().for_each(|p| move_behind(&mut p.place));
+            copied.iter_mut().for_each(|c| move_behind(&mut c.place));
             layers.iter_mut().flat_map(LayerPlaces::all).for_each(move_behind);
             [&mut embedding, &mut norm, &mut head].into_iter().for_each(move_behind);
         }
@@ -387,6 +555,7 @@ impl<'a> Builder<'a> {
             group.frozen = at(group.frozen.start)..at(group.frozen.end);
         }
         groups.last_mut().expect("there is a head").frozen.end = elems;
+        copied.sort_by_key(|copied| copied.place.start);
         Ok(ParameterLayout {
             parameters,
             groups,
@@ -397,8 +566,13 @@ impl<'a> Builder<'a> {
             norm,
             head,
             starts,
+            copied,
         })
     }
+}
+
+fn behind(range: &Range<usize>, by: usize) -> Range<usize> {
+    range.start + by..range.end + by
 }
 
 fn aligned(elems: usize, to: usize) -> usize {

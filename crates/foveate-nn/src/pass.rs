@@ -14,10 +14,13 @@ use crate::held::{Held, Target};
 use crate::parameters::ParameterLayout;
 use crate::plans::Programs;
 use crate::step::{Cache, Step};
+use crate::stream::Stream;
 use crate::tape::{Kept, Recomputation, Workspace};
+use crate::tensor::{Copied, TensorPart};
 
 /// A pass over a batch: the stages of a model, each of which uses a group of parameters.
 pub(crate) struct Pass<'a, B: Blocks> {
+    /// The sizes that this rank computes.
     pub config: &'a ModelConfig,
     pub layout: &'a ParameterLayout,
     /// What each layer runs, bound to the documents of the batch; nothing where `context` computes
@@ -28,6 +31,10 @@ pub(crate) struct Pass<'a, B: Blocks> {
     pub shape: [usize; 2],
     /// Attention, where the tokens of the batch are on several ranks.
     pub context: Option<Context<'a>>,
+    /// What of the model this rank has.
+    pub part: &'a TensorPart,
+    /// The stream, where its tokens are on several ranks of `tensor`.
+    pub stream: Option<Stream<'a>>,
 }
 
 impl<B: Blocks> Pass<'_, B> {
@@ -41,7 +48,7 @@ impl<B: Blocks> Pass<'_, B> {
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
         self.forward(blocks, parameters, ws, None)?;
-        ws.fit_loss(blocks, self.config, self.tokens())?;
+        ws.fit_loss(blocks, self.config, self.part, self.tokens())?;
         self.step(blocks, parameters.held(), None).loss(ws, each, totals)
     }
 
@@ -54,7 +61,7 @@ impl<B: Blocks> Pass<'_, B> {
         cache: Option<&mut Cache<B::Array>>,
     ) -> Result<(), NnError> {
         let kept = Kept::nothing(self.config.num_hidden_layers);
-        ws.fit(blocks, self.config, self.tokens(), 2, kept)?;
+        ws.fit(blocks, self.config, self.part, self.shape, 2, kept)?;
         self.layers_forward(blocks, parameters, ws, cache)
     }
 
@@ -67,14 +74,15 @@ impl<B: Blocks> Pass<'_, B> {
         recompute: Recomputation,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let (tokens, layers) = (self.tokens(), self.config.num_hidden_layers);
-        ws.fit(blocks, self.config, tokens, layers + 1, recompute.kept(layers))?;
-        ws.fit_loss(blocks, self.config, tokens)?;
-        ws.fit_backward(blocks, self.config, tokens)?;
+        let (part, layers) = (self.part, self.config.num_hidden_layers);
+        ws.fit(blocks, self.config, part, self.shape, layers + 1, recompute.kept(layers))?;
+        ws.fit_loss(blocks, self.config, part, self.tokens())?;
+        ws.fit_backward(blocks, self.config, part, self.shape)?;
         self.layers_forward(blocks, parameters, ws, None)?;
         parameters.begin(blocks, layers + 1)?;
         let (weights, mut gradients) = parameters.split();
         self.step(blocks, weights, None).head_backward(ws, &mut gradients, totals)?;
+        self.sum_copies(blocks, &mut gradients, layers + 1)?;
         parameters.complete(blocks, layers + 1, totals)?;
         for layer in (0..layers).rev() {
             parameters.need(blocks, (layer + 1, Phase::Backward))?;
@@ -82,6 +90,7 @@ impl<B: Blocks> Pass<'_, B> {
             let (weights, mut gradients) = parameters.split();
             let mut step = self.step(blocks, weights, None);
             step.layer_backward(ws, layer, &mut gradients, recompute)?;
+            self.sum_copies(blocks, &mut gradients, layer + 1)?;
             parameters.complete(blocks, layer + 1, totals)?;
         }
         parameters.begin(blocks, 0)?;
@@ -94,8 +103,27 @@ impl<B: Blocks> Pass<'_, B> {
     pub fn live_pairs(&self, blocks: &B, programs: &Programs, plans: &[B::Plan]) -> Option<f64> {
         match &self.context {
             Some(context) => Some(context.attention.live_pairs()),
-            None => programs.live_pairs(blocks, plans),
+            None => {
+                // In the mean of all heads, of which other ranks have some.
+                let share = self.part.heads.len() as f64 / self.part.all_heads as f64;
+                programs.live_pairs(blocks, plans).map(|pairs| pairs * share)
+            }
         }
+    }
+
+    /// Sums the gradients of a group that other ranks of `tensor` have terms of.
+    fn sum_copies(
+        &mut self,
+        blocks: &mut B,
+        gradients: &mut Target<'_, B::Array>,
+        group: usize,
+    ) -> Result<(), NnError> {
+        let Some(stream) = &mut self.stream else { return Ok(()) };
+        let place = &self.layout.groups()[group].place;
+        let is_here =
+            |copied: &&Copied| place.start <= copied.place.start && copied.place.end <= place.end;
+        let copied: Vec<&Copied> = self.layout.copied().iter().filter(is_here).collect();
+        stream.sum_copies(blocks, &copied, gradients.array, gradients.first)
     }
 
     fn layers_forward(
@@ -122,12 +150,34 @@ impl<B: Blocks> Pass<'_, B> {
         weights: Held<'s, B::Array>,
         cache: Option<&'s mut Cache<B::Array>>,
     ) -> Step<'s, B> {
-        let &mut Self { config, layout, programs, batch, shape, ref mut context } = self;
+        let &mut Self {
+            config,
+            layout,
+            programs,
+            batch,
+            shape,
+            ref mut context,
+            part,
+            ref mut stream,
+        } = self;
+        let stream = stream.as_mut().map(Stream::again);
         let context = context.as_mut().map(|Context { attention, programs }| Context {
             attention: &mut **attention,
             programs,
         });
-        Step { blocks, config, layout, weights, programs, batch, shape, cache, context }
+        Step {
+            blocks,
+            config,
+            layout,
+            weights,
+            programs,
+            batch,
+            shape,
+            cache,
+            context,
+            part,
+            stream,
+        }
     }
 
     fn tokens(&self) -> usize {

@@ -70,13 +70,14 @@ impl Programs {
         &self,
         blocks: &mut B,
         heads: PackedHeads,
+        first_heads: [usize; 2],
         mean_kv_len: Option<usize>,
         cached: bool,
     ) -> Result<Vec<B::Plan>, NnError> {
         let plan = |program: &AttentionProgram| {
             let told = mean_kv_len.filter(|_| program.reads_documents());
             let mean_kv_len = told.map(usize::next_power_of_two);
-            blocks.plan(program, &AttentionShape { heads, mean_kv_len, cached })
+            blocks.plan(program, &AttentionShape { heads, first_heads, mean_kv_len, cached })
         };
         self.all.iter().map(plan).collect()
     }
@@ -119,12 +120,14 @@ impl<B: Blocks> Default for Plans<B> {
 }
 
 impl<B: Blocks> Plans<B> {
-    /// The plans of `programs` for packed projections like `heads`.
+    /// The plans of `programs` for packed projections like `heads`, the first of which are `first_heads`
+    /// of the model's.
     pub fn of(
         &mut self,
         blocks: &mut B,
         programs: &Programs,
         heads: PackedHeads,
+        first_heads: [usize; 2],
         mean_kv_len: Option<usize>,
     ) -> Result<Arc<[B::Plan]>, NnError> {
         let mean_kv_len = mean_kv_len.map(usize::next_power_of_two);
@@ -132,7 +135,7 @@ impl<B: Blocks> Plans<B> {
         let made = match self.made.iter().position(is_wanted) {
             Some(i) => self.made.remove(i),
             None => {
-                let plans = programs.plan(blocks, heads, mean_kv_len, false)?.into();
+                let plans = programs.plan(blocks, heads, first_heads, mean_kv_len, false)?.into();
                 Made { heads, mean_kv_len, plans }
             }
         };

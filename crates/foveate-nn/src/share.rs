@@ -27,13 +27,15 @@ pub enum Reshard {
 pub struct Cutting {
     /// Ranks; 1 keeps them whole.
     pub parts: usize,
+    /// Ranks of `tensor`, which have other parameters: each of them is one of so many that share its own.
+    pub tensor: usize,
     /// How long gathered groups stay.
     pub reshard: Reshard,
 }
 
 impl Cutting {
     /// Nothing is cut.
-    pub const WHOLE: Self = Self { parts: 1, reshard: Reshard::Always };
+    pub const WHOLE: Self = Self { parts: 1, tensor: 1, reshard: Reshard::Always };
 }
 
 /// What a rank owns of a group of parameters.

@@ -10,14 +10,17 @@ use std::ops::Range;
 
 use crate::architecture::LayerRope;
 use crate::backend::{
-    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, Rotation,
+    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, PackedHeads,
+    Part, Rotation,
 };
 use crate::config::ModelConfig;
 use crate::context::{Context, ContextCall};
 use crate::error::NnError;
 use crate::held::{Held, Target};
 use crate::parameters::{LayerPlaces, ParameterLayout};
+use crate::stream::Stream;
 use crate::tape::{AttentionTape, OutputTape, Recomputation, Recompute, Workspace};
+use crate::tensor::{TensorPart, VocabularyPart};
 
 /// All that a stage reads, and the cache that generation writes.
 pub(crate) struct Step<'a, B: Blocks> {
@@ -31,6 +34,8 @@ pub(crate) struct Step<'a, B: Blocks> {
     /// What was read before, where the batch goes on from there.
     pub cache: Option<&'a mut Cache<B::Array>>,
     pub context: Option<Context<'a>>,
+    pub part: &'a TensorPart,
+    pub stream: Option<Stream<'a>>,
 }
 
 /// Keys and values of every layer for the tokens that were read.
@@ -70,6 +75,10 @@ impl<'a, B: Blocks> Step<'a, B> {
     ) -> Result<(), NnError> {
         let (width, head) = (self.config.hidden_size, self.part(&self.layout.head));
         let cap = self.config.architecture.logit_cap;
+        if self.stream.is_some() {
+            let x = self.all_tokens(&ws.normed, &mut ws.whole)?;
+            return self.loss_part(x, head, &mut ws.logits, None, totals);
+        }
         self.blocks.loss(self.batch, width, &ws.normed, head, cap, &mut ws.logits, each, totals)
     }
 
@@ -81,17 +90,26 @@ impl<'a, B: Blocks> Step<'a, B> {
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
         let (width, layout) = (self.config.hidden_size, self.layout);
-        self.blocks.loss_backward(
-            self.batch,
-            width,
-            &ws.normed,
-            part(self.weights, &layout.head),
-            self.config.architecture.logit_cap,
-            &mut ws.logits,
-            &mut ws.d_normed,
-            gradients.part(layout, &layout.head),
-            totals,
-        )?;
+        let (head, d_head) =
+            (part(self.weights, &layout.head), gradients.part(layout, &layout.head));
+        if self.stream.is_some() {
+            let x = self.all_tokens(&ws.normed, &mut ws.whole)?;
+            let to = Some((&mut ws.d_whole, d_head));
+            self.loss_part(x, head, &mut ws.logits, to, totals)?;
+            self.scatter(&ws.d_whole, &mut ws.d_normed)?;
+        } else {
+            self.blocks.loss_backward(
+                self.batch,
+                width,
+                &ws.normed,
+                head,
+                self.config.architecture.logit_cap,
+                &mut ws.logits,
+                &mut ws.d_normed,
+                d_head,
+                totals,
+            )?;
+        }
         self.blocks.rms_norm_backward(
             &ws.inputs[self.config.num_hidden_layers],
             part(self.weights, &layout.norm),
@@ -142,13 +160,23 @@ impl<'a, B: Blocks> Step<'a, B> {
         let Some(table) = gradients.part(self.layout, &self.layout.embedding) else {
             return Ok(());
         };
-        self.blocks.embed_backward(self.batch, &ws.d_x, width, scale, table)
+        if self.stream.is_none() {
+            return self.blocks.embed_backward(self.batch, &ws.d_x, width, scale, table);
+        }
+        let first = self.part.vocab.start;
+        let d_x = self.all_tokens(&ws.d_x, &mut ws.whole)?;
+        self.blocks.embed_part_backward(self.batch, first, d_x, width, scale, table)
     }
 
     pub fn embed(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
         let (width, table) = (self.config.hidden_size, self.part(&self.layout.embedding));
         let scale = self.config.embedding_scale();
-        self.blocks.embed(self.batch, table, width, scale, &mut ws.inputs[0])
+        if self.stream.is_none() {
+            return self.blocks.embed(self.batch, table, width, scale, &mut ws.inputs[0]);
+        }
+        let first = self.part.vocab.start;
+        self.blocks.embed_part(self.batch, first, table, width, scale, &mut ws.whole)?;
+        self.scatter(&ws.whole, &mut ws.inputs[0])
     }
 
     pub fn layer(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
@@ -177,7 +205,8 @@ impl<'a, B: Blocks> Step<'a, B> {
         let (shape, weight) = (self.qkv_shape(), part(self.weights, &places.qkv));
         let has_bias = self.config.architecture.qkv_bias;
         let bias = has_bias.then(|| part(self.weights, &places.qkv_bias));
-        self.blocks.linear(shape, Part::whole(&ws.normed), weight, bias, None, &mut tape.qkv)?;
+        let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
+        self.blocks.linear(shape, Part::whole(normed), weight, bias, None, &mut tape.qkv)?;
         let qkv = self.turned(layer, tape, &mut ws.heads, false)?;
         let (qkv, out, lse) = match qkv {
             Turned::InTape => (&tape.qkv, &mut tape.out, &mut tape.lse),
@@ -246,17 +275,18 @@ impl<'a, B: Blocks> Step<'a, B> {
         let out = Part::whole(&attention.out);
         if self.config.architecture.output_norms {
             let OutputTape { x: output, inverse } = &mut tape.attention;
-            self.blocks.linear(shape, out, o, None, None, output)?;
+            self.summed_product(shape, out, o, None, &mut ws.whole, output)?;
             let weight = part(self.weights, &places.o_norm);
             self.blocks.rms_norm(output, weight, norm, inverse, &mut tape.x)?;
         } else {
-            self.blocks.linear(shape, out, o, None, None, &mut tape.x)?;
+            self.summed_product(shape, out, o, None, &mut ws.whole, &mut tape.x)?;
         }
         let weight = part(self.weights, &places.mlp_norm);
         let (inverse, normed) = (&mut tape.inverse, &mut ws.normed);
         self.blocks.add_rms_norm(x, &mut tape.x, weight, norm, inverse, normed)?;
         let (shape, weight) = (self.gate_up_shape(), part(self.weights, &places.gate_up));
-        self.blocks.linear(shape, Part::whole(&ws.normed), weight, None, None, gate_up)
+        let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
+        self.blocks.linear(shape, Part::whole(normed), weight, None, None, gate_up)
     }
 
     /// The gate and up projections once more.
@@ -267,7 +297,8 @@ impl<'a, B: Blocks> Step<'a, B> {
         let weight = part(self.weights, &places.mlp_norm);
         self.blocks.rms_norm_again(&tape.x, weight, norm, &tape.inverse, &mut ws.normed)?;
         let (shape, weight) = (self.gate_up_shape(), part(self.weights, &places.gate_up));
-        self.blocks.linear(shape, Part::whole(&ws.normed), weight, None, None, gate_up)
+        let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
+        self.blocks.linear(shape, Part::whole(normed), weight, None, None, gate_up)
     }
 
     /// From the gate and up projections to the output of the layer.
@@ -282,10 +313,10 @@ impl<'a, B: Blocks> Step<'a, B> {
         let next = (layer + 1) % ws.inputs.len();
         let out = &mut ws.inputs[next];
         if !self.config.architecture.output_norms {
-            return self.blocks.linear(shape, s, down, None, Some(&tape.x), out);
+            return self.summed_product(shape, s, down, Some(&tape.x), &mut ws.whole, out);
         }
         let OutputTape { x: output, inverse } = &mut tape.mlp;
-        self.blocks.linear(shape, s, down, None, None, output)?;
+        self.summed_product(shape, s, down, None, &mut ws.whole, output)?;
         let weight = part(self.weights, &places.down_norm);
         self.blocks.rms_norm(output, weight, self.config.norm(), inverse, out)?;
         self.blocks.add(&tape.x, out)
@@ -317,6 +348,8 @@ impl<'a, B: Blocks> Step<'a, B> {
             &ws.d_x
         };
         let weight = part(weights, &places.down);
+        let d_output = self.all_tokens(d_output, &mut ws.whole)?;
+        let blocks = &mut *self.blocks;
         blocks.linear_backward_input(down, d_output, weight, &mut ws.activated)?;
         blocks.gated_backward(architecture.activation, wide, gate_up, &mut ws.activated)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.down) {
@@ -325,10 +358,12 @@ impl<'a, B: Blocks> Step<'a, B> {
         let weight = || part(weights, &places.mlp_norm);
         blocks.rms_norm_again(&tape.x, weight(), norm, &tape.inverse, &mut ws.normed)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.gate_up) {
-            blocks.linear_backward_weight(gate_up_shape, gate_up, &ws.normed, d_weight)?;
+            let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
+            self.blocks.linear_backward_weight(gate_up_shape, gate_up, normed, d_weight)?;
         }
-        let gate_up_weight = part(weights, &places.gate_up);
-        blocks.linear_backward_input(gate_up_shape, gate_up, gate_up_weight, &mut ws.d_normed)?;
+        let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
+        self.summed_gradient(gate_up_shape, gate_up, part(weights, &places.gate_up), whole, to)?;
+        let blocks = &mut *self.blocks;
         let d_norm = gradients.part(self.layout, &places.mlp_norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
         blocks.rms_norm_backward(&tape.x, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
@@ -364,6 +399,8 @@ impl<'a, B: Blocks> Step<'a, B> {
             &ws.d_x
         };
         let weight = part(weights, &places.o);
+        let d_output = self.all_tokens(d_output, &mut ws.whole)?;
+        let blocks = &mut *self.blocks;
         blocks.linear_backward_input(output, d_output, weight, &mut ws.d_attention)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.o) {
             blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
@@ -395,13 +432,85 @@ impl<'a, B: Blocks> Step<'a, B> {
         let weight = || part(weights, &places.norm);
         blocks.rms_norm_again(input, weight(), norm, &tape.inverse, &mut ws.normed)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.qkv) {
-            blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, &ws.normed, d_weight)?;
+            let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
+            self.blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, normed, d_weight)?;
         }
-        let qkv_weight = part(weights, &places.qkv);
-        blocks.linear_backward_input(qkv_shape, &ws.d_qkv, qkv_weight, &mut ws.d_normed)?;
+        let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
+        self.summed_gradient(qkv_shape, &ws.d_qkv, part(weights, &places.qkv), whole, to)?;
+        let blocks = &mut *self.blocks;
         let d_norm = gradients.part(self.layout, &places.norm);
         let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
         blocks.rms_norm_backward(input, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
+    }
+
+    /// The stream of all tokens, `own` being that of this rank's, in `whole` where other ranks have some.
+    fn all_tokens<'w>(
+        &mut self,
+        own: &'w B::Array,
+        whole: &'w mut B::Array,
+    ) -> Result<&'w B::Array, NnError> {
+        let Some(stream) = &mut self.stream else { return Ok(own) };
+        stream.gather(self.blocks, own, self.config.hidden_size, whole)?;
+        Ok(whole)
+    }
+
+    /// The sum over ranks of `terms`, which are of all tokens, for this rank's tokens.
+    fn scatter(&mut self, terms: &B::Array, own: &mut B::Array) -> Result<(), NnError> {
+        let Some(stream) = &mut self.stream else { return Ok(()) };
+        stream.scatter(self.blocks, terms, self.config.hidden_size, own)
+    }
+
+    /// [`Blocks::linear`] with a weight whose columns may be on several ranks: the sum of their products,
+    /// by way of `whole` then, for this rank's tokens.
+    fn summed_product(
+        &mut self,
+        shape: LinearShape,
+        x: Part<'_, B::Array>,
+        weight: Part<'_, B::Array>,
+        add: Option<&B::Array>,
+        whole: &mut B::Array,
+        y: &mut B::Array,
+    ) -> Result<(), NnError> {
+        if self.stream.is_none() {
+            return self.blocks.linear(shape, x, weight, None, add, y);
+        }
+        self.blocks.linear(shape, x, weight, None, None, whole)?;
+        self.scatter(whole, y)?;
+        add.map_or(Ok(()), |add| self.blocks.add(add, y))
+    }
+
+    /// [`Blocks::linear_backward_input`] with a weight whose rows may be on several ranks: see
+    /// [`Self::summed_product`].
+    fn summed_gradient(
+        &mut self,
+        shape: LinearShape,
+        d_y: &B::Array,
+        weight: Part<'_, B::Array>,
+        whole: &mut B::Array,
+        d_x: &mut B::Array,
+    ) -> Result<(), NnError> {
+        if self.stream.is_none() {
+            return self.blocks.linear_backward_input(shape, d_y, weight, d_x);
+        }
+        self.blocks.linear_backward_input(shape, d_y, weight, whole)?;
+        self.scatter(whole, d_x)
+    }
+
+    /// The loss with the part of the vocabulary that this rank has; `x` is of all tokens.
+    fn loss_part(
+        &mut self,
+        x: &B::Array,
+        head: Part<'_, B::Array>,
+        logits: &mut B::Array,
+        gradients: Option<LossGradients<'_, B::Array>>,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        let transfers = self.stream.as_mut().and_then(|stream| stream.transfers.as_deref_mut());
+        let vocabulary =
+            transfers.map(|transfers| VocabularyPart { first: self.part.vocab.start, transfers });
+        let (width, cap) = (self.config.hidden_size, self.config.architecture.logit_cap);
+        let batch = self.batch;
+        self.blocks.loss_part(batch, vocabulary, width, x, head, cap, logits, gradients, totals)
     }
 
     fn part(&self, place: &Range<usize>) -> Part<'a, B::Array> {

@@ -4,6 +4,9 @@
 //! attention and the feed-forward part, and gate and up each have an array for every layer that
 //! keeps the group, and one that all layers share which compute it again. Recomputation runs the
 //! same blocks on the same numbers, so gradients are bitwise equal in all modes.
+//!
+//! On a rank of `tensor` arrays of `[S, …]` are of the rank's own tokens of the stream between products,
+//! and `[T, …]` of all tokens, of the rank's heads and columns. Elsewhere the two are the same tokens.
 
 use foveate::DType;
 use serde::{Deserialize, Serialize};
@@ -11,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::{Array, Blocks};
 use crate::config::ModelConfig;
 use crate::error::NnError;
+use crate::tensor::TensorPart;
 
 /// Which activations are computed again in the backward pass instead of being kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -117,7 +121,7 @@ impl Slots {
 /// What attention saves, `T` being all tokens of the batch.
 #[derive(Debug, Default)]
 pub(crate) struct AttentionTape<A> {
-    /// Reciprocal root mean squares before attention, `[T]`.
+    /// Reciprocal root mean squares before attention, `[S]`.
     pub inverse: A,
     /// Packed queries, keys and values, `[T, qkv_width]`: rotated, or as projected where heads are
     /// normalised.
@@ -134,9 +138,9 @@ pub(crate) struct AttentionTape<A> {
 /// What lies between attention and the feed-forward part.
 #[derive(Debug, Default)]
 pub(crate) struct ResidualTape<A> {
-    /// The residual stream after attention, `[T, hidden]`.
+    /// The residual stream after attention, `[S, hidden]`.
     pub x: A,
-    /// Reciprocal root mean squares of `x`, `[T]`.
+    /// Reciprocal root mean squares of `x`, `[S]`.
     pub inverse: A,
     /// What attention adds before it is normalised.
     pub attention: OutputTape<A>,
@@ -147,16 +151,16 @@ pub(crate) struct ResidualTape<A> {
 /// What a part of a layer adds to the residual stream, where that is normalised; else empty.
 #[derive(Debug, Default)]
 pub(crate) struct OutputTape<A> {
-    /// Before the norm, `[T, hidden]`.
+    /// Before the norm, `[S, hidden]`.
     pub x: A,
-    /// Its reciprocal root mean squares, `[T]`.
+    /// Its reciprocal root mean squares, `[S]`.
     pub inverse: A,
 }
 
 /// Arrays of a step.
 #[derive(Debug, Default)]
 pub(crate) struct Workspace<A> {
-    /// Inputs of the layers, and the output of the last: `layers + 1` of `[T, hidden]`.
+    /// Inputs of the layers, and the output of the last: `layers + 1` of `[S, hidden]`.
     pub inputs: Vec<A>,
     pub attention: Vec<AttentionTape<A>>,
     pub residual: Vec<ResidualTape<A>>,
@@ -166,14 +170,19 @@ pub(crate) struct Workspace<A> {
     pub kept: Kept,
     /// The packed projection, its heads normalised and rotated, `[T, qkv_width]`.
     pub heads: A,
-    /// Reciprocal root mean squares of the last norm, `[T]`.
+    /// Reciprocal root mean squares of the last norm, `[S]`.
     pub inverse: A,
-    /// A normalised stream, or the gradient of one, `[T, hidden]`.
+    /// A normalised stream, or the gradient of one, `[S, hidden]`.
     pub normed: A,
-    /// Gradient of a normalised stream, `[T, hidden]`.
+    /// Gradient of a normalised stream, `[S, hidden]`.
     pub d_normed: A,
-    /// Running gradient of the residual stream, `[T, hidden]`.
+    /// Running gradient of the residual stream, `[S, hidden]`.
     pub d_x: A,
+    /// On a rank of `tensor` the stream of all tokens, or this rank's term of a sum that becomes one,
+    /// `[T, hidden]`; else empty.
+    pub whole: A,
+    /// On a rank of `tensor` its term of the gradient of what the head reads, `[T, hidden]`; else empty.
+    pub d_whole: A,
     /// Output of SwiGLU or its gradient, `[T, intermediate]`.
     pub activated: A,
     /// Gradient of the output of attention, `[T, attention_width]`.
@@ -185,13 +194,14 @@ pub(crate) struct Workspace<A> {
 }
 
 impl<A: Array> Workspace<A> {
-    /// Makes the arrays fit a forward pass over `tokens` tokens in which the groups that are
-    /// `kept` and `inputs` inputs stay.
+    /// Makes the arrays fit a forward pass over `[rows, len]` tokens in which the groups that are
+    /// `kept` and `inputs` inputs stay. `config` has the sizes of `part`.
     pub fn fit<B: Blocks<Array = A>>(
         &mut self,
         blocks: &mut B,
         config: &ModelConfig,
-        tokens: usize,
+        part: &TensorPart,
+        shape: [usize; 2],
         inputs: usize,
         kept: Kept,
     ) -> Result<(), NnError> {
@@ -202,12 +212,12 @@ impl<A: Array> Workspace<A> {
         self.attention.resize_with(kept.attention.count(), AttentionTape::default);
         self.residual.resize_with(kept.residual.count(), ResidualTape::default);
         self.gate_up.resize_with(kept.gate_up.count(), A::default);
-        let mut fit = fitting(blocks, tokens);
+        let mut fit = fitting(blocks, part, shape);
         for x in &mut self.inputs {
-            fit("layer input", x, Of::Stream(hidden))?;
+            fit("layer input", x, Of::Own(hidden))?;
         }
         for a in &mut self.attention {
-            fit("inverse rms", &mut a.inverse, Of::Sums(1))?;
+            fit("inverse rms", &mut a.inverse, Of::OwnSums(1))?;
             fit("qkv", &mut a.qkv, Of::Stream(config.qkv_width()))?;
             fit("attention output", &mut a.out, Of::Stream(config.attention_width()))?;
             fit("lse", &mut a.lse, Of::Sums(config.num_attention_heads))?;
@@ -217,12 +227,12 @@ impl<A: Array> Workspace<A> {
             }
         }
         for r in &mut self.residual {
-            fit("residual", &mut r.x, Of::Stream(hidden))?;
-            fit("inverse rms", &mut r.inverse, Of::Sums(1))?;
+            fit("residual", &mut r.x, Of::Own(hidden))?;
+            fit("inverse rms", &mut r.inverse, Of::OwnSums(1))?;
             if architecture.output_norms {
                 for output in [&mut r.attention, &mut r.mlp] {
-                    fit("output", &mut output.x, Of::Stream(hidden))?;
-                    fit("inverse rms", &mut output.inverse, Of::Sums(1))?;
+                    fit("output", &mut output.x, Of::Own(hidden))?;
+                    fit("inverse rms", &mut output.inverse, Of::OwnSums(1))?;
                 }
             }
         }
@@ -232,8 +242,11 @@ impl<A: Array> Workspace<A> {
         if architecture.head_norms {
             fit("heads", &mut self.heads, Of::Stream(config.qkv_width()))?;
         }
-        fit("inverse rms", &mut self.inverse, Of::Sums(1))?;
-        fit("normed", &mut self.normed, Of::Stream(hidden))?;
+        fit("inverse rms", &mut self.inverse, Of::OwnSums(1))?;
+        fit("normed", &mut self.normed, Of::Own(hidden))?;
+        if part.is_cut() {
+            fit("stream of all tokens", &mut self.whole, Of::Stream(hidden))?;
+        }
         fit("activated", &mut self.activated, Of::Stream(wide))
     }
 
@@ -242,10 +255,12 @@ impl<A: Array> Workspace<A> {
         &mut self,
         blocks: &mut B,
         config: &ModelConfig,
+        part: &TensorPart,
         tokens: usize,
     ) -> Result<(), NnError> {
-        let vocab = config.vocab_size;
-        let elems = blocks.logits_tokens(vocab).min(tokens.max(1)) * vocab;
+        // Ranks of different parts hold the logits of as many tokens.
+        let tokens_at_once = blocks.logits_tokens(part.most_vocab).min(tokens.max(1));
+        let elems = tokens_at_once * config.vocab_size;
         let dtype = blocks.precision().weights;
         blocks.resize("logits", &mut self.logits, dtype, elems)
     }
@@ -255,12 +270,16 @@ impl<A: Array> Workspace<A> {
         &mut self,
         blocks: &mut B,
         config: &ModelConfig,
-        tokens: usize,
+        part: &TensorPart,
+        shape: [usize; 2],
     ) -> Result<(), NnError> {
         let (hidden, attention) = (config.hidden_size, config.attention_width());
-        let mut fit = fitting(blocks, tokens);
-        fit("d_normed", &mut self.d_normed, Of::Stream(hidden))?;
-        fit("d_x", &mut self.d_x, Of::Stream(hidden))?;
+        let mut fit = fitting(blocks, part, shape);
+        fit("d_normed", &mut self.d_normed, Of::Own(hidden))?;
+        fit("d_x", &mut self.d_x, Of::Own(hidden))?;
+        if part.is_cut() {
+            fit("gradient of all tokens", &mut self.d_whole, Of::Stream(hidden))?;
+        }
         fit("d_attention", &mut self.d_attention, Of::Stream(attention))?;
         fit("d_qkv", &mut self.d_qkv, Of::Stream(config.qkv_width()))
     }
@@ -273,17 +292,25 @@ enum Of {
     Stream(usize),
     /// Sums in f32.
     Sums(usize),
+    /// [`Of::Stream`], of the rank's own tokens.
+    Own(usize),
+    /// [`Of::Sums`], of the rank's own tokens.
+    OwnSums(usize),
 }
 
-/// Makes an array fit `tokens` tokens.
+/// Makes an array fit all tokens of rows, or those that `part` has between products.
 fn fitting<B: Blocks>(
     blocks: &mut B,
-    tokens: usize,
+    part: &TensorPart,
+    [rows, len]: [usize; 2],
 ) -> impl FnMut(&'static str, &mut B::Array, Of) -> Result<(), NnError> {
+    let [tokens, own] = [len, part.stream(len).len()].map(|len| rows.saturating_mul(len));
     move |name, array, of| {
-        let (dtype, width) = match of {
-            Of::Stream(width) => (blocks.precision().weights, width),
-            Of::Sums(width) => (DType::F32, width),
+        let (dtype, width, tokens) = match of {
+            Of::Stream(width) => (blocks.precision().weights, width, tokens),
+            Of::Sums(width) => (DType::F32, width, tokens),
+            Of::Own(width) => (blocks.precision().weights, width, own),
+            Of::OwnSums(width) => (DType::F32, width, own),
         };
         blocks.resize(name, array, dtype, tokens.saturating_mul(width))
     }

@@ -12,7 +12,7 @@ use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, Tensor};
 use foveate_nn::{
     AttentionProgram, Blocks, ContextAttention, ContextLayer, LearnedBuffer, Model, NnError,
-    PackedHeads,
+    PackedHeads, TensorPart,
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{
@@ -348,7 +348,10 @@ fn proven<B: Blocks>(
         q_len: len,
         kv_len: len,
     };
-    let layout = model.layout();
+    // Of the first rank of `tensor`, which all ranks plan with.
+    let first = TensorPart::of(config, 0, model.tensor_part().parts);
+    let layout = first.and_then(|part| model.layout_of(&part));
+    let layout = layout.map_err(|e| ShardError::new(e.to_string()))?;
     let group = |group: &foveate_nn::ParameterGroup| (group.name.clone(), group.place.len());
     let model_shape = ModelShape {
         dim: config.dim(),

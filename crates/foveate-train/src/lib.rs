@@ -48,6 +48,7 @@ mod ranks;
 pub mod recipe;
 mod safetensors;
 pub mod schedule;
+mod tensor;
 pub mod tokens;
 pub mod trainer;
 mod transfers;

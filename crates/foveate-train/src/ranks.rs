@@ -11,13 +11,16 @@ use std::path::Path;
 use foveate_nn::ParameterLayout;
 use foveate_shard::collectives::log::TransferLog;
 use foveate_shard::collectives::{Collectives, Kind, OneRank, agree};
-use foveate_shard::{Cut, Mesh, MeshAxis, ShardError};
+use foveate_shard::{Cut, Mesh, MeshAxis, Ranges, ShardError};
 
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::MeshSection;
 
 /// The axes that cut parameters, their gradients and moments.
 pub(crate) const PARAMETERS: [MeshAxis; 2] = [MeshAxis::Shard, MeshAxis::Context];
+
+/// The axes on which ranks have different elements of parameters.
+pub(crate) const ELEMENTS: [MeshAxis; 3] = [MeshAxis::Shard, MeshAxis::Context, MeshAxis::Tensor];
 
 /// The axes that cut the rows of a batch.
 pub(crate) const ROWS: [MeshAxis; 2] = [MeshAxis::Replicate, MeshAxis::Shard];
@@ -89,20 +92,23 @@ impl Ranks<'_> {
         Cut::even(rows, parts).range(part)
     }
 
-    /// The elements of all parameters that a rank saves: its share of each group, in order, of which the
-    /// ranks that hold the same one have a part each.
-    pub fn owned(self, layout: &ParameterLayout, rank: usize) -> Vec<Range<usize>> {
-        const COPIES: [MeshAxis; 2] = [MeshAxis::Replicate, MeshAxis::Tensor];
-        let [part, copy] = [&PARAMETERS, &COPIES].map(|axes| self.mesh.index_of(rank, axes));
+    /// The elements of all parameters that this rank saves, `layout` being what its place on `tensor` holds:
+    /// its share of each group, in order, of which the ranks that hold the same one have a part each. What
+    /// several ranks of `tensor` hold, the first of them saves.
+    pub fn owned(self, layout: &ParameterLayout) -> Vec<Range<usize>> {
+        let (part, copy) = (self.coordinate(&PARAMETERS), self.coordinate(&[MeshAxis::Replicate]));
+        let copies = self.mesh.size(MeshAxis::Replicate);
         let share = layout.share(part, self.mesh.size_of(&PARAMETERS));
         let groups = share.groups();
         let trained = groups.iter().map(|group| &group.trained);
         let all = trained.chain(groups.iter().map(|group| &group.frozen));
+        let elsewhere = layout.copied().iter().filter(|copied| !copied.first);
+        let elsewhere = Ranges::of(elsewhere.map(|copied| copied.place.clone()));
         let own = |place: &Range<usize>| {
-            let cut = Cut::even(place.len(), self.mesh.size_of(&COPIES)).range(copy);
-            place.start + cut.start..place.start + cut.end
+            let cut = Cut::even(place.len(), copies).range(copy);
+            Ranges::one(place.start + cut.start..place.start + cut.end).difference(&elsewhere)
         };
-        all.map(own).filter(|place| !place.is_empty()).collect()
+        all.flat_map(|place| own(place).as_slice().to_vec()).collect()
     }
 
     /// Whether this rank is the first of those that take the same tokens: what is counted by tokens, it

@@ -456,7 +456,8 @@ impl<B: Blocks> Setup<'_, B> {
         if let Some(profile) = &mut run.profile {
             profile.device(self.model.block_times());
         }
-        let [nats, pairs] = self.ranks.sum([found.nats, pairs])?;
+        let nats = if self.ranks.counts_tokens() { found.nats } else { 0.0 };
+        let [nats, pairs] = self.ranks.sum([nats, pairs])?;
         let mean = nats * (1.0 / sums.labelled.max(1) as f64);
         for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
             if !value.is_finite() {

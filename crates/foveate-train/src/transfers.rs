@@ -13,7 +13,7 @@ use foveate_shard::{Cut, MeshAxis, ShardError};
 use half::bf16;
 
 use crate::error::TrainError;
-use crate::ranks::{PARAMETERS, Ranks};
+use crate::ranks::{ELEMENTS, PARAMETERS, Ranks};
 use crate::recipe::ReduceDtype;
 
 /// Transfers between the ranks that share parameters.
@@ -49,7 +49,7 @@ impl GroupTransfers {
         Ok(Self {
             gathers: Worker::start("foveate-gather", gather)?,
             sums: Worker::start("foveate-reduce", sum)?,
-            shared: ranks.group(&PARAMETERS)?,
+            shared: ranks.group(&ELEMENTS)?,
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use foveate_nn::{
     AttentionConfig, Cpu, GroupTransfer, GroupTransferKind, MemoryEstimate, Model, ModelConfig,
-    Reshard, Training,
+    Reshard, TensorPart, Training,
 };
 use foveate_shard::{Axis, Map, Mesh, MeshAxis};
 use foveate_train::recipe::{AxisSize, MeshSection, Recipe, ReduceDtype};
@@ -44,7 +44,6 @@ impl OverRanks {
         attention: &AttentionConfig,
     ) -> Result<Self, Failure> {
         let frozen = |name: &str| recipe.optimizer.is_frozen(name);
-        let model = Model::unfilled_with(Cpu::default(), config.clone(), attention, &frozen)?;
         let asked = Mesh::parse_whole(text).map_err(|e| Failure::usage(e.to_string()))?;
         let size = |axis| Some(AxisSize::Ranks(asked.size(axis)));
         let section = MeshSection {
@@ -55,6 +54,10 @@ impl OverRanks {
             ..recipe.mesh
         };
         let mesh = section.of_ranks(asked.ranks())?;
+        // The first rank of `tensor` has the most.
+        let part = TensorPart::of(config, 0, mesh.size(MeshAxis::Tensor))?;
+        let (blocks, config) = (Cpu::default(), config.clone());
+        let model = Model::unfilled_part(blocks, config, attention, &frozen, part)?;
         let cut_rows = mesh.size_of(&[MeshAxis::Replicate, MeshAxis::Shard]);
         let batch = recipe.train.batch_rows;
         let len = recipe.data.len.div_ceil(mesh.size(MeshAxis::Context));
@@ -64,16 +67,18 @@ impl OverRanks {
                  to {cut_rows}, or give fewer ranks"
             )));
         }
-        let (rows, parts) = (batch.div_ceil(cut_rows), Map::new(mesh).parts(Axis::Elements));
+        let rows = batch.div_ceil(cut_rows);
         let again = recipe.train.recomputation();
         let training = Training {
             recompute: again.unwrap_or_default(),
             in_backward: recipe.optimizer.in_backward,
             squares: recipe.optimizer.rule().keeps_squares(),
-            cutting: section.cutting(parts),
+            cutting: section.cutting(&mesh),
         };
         let memory = model.training_memory(rows, len, training)?;
-        Ok(Self { mesh, rows, memory, edges: edges(recipe, &section, &model, mesh) })
+        let mut edges = edges(recipe, &section, &model, mesh);
+        edges.extend(of_stream(recipe, &model, rows * len));
+        Ok(Self { mesh, rows, memory, edges })
     }
 
     pub fn json(&self) -> serde_json::Value {
@@ -214,4 +219,57 @@ fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> V
         });
     }
     edges
+}
+
+/// The transfers of the stream between the ranks of `tensor`, for `tokens` tokens of a rank.
+fn of_stream(recipe: &Recipe, model: &Model, tokens: usize) -> Vec<Edge> {
+    let (config, part) = (model.config(), model.tensor_part());
+    if !part.is_cut() {
+        return Vec::new();
+    }
+    let (of_all, others) = (part.parts as u64, part.parts as u64 - 1);
+    let received = |width: usize| (tokens * width) as u64 * 4 * others / of_all;
+    let edge = |what: &str, gathers: bool, times: usize| {
+        let (whole, cut) = ("f32[tokens, hidden]", "f32[tokens@tensor, hidden]");
+        let by_rank = || format!("{whole} by rank");
+        let (kind, from, to) = match gathers {
+            true => ("all-gather", cut.to_owned(), whole.to_owned()),
+            false => ("reduce-scatter", by_rank(), cut.to_owned()),
+        };
+        let (what, bytes) = (what.to_owned(), received(config.hidden_size));
+        Edge { what, kind, from, to, bytes, beside: None, times: times * recipe.train.accumulate }
+    };
+    let layers = config.num_hidden_layers;
+    let copied: usize = model.layout().copied().iter().map(|copied| copied.place.len()).sum();
+    vec![
+        edge("embeddings", false, 1),
+        edge("stream before qkv", true, layers),
+        edge("sum behind o", false, layers),
+        edge("stream before gate, up", true, layers),
+        edge("sum behind down", false, layers),
+        edge("stream before head", true, 1),
+        Edge {
+            what: "logits".to_owned(),
+            kind: "all-gather",
+            from: "f32[tokens, 3] by rank".to_owned(),
+            to: "f32[tensor, tokens, 3]".to_owned(),
+            bytes: tokens as u64 * 12 * others,
+            beside: None,
+            times: recipe.train.accumulate,
+        },
+        edge("gradient behind head", false, 1),
+        edge("gradients before down, o", true, 2 * layers),
+        edge("streams of both again", true, 2 * layers),
+        edge("gradients behind both", false, 2 * layers),
+        edge("gradient of embeddings", true, 1),
+        Edge {
+            what: "gradients of copies".to_owned(),
+            kind: "all-reduce",
+            from: "f32[elements] by rank".to_owned(),
+            to: "f32[elements] on tensor".to_owned(),
+            bytes: 2 * copied as u64 * 4 * others / of_all,
+            beside: None,
+            times: recipe.train.accumulate,
+        },
+    ]
 }

@@ -52,9 +52,9 @@ impl AttentionPlan {
         shape: &AttentionShape,
         (ordinal, dtype, deterministic): (usize, DType, bool),
     ) -> Result<Self, NnError> {
-        let AttentionShape { heads, mean_kv_len, cached } = *shape;
+        let AttentionShape { heads, mean_kv_len, cached, .. } = *shape;
         let PackedHeads { rows, len, heads_q, heads_kv, dim } = heads;
-        let mut attention = program.attention().deterministic(deterministic);
+        let mut attention = shape.attention(program).deterministic(deterministic);
         if let Some(keys) = mean_kv_len {
             attention = attention.mean_kv_len(keys);
         }

@@ -363,7 +363,8 @@ fn planned<B: Blocks>(
     texts: &Texts,
     batch: &B::Batch,
 ) -> B::Plan {
-    let shape = AttentionShape { heads: HEADS, mean_kv_len: Some(32), cached: false };
+    let shape =
+        AttentionShape { heads: HEADS, first_heads: [0, 0], mean_kv_len: Some(32), cached: false };
     let plan = blocks.plan(program, &shape).unwrap();
     blocks.bind(&plan, &texts.documents, batch).unwrap()
 }

@@ -6,7 +6,9 @@ use rayon::prelude::*;
 use super::level::for_each_level;
 use super::math::{exp, largest, sum, tanh};
 use crate::batch::IGNORE;
+use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
+use crate::tensor::VocabularyPart;
 
 /// Where the gradients go.
 pub(super) struct Gradients<'a> {
@@ -64,6 +66,131 @@ pub(super) fn cross_entropy(
         }
     }
     total
+}
+
+/// [`cross_entropy`] of a rank that has the logits of some ids. Of every token the ranks tell each other
+/// their largest logit, the sum of exponentials beside it, and the logit of the label where they have it.
+/// d_x is this rank's term of the sum over ranks.
+#[expect(clippy::too_many_arguments, reason = "those of `cross_entropy`")]
+pub(super) fn cross_entropy_part(
+    part: VocabularyPart<'_>,
+    width: usize,
+    x: &[f32],
+    weight: &[f32],
+    labels: &[i32],
+    cap: Option<f32>,
+    logits: &mut [f32],
+    mut gradients: Option<Gradients<'_>>,
+) -> Result<f64, NnError> {
+    let VocabularyPart { first, transfers } = part;
+    let vocab = weight.len() / width;
+    let chunk = (logits.len() / vocab).max(1);
+    let mut total = 0.0;
+    for (i, labels) in labels.chunks(chunk).enumerate() {
+        let tokens = labels.len();
+        let x = &x[i * chunk * width..][..tokens * width];
+        let z = &mut logits[..tokens * vocab];
+        let w = Matrix::transposed(weight, width);
+        matmul([tokens, vocab, width], Matrix::rows(x, width), w, z, vocab, false);
+        // The place of a label among this rank's ids.
+        let own = |label: i32| {
+            let at = usize::try_from(label).ok()?.checked_sub(first)?;
+            (at < vocab).then_some(at)
+        };
+        let told = z.par_chunks_mut(vocab).zip(labels).with_min_len(8);
+        let told: Vec<[f32; 3]> = told
+            .map(|(z, &label)| {
+                if label == IGNORE {
+                    return [0.0; 3];
+                }
+                let [most, sum] = part_sum(cap, z);
+                [most, sum, own(label).map_or(0.0, |at| z[at])]
+            })
+            .collect();
+        let all = transfers.all_gather(told.as_flattened())?;
+        let all: Vec<&[[f32; 3]]> = all.iter().map(|told| told.as_chunks().0).collect();
+        // ln Σ e^z of each token, and its loss.
+        let of_token = |token: usize| {
+            let of_ranks = || all.iter().map(|told| told[token]);
+            let most = of_ranks().map(|[most, ..]| most).fold(f32::NEG_INFINITY, f32::max);
+            let sum: f32 = of_ranks().map(|[part, sum, _]| sum * exp(part - most)).sum();
+            let at_label: f32 = of_ranks().map(|[.., z]| z).sum();
+            (most, sum, f64::from(most) + f64::from(sum).ln() - f64::from(at_label))
+        };
+        total += (0..tokens)
+            .filter(|&token| labels[token] != IGNORE)
+            .map(|token| of_token(token).2)
+            .sum::<f64>();
+        let Some(Gradients { d_x, d_weight, kept }) = &mut gradients else { continue };
+        z.par_chunks_mut(vocab).zip(labels).enumerate().with_min_len(8).for_each(
+            |(token, (z, &label))| {
+                if label == IGNORE {
+                    return z.fill(0.0);
+                }
+                let (most, sum, _) = of_token(token);
+                part_gradient(cap, z, most, 1.0 / sum, own(label));
+            },
+        );
+        let d_x = &mut d_x[i * chunk * width..][..tokens * width];
+        let w = Matrix::rows(weight, width);
+        matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
+        if let Some(d_weight) = d_weight {
+            matmul_deep([vocab, width, tokens], z, x, d_weight, kept);
+        }
+    }
+    Ok(total)
+}
+
+for_each_level! {
+    /// Caps logits where there is a cap; the largest, and the sum of exponentials beside it.
+    part_sum / part_sum_on = part_sum_body(cap: Option<f32>, z: &mut [f32]) -> [f32; 2]
+}
+
+#[inline(always)]
+fn part_sum_body(cap: Option<f32>, z: &mut [f32]) -> [f32; 2] {
+    if let Some(cap) = cap {
+        z.iter_mut().for_each(|z| *z = cap * tanh(*z / cap));
+    }
+    let most = largest(z);
+    [most, sum(z, z, |z, _| exp(z - most))]
+}
+
+for_each_level! {
+    /// Capped logits become their gradient, `factor` being one over the sum of all exponentials beside the
+    /// logit `most`.
+    part_gradient / part_gradient_on = part_gradient_body(
+        cap: Option<f32>,
+        z: &mut [f32],
+        most: f32,
+        factor: f32,
+        label: Option<usize>,
+    ) -> ()
+}
+
+#[inline(always)]
+fn part_gradient_body(
+    cap: Option<f32>,
+    z: &mut [f32],
+    most: f32,
+    factor: f32,
+    label: Option<usize>,
+) {
+    match cap {
+        None => {
+            z.iter_mut().for_each(|z| *z = exp(*z - most) * factor);
+            if let Some(label) = label {
+                z[label] -= 1.0;
+            }
+        }
+        Some(cap) => {
+            let slope = |y: f32| 1.0 - (y / cap) * (y / cap);
+            let at_label = label.map(|label| slope(z[label]));
+            z.iter_mut().for_each(|y| *y = exp(*y - most) * factor * slope(*y));
+            if let (Some(label), Some(slope)) = (label, at_label) {
+                z[label] -= slope;
+            }
+        }
+    }
 }
 
 for_each_level! {

@@ -25,8 +25,8 @@ use rayon::prelude::*;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, Moments, PackedHeads,
-    Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
+    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
+    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -37,6 +37,7 @@ use crate::optimizer::{OptimizerStep, Span, clip_factor};
 use crate::precision::{MomentDtype, ParameterState, Precision};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
+use crate::tensor::VocabularyPart;
 pub use plan::CpuPlan;
 
 /// The processor, which keeps all in f32 but for moments where it is told so.
@@ -349,7 +350,34 @@ impl Blocks for Cpu {
         scale: f32,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        embed::gather(&batch.tokens, table.values(), width, scale, out);
+        embed::gather(&batch.tokens, 0, table.values(), width, scale, out);
+        Ok(())
+    }
+
+    fn embed_part(
+        &mut self,
+        batch: &CpuBatch,
+        first: usize,
+        table: Part<'_, Vec<f32>>,
+        width: usize,
+        scale: f32,
+        out: &mut Vec<f32>,
+    ) -> Result<(), NnError> {
+        embed::gather(&batch.tokens, first, table.values(), width, scale, out);
+        Ok(())
+    }
+
+    fn embed_part_backward(
+        &mut self,
+        batch: &CpuBatch,
+        first: usize,
+        d_out: &Vec<f32>,
+        width: usize,
+        scale: f32,
+        d_table: PartMut<'_, Vec<f32>>,
+    ) -> Result<(), NnError> {
+        let d_table = d_table.sums();
+        embed::scatter_add(&batch.tokens, &batch.order, first, d_out, width, scale, d_table);
         Ok(())
     }
 
@@ -362,7 +390,7 @@ impl Blocks for Cpu {
         d_table: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
         let d_table = d_table.sums();
-        embed::scatter_add(&batch.tokens, &batch.order, d_out, width, scale, d_table);
+        embed::scatter_add(&batch.tokens, &batch.order, 0, d_out, width, scale, d_table);
         Ok(())
     }
 
@@ -589,6 +617,32 @@ impl Blocks for Cpu {
         d_out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
         gated::backward(activation, width, gate_up, d_out);
+        Ok(())
+    }
+
+    fn loss_part(
+        &mut self,
+        batch: &CpuBatch,
+        part: Option<VocabularyPart<'_>>,
+        width: usize,
+        x: &Vec<f32>,
+        weight: Part<'_, Vec<f32>>,
+        cap: Option<f32>,
+        logits: &mut Vec<f32>,
+        gradients: Option<LossGradients<'_, Vec<f32>>>,
+        totals: &mut CpuTotals,
+    ) -> Result<(), NnError> {
+        let part = part.expect("the processor computes");
+        let (weight, labels) = (weight.values(), &batch.labels);
+        totals.labelled += batch.labelled;
+        totals.nats += timed(&mut self.seconds.loss_seconds, || {
+            let kept = &mut self.sums;
+            let gradients = gradients.map(|(d_x, d_weight)| {
+                let d_weight = d_weight.map(PartMut::sums);
+                loss::Gradients { d_x, d_weight, kept }
+            });
+            loss::cross_entropy_part(part, width, x, weight, labels, cap, logits, gradients)
+        })?;
         Ok(())
     }
 

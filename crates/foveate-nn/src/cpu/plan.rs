@@ -21,8 +21,8 @@ pub struct CpuPlan {
 impl CpuPlan {
     /// A plan for batches of a shape, or for a cache that holds one document.
     pub(super) fn new(program: &AttentionProgram, shape: &AttentionShape) -> Result<Self, NnError> {
-        let AttentionShape { heads, mean_kv_len, cached } = *shape;
-        let mut attention = program.attention();
+        let AttentionShape { heads, mean_kv_len, cached, .. } = *shape;
+        let mut attention = shape.attention(program);
         if let Some(keys) = mean_kv_len {
             attention = attention.mean_kv_len(keys);
         }

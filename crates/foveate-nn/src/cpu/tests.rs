@@ -500,7 +500,9 @@ fn plans_of_a_backend_run_in_one_workspace() {
     let heads = PackedHeads { rows: 1, len: 150, heads_q: 2, heads_kv: 1, dim: 8 };
     let program = AttentionProgram::parse(&ProgramConfig::default(), 2).unwrap();
     let mut plan = |mean_kv_len| {
-        cpu.plan(&program, &AttentionShape { heads, mean_kv_len, cached: false }).unwrap()
+        let (first_heads, cached) = ([0, 0], false);
+        let shape = AttentionShape { heads, first_heads, mean_kv_len, cached };
+        cpu.plan(&program, &shape).unwrap()
     };
     let (first, second) = (plan(None), plan(Some(64)));
     let kept = |plan: &CpuPlan| plan.plan().cpu().unwrap().workspace_bytes();

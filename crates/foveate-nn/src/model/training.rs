@@ -20,7 +20,9 @@ use crate::parameters::ParameterLayout;
 use crate::pass::{Pass, Whole};
 use crate::plans::Programs;
 use crate::rope::RopeTable;
+use crate::stream::{Stream, counted_elsewhere};
 use crate::tape::Recomputation;
+use crate::tensor::{TensorPart, TensorTransfers};
 
 impl<B: Blocks> Model<B> {
     /// Queues the loss of a batch and its gradients, which are added to `totals` and `gradients`.
@@ -62,12 +64,13 @@ impl<B: Blocks> Model<B> {
         self.check_parameters()?;
         let (Gradients { array, cleared }, recompute) = (gradients, recompute.into());
         let running = &mut *self.running();
-        let prepared =
-            Prepared::new(running, &self.config, &self.programs, batch, context.as_deref())?;
-        let Running { blocks, workspace, gathering, room, .. } = running;
+        let sizes = self.sizes();
+        let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, room, tensor, .. } = running;
         let programs = prepared.of_layers(&self.programs);
         let context = context.map(|attention| Context::of(attention, &self.programs));
-        let mut pass = prepared.pass(&self.config, &self.layout, &programs, context);
+        let stream = sizes.stream(tensor, prepared.shape);
+        let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         let accumulate = !std::mem::take(cleared);
         match gathering {
             None => {
@@ -86,6 +89,10 @@ impl<B: Blocks> Model<B> {
         }
         let live = pass.live_pairs(blocks, &self.programs, &prepared.plans);
         Ok(prepared.queued(live, batch))
+    }
+
+    fn sizes(&self) -> Sizes<'_> {
+        Sizes { config: &self.config, local: &self.local, part: &self.part }
     }
 
     fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B::Array>) -> Cut<'a, B::Array> {
@@ -151,16 +158,17 @@ impl<B: Blocks> Model<B> {
         }
         let recompute = recompute.into();
         self.check_parameters()?;
-        let Self { config, programs, layout, share, weights, running, .. } = self;
-        let running = &mut *lock(running);
-        let prepared = Prepared::new(running, config, programs, batch, context.as_deref())?;
-        let Running { blocks, workspace, gathering, .. } = running;
+        let Self { config, local, part, programs, layout, share, weights, running, .. } = self;
+        let (running, sizes) = (&mut *lock(running), Sizes { config, local, part });
+        let prepared = Prepared::new(running, sizes, programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, tensor, .. } = running;
         if let Some(gathering) = gathering {
             gathering.start(layout, true);
         }
         let of_layers = prepared.of_layers(programs);
         let context = context.map(|attention| Context::of(attention, programs));
-        let mut pass = prepared.pass(config, layout, &of_layers, context);
+        let stream = sizes.stream(tensor, prepared.shape);
+        let mut pass = prepared.pass(sizes, layout, &of_layers, context, stream);
         let mut parameters = Updated {
             layout,
             share,
@@ -203,7 +211,9 @@ impl<B: Blocks> Model<B> {
             None => blocks.clip(step, &gradients.array, false, None, totals)?,
             Some(gathering) => {
                 gathering.updated();
-                let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own);
+                let elsewhere =
+                    counted_elsewhere(blocks, &self.layout, &self.share, &gradients.array, 0)?;
+                let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own - elsewhere);
                 blocks.clip(step, &gradients.array, false, Some(sum), totals)?;
             }
         }
@@ -278,12 +288,13 @@ impl<B: Blocks> Model<B> {
         totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
         self.check_parameters()?;
-        let prepared =
-            Prepared::new(running, &self.config, &self.programs, batch, context.as_deref())?;
-        let Running { blocks, workspace, gathering, .. } = running;
+        let sizes = self.sizes();
+        let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
+        let Running { blocks, workspace, gathering, tensor, .. } = running;
         let programs = prepared.of_layers(&self.programs);
         let context = context.map(|attention| Context::of(attention, &self.programs));
-        let mut pass = prepared.pass(&self.config, &self.layout, &programs, context);
+        let stream = sizes.stream(tensor, prepared.shape);
+        let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         match gathering {
             None => {
                 let mut all = Whole { weights: &self.weights.array, gradients: None };
@@ -300,6 +311,25 @@ impl<B: Blocks> Model<B> {
     }
 }
 
+/// The sizes of a model, and of what of it this rank has.
+#[derive(Clone, Copy)]
+struct Sizes<'a> {
+    config: &'a ModelConfig,
+    local: &'a ModelConfig,
+    part: &'a TensorPart,
+}
+
+impl<'a> Sizes<'a> {
+    fn stream(
+        self,
+        tensor: &'a mut Option<Box<dyn TensorTransfers>>,
+        shape: [usize; 2],
+    ) -> Option<Stream<'a>> {
+        let transfers = tensor.as_deref_mut().filter(|_| self.part.is_cut());
+        transfers.map(|transfers| Stream { part: self.part, shape, transfers: Some(transfers) })
+    }
+}
+
 /// A batch on the device, with what depends on it.
 struct Prepared<B: Blocks> {
     batch: B::Batch,
@@ -311,13 +341,18 @@ struct Prepared<B: Blocks> {
 
 impl<B: Blocks> Prepared<B> {
     fn new(
-        Running { blocks, plans, tables, .. }: &mut Running<B>,
-        config: &ModelConfig,
+        Running { blocks, plans, tables, gathering, tensor, .. }: &mut Running<B>,
+        Sizes { config, local, part }: Sizes<'_>,
         programs: &Programs,
         batch: &Batch<'_>,
         context: Option<&dyn ContextAttention>,
     ) -> Result<Self, NnError> {
         batch.validate(config)?;
+        if part.is_cut() && (tensor.is_none() || gathering.is_none()) {
+            let reason =
+                "is of a part of a model, without transfers to the ranks that have the others";
+            return Err(NnError::batch(format!("the batch {reason}")));
+        }
         let shape = [batch.rows, batch.len];
         let own = batch.positions.iter().max().map_or(0, |&p| p as usize + 1);
         let reaches = context.map_or(0, ContextAttention::positions);
@@ -326,8 +361,8 @@ impl<B: Blocks> Prepared<B> {
         if context.is_some() {
             return Ok(Self { batch: uploaded, plans: Vec::new(), shape });
         }
-        let heads = PackedHeads::of(config, shape);
-        let plans = plans.of(blocks, programs, heads, batch.mean_kv_len)?;
+        let (heads, first) = (PackedHeads::of(local, shape), part.first_heads());
+        let plans = plans.of(blocks, programs, heads, first, batch.mean_kv_len)?;
         let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
         let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
         Ok(Self { batch: uploaded, plans, shape })
@@ -342,13 +377,14 @@ impl<B: Blocks> Prepared<B> {
 
     fn pass<'a>(
         &'a self,
-        config: &'a ModelConfig,
+        Sizes { local: config, part, .. }: Sizes<'a>,
         layout: &'a ParameterLayout,
         programs: &'a [LayerProgram<'a, B>],
         context: Option<Context<'a>>,
+        stream: Option<Stream<'a>>,
     ) -> Pass<'a, B> {
         let (batch, shape) = (&self.batch, self.shape);
-        Pass { config, layout, programs, batch, shape, context }
+        Pass { config, layout, programs, batch, shape, context, part, stream }
     }
 
     fn queued(&self, live_pairs: Option<f64>, batch: &Batch<'_>) -> Queued {

@@ -48,10 +48,13 @@ pub struct TensorContents {
 pub struct RangeContents {
     /// The file's name.
     pub file: String,
-    /// The first element, counted in the tensor, row-major.
+    /// The first element, counted in the tensor, row-major, or in the columns of it.
     pub first: usize,
     /// Elements.
     pub elems: usize,
+    /// The first column of which they are elements, and the one behind the last; all where there are none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub columns: Option<[usize; 2]>,
     /// The bytes of the file that they are.
     pub bytes: Range<u64>,
 }
@@ -80,9 +83,9 @@ pub fn contents(
                 store.read(&name, elems, 0..elems, &mut |_| Ok(()))?;
             }
             let (dtype, found) = store.find(&name)?;
-            let range = |Found { path, first, elems, bytes }: Found| {
+            let range = |Found { path, first, elems, columns, bytes }: Found| {
                 let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                RangeContents { file, first, elems, bytes }
+                RangeContents { file, first, elems, columns, bytes }
             };
             let ranges = found.into_iter().map(range).collect();
             tensors.push(TensorContents { name, dtype, shape, ranges });
@@ -117,7 +120,7 @@ pub fn export(
     for (name, tensor) in &names {
         let shape = store.shape(tensor).expect("it is one of the names").to_vec();
         let end = elems + shape.iter().product::<usize>();
-        parameters.push(Parameter { name: name.clone(), shape, place: elems..end });
+        parameters.push(Parameter { name: name.clone(), shape, place: elems..end, cut: None });
         elems = end;
     }
     let files =

@@ -6,6 +6,9 @@
 //!                { "first": 9, "elems": 7, "file": "part-00001-00000.safetensors" }] } } }
 //! ```
 //!
+//! A range with `"columns": [8, 16]` is of those columns of the tensor, which is then in version 2: `first`
+//! and `elems` count in the matrix of these columns.
+//!
 //! Elements are counted in the tensor, row-major. A file has a range as a tensor of one axis called `NAME@FIRST`,
 //! with a checksum of its own. Ranges have at most [`PIECE`] elements and are cut at its multiples, so a
 //! rank that needs a part of a tensor reads, and holds to their checksums, the ranges with its part and few others.
@@ -25,8 +28,8 @@ use crate::safetensors::RESTORE;
 /// Its name.
 pub(super) const FILE: &str = "layout.json";
 
-/// The version of the format.
-const VERSION: u32 = 1;
+/// The version of the format, and that of one with ranges of columns.
+const VERSIONS: [u32; 2] = [1, 2];
 
 /// Elements of a range at most: 16 MiB.
 pub(super) const PIECE: usize = 4 << 20;
@@ -40,12 +43,21 @@ pub(super) struct Piece {
     pub first: usize,
     /// Elements here.
     pub elems: usize,
+    /// The columns of which they are elements; all where there are none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Columns>,
 }
+
+/// The first column and the one behind the last.
+pub(super) type Columns = [usize; 2];
 
 impl Piece {
     /// Its name in the file.
     pub fn name(&self) -> String {
-        format!("{}@{}", self.tensor, self.first)
+        match self.columns {
+            None => format!("{}@{}", self.tensor, self.first),
+            Some([from, to]) => format!("{}[:,{from}:{to}]@{}", self.tensor, self.first),
+        }
     }
 }
 
@@ -80,18 +92,42 @@ pub(super) fn pieces(
     for p in &content.parameters {
         for kept in content.kept(p) {
             for range in owned {
-                let end = range.end.min(p.place.end);
-                let mut at = range.start.max(p.place.start);
-                while at < end {
-                    let first = at - p.place.start;
-                    let elems = (piece - first % piece).min(end - at);
-                    pieces.push((Piece { tensor: tensor(kept, p), first, elems }, kept, at));
-                    at += elems;
+                let held = range.start.max(p.place.start)..range.end.min(p.place.end);
+                for (mut first, run, columns) in runs(p, &held) {
+                    let mut at = run.start;
+                    while at < run.end {
+                        let elems = (piece - first % piece).min(run.end - at);
+                        let tensor = tensor(kept, p);
+                        pieces.push((Piece { tensor, first, elems, columns }, kept, at));
+                        (at, first) = (at + elems, first + elems);
+                    }
                 }
             }
         }
     }
     pieces
+}
+
+/// The elements `held` of all that a rank holds, which are of `parameter`: the first one's index in the
+/// tensor, or in the columns of it that the rank holds.
+fn runs(parameter: &Parameter, held: &Range<usize>) -> Vec<(usize, Range<usize>, Option<Columns>)> {
+    let place = &parameter.place;
+    match &parameter.cut {
+        _ if held.is_empty() => Vec::new(),
+        None => vec![(held.start - place.start, held.clone(), None)],
+        Some(cut) if cut.axis == 1 => {
+            let columns = &cut.ranges[0];
+            let columns = Some([columns.start, columns.end]);
+            vec![(held.start - place.start, held.clone(), columns)]
+        }
+        Some(_) => {
+            let here = |(whole, first): (Range<usize>, usize)| {
+                let run = first.max(held.start)..(first + whole.len()).min(held.end);
+                (!run.is_empty()).then(|| (whole.start + run.start - first, run, None))
+            };
+            parameter.held(0..parameter.elems()).into_iter().filter_map(here).collect()
+        }
+    }
 }
 
 /// What is where.
@@ -120,6 +156,8 @@ pub(super) struct Stored {
     pub first: usize,
     pub elems: usize,
     pub file: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Columns>,
 }
 
 impl Layout {
@@ -134,19 +172,20 @@ impl Layout {
     ) -> Result<Self, TrainError> {
         let empty = |shape| Tensor { dtype: "F32".to_owned(), shape, ranges: Vec::new() };
         let tensors = tensors.into_iter().map(|(name, shape)| (name, empty(shape)));
-        let mut layout = Self { version: VERSION, tensors: tensors.collect() };
+        let mut layout = Self { version: VERSIONS[0], tensors: tensors.collect() };
         for Part { file, pieces } in parts {
-            for Piece { tensor, first, elems } in pieces {
+            for Piece { tensor, first, elems, columns } in pieces {
                 let Some(found) = layout.tensors.get_mut(&tensor) else {
                     let message = format!("tensor `{tensor}` of {file} is not one of this model's");
                     return Err(TrainError::checkpoint(path, message));
                 };
-                found.ranges.push(Stored { first, elems, file: file.clone() });
+                if columns.is_some() {
+                    layout.version = VERSIONS[1];
+                }
+                found.ranges.push(Stored { first, elems, file: file.clone(), columns });
             }
         }
-        for tensor in layout.tensors.values_mut() {
-            tensor.ranges.sort_by_key(|range| range.first);
-        }
+        layout.tensors.values_mut().for_each(Tensor::sort);
         layout.check(path)?;
         Ok(layout)
     }
@@ -159,16 +198,15 @@ impl Layout {
         let refuse = |message: String| TrainError::checkpoint(path, message);
         let mut layout: Self = serde_json::from_value(json)
             .map_err(|e| refuse(format!("is not the layout of a checkpoint: {e}; {RESTORE}")))?;
-        if layout.version != VERSION {
-            let version = layout.version;
+        if !VERSIONS.contains(&layout.version) {
+            let (version, [one, other]) = (layout.version, VERSIONS);
             let message = format!(
-                "is a layout of version {version}, and {VERSION} is read; use the foveate that wrote it"
+                "is a layout of version {version}, and {one} and {other} are read; use the foveate that \
+                 wrote it"
             );
             return Err(refuse(message));
         }
-        for tensor in layout.tensors.values_mut() {
-            tensor.ranges.sort_by_key(|range| range.first);
-        }
+        layout.tensors.values_mut().for_each(Tensor::sort);
         layout.check(path)?;
         Ok(layout)
     }
@@ -190,32 +228,71 @@ impl Layout {
             if dtype != "F32" {
                 return refuse(format!("F32 is read, not the dtype {dtype},"));
             }
-            let mut end = 0;
-            for Stored { first, elems: some, file } in ranges {
-                let stop = first.checked_add(*some).filter(|&stop| stop <= elems && *some > 0);
-                let Some(stop) = stop else {
+            let width = shape.last().copied().unwrap_or(1);
+            let mut column = 0;
+            for slab in ranges.chunk_by(|a, b| a.columns == b.columns) {
+                let [from, to] = slab[0].columns.unwrap_or([0, width]);
+                if slab[0].columns.is_some() && (shape.len() != 2 || from >= to || to > width) {
                     return refuse(format!(
-                        "{some} elements from {first} on, in {file}, are not within the shape {shape:?}"
-                    ));
-                };
-                if *first > end {
-                    return refuse(format!("elements {end}..{first} are missing"));
-                }
-                if *first < end {
-                    return refuse(format!("elements {first}..{} are there twice", end.min(stop)));
-                }
-                if file.contains(['/', '\\']) {
-                    return refuse(format!(
-                        "`{file}` is not the name of a file here; it is a part"
+                        "columns {from}..{to} are not within the shape {shape:?}"
                     ));
                 }
-                end = stop;
+                if from != column {
+                    let (what, end) = match from > column {
+                        true => ("missing", from),
+                        false => ("there twice", column.min(to)),
+                    };
+                    return refuse(format!("columns {}..{end} are {what}", column.min(from)));
+                }
+                column = to;
+                let elems = if to - from == width { elems } else { shape[0] * (to - from) };
+                self::check(slab, elems, shape).or_else(refuse)?;
             }
-            if end < elems {
-                return refuse(format!("elements {end}..{elems} are missing"));
+            if column < width || ranges.is_empty() && elems > 0 {
+                return refuse(match column {
+                    0 => format!("elements 0..{elems} are missing"),
+                    column => format!("columns {column}..{width} are missing"),
+                });
             }
         }
         Ok(())
+    }
+}
+
+/// Whether every one of `elems` elements, of a tensor of `shape` or of columns of it, is in one of `ranges`; or
+/// what is wrong.
+fn check(ranges: &[Stored], elems: usize, shape: &[usize]) -> Result<(), String> {
+    let mut end = 0;
+    for Stored { first, elems: some, file, columns } in ranges {
+        let of = columns.map_or(String::new(), |[from, to]| format!(" of columns {from}..{to}"));
+        let stop = first.checked_add(*some).filter(|&stop| stop <= elems && *some > 0);
+        let Some(stop) = stop else {
+            return Err(format!(
+                "{some} elements from {first} on{of}, in {file}, are not within the shape {shape:?}"
+            ));
+        };
+        if *first > end {
+            return Err(format!("elements {end}..{first}{of} are missing"));
+        }
+        if *first < end {
+            return Err(format!("elements {first}..{}{of} are there twice", end.min(stop)));
+        }
+        if file.contains(['/', '\\']) {
+            return Err(format!("`{file}` is not the name of a file here; it is a part"));
+        }
+        end = stop;
+    }
+    if end < elems {
+        let of = ranges.first().and_then(|range| range.columns);
+        let of = of.map_or(String::new(), |[from, to]| format!(" of columns {from}..{to}"));
+        return Err(format!("elements {end}..{elems}{of} are missing"));
+    }
+    Ok(())
+}
+
+impl Tensor {
+    fn sort(&mut self) {
+        self.ranges.sort_by_key(|range| (range.columns, range.first));
     }
 }
 
@@ -224,8 +301,12 @@ mod tests {
     use super::*;
 
     fn layout(ranges: &[(usize, usize)]) -> Result<Layout, String> {
-        let pieces =
-            ranges.iter().map(|&(first, elems)| Piece { tensor: "a".to_owned(), first, elems });
+        let pieces = ranges.iter().map(|&(first, elems)| Piece {
+            tensor: "a".to_owned(),
+            first,
+            elems,
+            columns: None,
+        });
         let parts = vec![Part { file: "part".to_owned(), pieces: pieces.collect() }];
         let tensors = [("a".to_owned(), vec![3, 5])].into();
         Layout::of(tensors, parts, Path::new("layout.json")).map_err(|e| e.to_string())
@@ -269,7 +350,7 @@ mod tests {
             *json.pointer_mut(at).unwrap() = value;
             Layout::from_json(json, Path::new("layout.json")).unwrap_err().to_string()
         };
-        assert!(told("/version", 2.into()).contains("a layout of version 2, and 1 is read"));
+        assert!(told("/version", 3.into()).contains("a layout of version 3, and 1 and 2 are read"));
         assert!(told("/tensors/a/dtype", "BF16".into()).contains("not the dtype BF16"));
         let file = told("/tensors/a/ranges/0/file", "../part".into());
         assert!(file.contains("`../part` is not the name of a file here"), "{file}");

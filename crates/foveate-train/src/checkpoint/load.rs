@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use foveate_nn::moments::{Filler, Moment};
-use foveate_nn::{Blocks, Model, Moments, Rule};
+use foveate_nn::{Blocks, Model, Moments, Parameter, Rule};
 use serde_json::Value;
 
 use super::checksums::{Checksums, Manifest};
@@ -89,9 +89,8 @@ pub fn load_weights<B: Blocks>(
                 parameter.shape
             ));
         }
-        let place = parameter.place.clone();
-        let own = own(model, &place);
-        model.fill(i, |put| read_own(&mut store, tensor, &place, &own, put))?;
+        let (elems, own) = (parameter.elems(), own(model, parameter));
+        model.fill(i, |put| read_own(&mut store, tensor, elems, &own, put))?;
     }
     let standard = |name: &str| name.ends_with(".weight") || name.ends_with("_proj.bias");
     if let Some(name) = missing.keys().find(|n| standard(n)) {
@@ -101,30 +100,48 @@ pub fn load_weights<B: Blocks>(
     Ok(missing.into_keys().collect())
 }
 
-/// The elements of `place` that this rank keeps, in order.
-fn own<B: Blocks>(model: &Model<B>, place: &Range<usize>) -> Vec<Range<usize>> {
-    model.share().pieces(place).into_iter().map(|(piece, _)| piece).collect()
+/// The elements of a parameter that this rank keeps, in order; of columns the rows that they are in.
+fn own<B: Blocks>(model: &Model<B>, parameter: &Parameter) -> Vec<Range<usize>> {
+    let share = model.share();
+    if parameter.cut.as_ref().is_some_and(|cut| cut.axis == 1) {
+        let pieces = share.pieces(&parameter.place);
+        let (Some((first, _)), Some((last, _))) = (pieces.first(), pieces.last()) else {
+            return Vec::new();
+        };
+        let [rows, width] = [parameter.shape[0], parameter.shape[1]];
+        let own = (parameter.place.len() / rows).max(1);
+        let row = |place: usize| (place - parameter.place.start) / own;
+        let rows = row(first.start)..row(last.end - 1) + 1;
+        return std::iter::once(rows.start * width..rows.end * width).collect();
+    }
+    let runs = parameter.held(0..parameter.elems());
+    let kept = |(whole, first): (Range<usize>, usize)| {
+        let pieces = share.pieces(&(first..first + whole.len())).into_iter();
+        pieces.map(move |(piece, _)| {
+            let start = whole.start + (piece.start - first);
+            start..start + piece.len()
+        })
+    };
+    runs.into_iter().flat_map(kept).collect()
 }
 
-/// Gives the elements of a tensor, which are those of `place` among all, to `put`. Those in `own` are read; of the
-/// others, which the rank does not keep, zeros are given.
+/// Gives the `elems` elements of a tensor to `put`. Those in `own` are read; of the others, which the rank does
+/// not keep, zeros are given.
 fn read_own(
     store: &mut Store,
     tensor: &str,
-    place: &Range<usize>,
+    elems: usize,
     own: &[Range<usize>],
     put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
-    let mut at = place.start;
-    let end = place.end..place.end;
-    for piece in own.iter().chain([&end]) {
+    let mut at = 0;
+    for piece in own.iter().chain([&(elems..elems)]) {
         while at < piece.start {
             let zeros = &ZEROS[..(piece.start - at).min(ZEROS.len())];
             put(zeros)?;
             at += zeros.len();
         }
-        let part = piece.start - place.start..piece.end - place.start;
-        store.read(tensor, place.len(), part, put)?;
+        store.read(tensor, elems, piece.clone(), put)?;
         at = piece.end;
     }
     Ok(())
@@ -179,7 +196,7 @@ pub fn load_state<B: Blocks>(
     // Blocks of moments are whole where they are of several parameters.
     let mut fillers = [Filler::default(), Filler::default()];
     for (i, p) in model.parameters().to_vec().iter().enumerate() {
-        let own = own(model, &p.place);
+        let own = own(model, p);
         let mut read = |kept: Kept, put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>| {
             let name = layout::tensor(kept, p);
             match store.shape(&name) {
@@ -187,7 +204,7 @@ pub fn load_state<B: Blocks>(
                     let message = format!("tensor `{name}` has shape {shape:?}, not {:?}", p.shape);
                     Err(TrainError::checkpoint(store.path(&name), message))
                 }
-                _ => read_own(&mut store, &name, &p.place, &own, put),
+                _ => read_own(&mut store, &name, p.elems(), &own, put),
             }
         };
         model.fill(i, |put| read(Kept::Weight, put))?;
@@ -195,11 +212,13 @@ pub fn load_state<B: Blocks>(
             continue;
         }
         for ((moment, array), filler) in kept(&mut moments, rule).into_iter().zip(&mut fillers) {
-            let mut first = p.place.start;
+            let mut at = 0;
             read(Kept::Moment(moment), &mut |values| {
-                let put = |at, some: &[f32]| model.upload_moment(moment, array, at, some);
-                filler.put(first, values, put)?;
-                first += values.len();
+                for (held, place) in p.held(at..at + values.len()) {
+                    let put = |at, some: &[f32]| model.upload_moment(moment, array, at, some);
+                    filler.put(place, &values[held.start - at..held.end - at], put)?;
+                }
+                at += values.len();
                 Ok(())
             })?;
         }

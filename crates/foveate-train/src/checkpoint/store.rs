@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::checksums::Manifest;
-use super::layout::{self, Layout};
+use super::layout::{self, Columns, Layout};
 use super::read_json;
 use crate::error::TrainError;
 use crate::safetensors::{RESTORE, Tensors};
@@ -31,7 +31,9 @@ struct Place {
 }
 
 struct Piece {
+    /// Elements of the tensor, or of its columns where there are some.
     range: Range<usize>,
+    columns: Option<Columns>,
     file: usize,
     /// Its name there.
     name: String,
@@ -42,6 +44,8 @@ pub(super) struct Found {
     pub path: PathBuf,
     pub first: usize,
     pub elems: usize,
+    /// The columns that they are elements of; all where there are none.
+    pub columns: Option<Columns>,
     /// Of the file.
     pub bytes: Range<u64>,
 }
@@ -64,7 +68,7 @@ impl Store {
             });
             for (name, shape) in named.collect::<Vec<_>>() {
                 let range = 0..shape.iter().product();
-                let pieces = vec![Piece { range, file, name: name.clone() }];
+                let pieces = vec![Piece { range, columns: None, file, name: name.clone() }];
                 if store.tensors.insert(name.clone(), Place { shape, pieces }).is_some() {
                     let message = format!("tensor `{name}` stands in another file, too; {RESTORE}");
                     return Err(TrainError::checkpoint(&store.files[file].path, message));
@@ -91,7 +95,7 @@ impl Store {
         let mut store = Self { files: Vec::new(), sums: sums.cloned(), tensors: BTreeMap::new() };
         for (name, tensor) in layout.tensors {
             let mut pieces = Vec::new();
-            for layout::Stored { first, elems, file } in tensor.ranges {
+            for layout::Stored { first, elems, file, columns } in tensor.ranges {
                 let next = files.len();
                 let number = *files.entry(file.clone()).or_insert(next);
                 if number == next {
@@ -106,9 +110,9 @@ impl Store {
                     }
                     store.files.push(File { path, open: None });
                 }
-                let piece = layout::Piece { tensor: name.clone(), first, elems };
+                let piece = layout::Piece { tensor: name.clone(), first, elems, columns };
                 let range = first..first + elems;
-                pieces.push(Piece { range, file: number, name: piece.name() });
+                pieces.push(Piece { range, columns, file: number, name: piece.name() });
             }
             store.tensors.insert(name, Place { shape: tensor.shape, pieces });
         }
@@ -131,9 +135,9 @@ impl Store {
     /// When a file cannot be opened or has not what it should have.
     pub fn find(&mut self, name: &str) -> Result<(String, Vec<Found>), TrainError> {
         let place = self.tensors.get(name).map_or(&[][..], |place| &place.pieces);
-        let pieces = place.iter().map(|p| (p.file, p.name.clone(), p.range.clone()));
+        let pieces = place.iter().map(|p| (p.file, p.name.clone(), p.range.clone(), p.columns));
         let (mut all, mut dtype) = (Vec::new(), String::new());
-        for (file, name, Range { start: first, end }) in pieces.collect::<Vec<_>>() {
+        for (file, name, Range { start: first, end }, columns) in pieces.collect::<Vec<_>>() {
             let tensors = self.open(file)?;
             let Some((tag, bytes)) = tensors.place(&name) else {
                 let message = format!("tensor `{name}` is missing");
@@ -141,7 +145,7 @@ impl Store {
             };
             dtype = tag.to_owned();
             let path = self.files[file].path.clone();
-            all.push(Found { path, first, elems: end - first, bytes });
+            all.push(Found { path, first, elems: end - first, columns, bytes });
         }
         Ok((dtype, all))
     }
@@ -172,13 +176,57 @@ impl Store {
             let message = format!("tensor `{name}` has shape {shape:?}, not {elems} elements");
             return refuse(self.path(name), message);
         }
+        let mut slabs: Vec<Option<Columns>> =
+            place.pieces.iter().map(|piece| piece.columns).collect();
+        slabs.dedup();
+        if matches!(slabs[..], [] | [None]) {
+            return self.read_slab(name, None, range, put);
+        }
+        // Some rows at a time, of which each slab has its columns.
+        let width = place.shape[1];
+        let rows_at_once = (layout::PIECE / width.max(1)).max(1);
+        let mut row = range.start / width;
+        while row * width < range.end {
+            let end = (row + rows_at_once).min(range.end.div_ceil(width));
+            let mut rows = vec![0.0; (end - row) * width];
+            for &columns in &slabs {
+                let [from, to] = columns.unwrap_or([0, width]);
+                let (own, mut at) = (to - from, 0);
+                self.read_slab(name, columns, row * own..end * own, &mut |mut values| {
+                    while !values.is_empty() {
+                        let (line, column) = (at / own, at % own);
+                        let (some, rest) = values.split_at(values.len().min(own - column));
+                        let into = line * width + from + column;
+                        rows[into..into + some.len()].copy_from_slice(some);
+                        (at, values) = (at + some.len(), rest);
+                    }
+                    Ok(())
+                })?;
+            }
+            let here = range.start.max(row * width)..range.end.min(end * width);
+            put(&rows[here.start - row * width..here.end - row * width])?;
+            row = end;
+        }
+        Ok(())
+    }
+
+    /// Gives elements `range` of the columns of a tensor, or of all of it, to `put`.
+    fn read_slab(
+        &mut self,
+        name: &str,
+        columns: Option<Columns>,
+        range: Range<usize>,
+        put: &mut dyn FnMut(&[f32]) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
         let overlap = |piece: &Piece| {
             let (start, end) = (range.start.max(piece.range.start), range.end.min(piece.range.end));
             let part =
                 start.saturating_sub(piece.range.start)..end.saturating_sub(piece.range.start);
-            (start < end).then(|| (piece.file, piece.name.clone(), piece.range.len(), part))
+            let is_here = piece.columns == columns && start < end;
+            is_here.then(|| (piece.file, piece.name.clone(), piece.range.len(), part))
         };
-        let parts: Vec<_> = place.pieces.iter().filter_map(overlap).collect();
+        let pieces = self.tensors.get(name).map_or(&[][..], |place| &place.pieces);
+        let parts: Vec<_> = pieces.iter().filter_map(overlap).collect();
         for (file, name, elems, part) in parts {
             self.open(file)?.read_part(&name, elems, part, put)?;
         }

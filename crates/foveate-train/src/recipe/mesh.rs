@@ -3,7 +3,7 @@
 use std::fmt;
 
 use foveate_nn::{Cutting, Reshard};
-use foveate_shard::{Mesh, MeshAxis, Strategy};
+use foveate_shard::{Axis, Map, Mesh, MeshAxis, Strategy};
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -66,8 +66,7 @@ impl MeshSection {
     /// The mesh of a run of `ranks` ranks.
     ///
     /// # Errors
-    /// When the product of the sizes is not the number of ranks, or an axis is larger than 1 that the
-    /// trainer does not cut.
+    /// When the product of the sizes is not the number of ranks.
     pub fn of_ranks(&self, ranks: usize) -> Result<Mesh, TrainError> {
         let mut sizes = self.sizes();
         let auto = sizes.contains(&Some(AxisSize::Auto));
@@ -75,22 +74,14 @@ impl MeshSection {
         *open = open.or((!auto).then_some(AxisSize::Auto));
         let given = MeshAxis::ALL.into_iter().zip(sizes);
         let parts = given.filter_map(|(axis, size)| size.map(|size| format!("{axis}={size}")));
-        let mesh = Mesh::parse(&parts.collect::<Vec<_>>().join(","), ranks)
-            .map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
-        let tensor = mesh.size(MeshAxis::Tensor);
-        if tensor > 1 {
-            let message = format!(
-                "is {tensor}, but the trainer does not cut heads, feed-forward columns and \
-                 vocabulary; leave it at 1"
-            );
-            return Err(TrainError::recipe("mesh.tensor", message));
-        }
-        Ok(mesh)
+        Mesh::parse(&parts.collect::<Vec<_>>().join(","), ranks)
+            .map_err(|e| TrainError::recipe("[mesh]", e.to_string()))
     }
 
-    /// How parameters are cut over `parts` ranks.
-    pub fn cutting(&self, parts: usize) -> Cutting {
-        Cutting { parts, reshard: self.reshard }
+    /// How parameters are cut over the ranks of `mesh`.
+    pub fn cutting(&self, mesh: &Mesh) -> Cutting {
+        let (parts, tensor) = (Map::new(*mesh).parts(Axis::Elements), mesh.size(MeshAxis::Tensor));
+        Cutting { parts, tensor, reshard: self.reshard }
     }
 
     /// What is wrong without knowing the number of ranks: the key, and why.

@@ -218,8 +218,8 @@ fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
     );
     let odd = mesh("replicate = 2", 3).unwrap_err();
     assert!(odd.contains("3 ranks cannot be divided by 2"), "{odd}");
-    let uncut = mesh("tensor = 2", 4).unwrap_err();
-    assert!(uncut.starts_with("mesh.tensor: is 2, but the trainer does not cut heads"), "{uncut}");
+    let tensor = "replicate=1,shard=2,context=1,tensor=2".to_owned();
+    assert_eq!(mesh("tensor = 2", 4), Ok(tensor));
     let size = |value: &str| told(&format!("{TEXT}[mesh]\nshard = {value}"), &[]);
     for (value, given) in [("0", "0"), ("-1", "-1"), ("\"all\"", "\"all\""), ("1.5", "1.5")] {
         let want = format!(

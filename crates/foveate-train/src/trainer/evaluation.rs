@@ -86,8 +86,10 @@ pub(super) fn held_out_loss_on<B: Blocks>(
             }
             return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));
         }
-        total.nats += loss.sum_nats;
-        total.tokens += loss.tokens;
+        if ranks.counts_tokens() {
+            total.nats += loss.sum_nats;
+            total.tokens += loss.tokens;
+        }
     }
     let [nats, tokens] = ranks.sum([total.nats, total.tokens as f64])?;
     Ok(TotalLoss { nats, tokens: tokens as usize })

@@ -48,7 +48,7 @@ impl<B: Blocks> Setup<'_, B> {
             origin: self.origin.as_deref(),
             chat_template: self.template_source.as_deref(),
         };
-        let owned = ranks.owned(self.model.layout(), rank);
+        let owned = ranks.owned(self.model.layout());
         if !beside {
             let content = Content::of(&snapshot);
             let written = content.and_then(|content| match count {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use foveate_nn::{
     AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Parameter,
-    ProgramConfig, Recomputation,
+    ParameterState, ProgramConfig, Recomputation,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -31,6 +31,7 @@ use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
 use crate::recipe::{Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
+use crate::tensor::TensorGroup;
 use crate::tokens::{Ends, Tokenizer};
 use crate::transfers::GroupTransfers;
 use crate::whole;
@@ -157,7 +158,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let made = model(ranks, recipe, from.as_ref(), corpus.tokenizer(), blocks);
         let Made { mut model, attention, mut memory, recompute, saves_beside } =
             made.map_err(wrong)?;
-        share_parameters(ranks, recipe, &mut model)?;
+        share_parameters(ranks, recipe, &mut model, gpu.as_deref())?;
         let context = context(ranks, recipe, &model, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
         let described = context.as_ref().map(|context| context.describe(ranks, &model, shape));
@@ -464,19 +465,49 @@ fn spans<B: Blocks>(model: &Model<B>, optimizer: &Optimizer) -> Result<Vec<B::Sp
     }
 }
 
+/// Gives a model that is one rank's part what moves between it and the others, and refuses what it cannot keep.
+fn share_tensor<B: Blocks>(
+    ranks: Ranks<'_>,
+    recipe: &Recipe,
+    model: &mut Model<B>,
+    gpu: Option<&str>,
+) -> Result<(), TrainError> {
+    let part = model.tensor_part().clone();
+    if !part.is_cut() {
+        return Ok(());
+    }
+    if let Some(gpu) = gpu {
+        let message = format!(
+            "is {}, but heads, feed-forward columns and vocabulary are cut on CPUs alone, and \
+             run.device is {gpu}; set run.device = \"cpu\", or leave it at 1",
+            part.parts
+        );
+        return Err(TrainError::recipe("mesh.tensor", message));
+    }
+    if recipe.precision.state == Some(ParameterState::Int8Moments) {
+        let message = "is \"int8_moments\", whose blocks of 256 elements mesh.tensor would cut; leave it \
+                       out, or leave mesh.tensor at 1";
+        return Err(TrainError::recipe("precision.state", message));
+    }
+    model.tensor(Box::new(TensorGroup::new(ranks, &part)?));
+    Ok(())
+}
+
 /// Cuts parameters over ranks where the mesh says so. Where they are updated in the backward pass, it is
 /// the transfers of groups that sum gradients of ranks with the same parameters, too.
 fn share_parameters<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
     model: &mut Model<B>,
+    gpu: Option<&str>,
 ) -> Result<(), TrainError> {
-    let (parts, in_backward) = (ranks.mesh().size_of(&PARAMETERS), recipe.optimizer.in_backward);
+    let (cutting, in_backward) = (recipe.mesh.cutting(&ranks.mesh()), recipe.optimizer.in_backward);
     let copies = in_backward && !ranks.alone();
-    if parts > 1 || copies {
+    share_tensor(ranks, recipe, model, gpu)?;
+    if cutting.parts > 1 || cutting.tensor > 1 || copies {
         let transfers = GroupTransfers::new(ranks, recipe.mesh.reduce_dtype, copies)?;
         let part = ranks.coordinate(&PARAMETERS);
-        model.cut(recipe.mesh.cutting(parts), part, Box::new(transfers))?;
+        model.cut(cutting, part, Box::new(transfers))?;
     }
     Ok(())
 }

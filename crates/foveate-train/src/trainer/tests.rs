@@ -7,6 +7,7 @@ use crate::metrics::JsonlLog;
 
 mod folder;
 mod ranks;
+mod tensor;
 
 /// A folder with some documents, and recipes about them.
 struct Place(tempfile::TempDir);

@@ -162,7 +162,7 @@ impl Transfers for Silent {
 /// A model without its weights, of which this is rank `part` of `parts`.
 fn share(parts: usize, part: usize) -> Model {
     let mut model = Model::unfilled(config(), &attention()).unwrap();
-    let cutting = Cutting { parts, reshard: Default::default() };
+    let cutting = Cutting { parts, tensor: 1, reshard: Default::default() };
     model.cut(cutting, part, Box::new(Silent)).unwrap();
     model
 }
@@ -443,7 +443,7 @@ fn what_a_checkpoint_holds_is_listed_with_its_bytes() {
             let name = format!("mean:{}", p.name);
             let tensor = found.tensors.iter().find(|t| t.name == name).unwrap();
             assert_eq!((&tensor.dtype[..], &tensor.shape), ("F32", &p.shape));
-            for RangeContents { file, first, elems, bytes } in &tensor.ranges {
+            for RangeContents { file, first, elems, bytes, .. } in &tensor.ranges {
                 let all = fs::read(place.join(file)).unwrap();
                 let there = &all[bytes.start as usize..bytes.end as usize];
                 let at = p.place.start + first;

@@ -8,8 +8,9 @@ use foveate_shard::MeshAxis;
 use crate::checkpoint::CheckpointConfig;
 use crate::machine::{self, Free};
 use crate::memory::{BESIDE, Planned, Setting, save_copy_bytes};
-use crate::ranks::{PARAMETERS, ROWS, Ranks};
+use crate::ranks::{ROWS, Ranks};
 use crate::recipe::Recipe;
+use crate::tensor::part_of;
 use crate::tokens::{Tokenizer, memory_of};
 
 /// A model without its weights.
@@ -57,7 +58,7 @@ pub(super) fn model<B: Blocks>(
         recompute,
         in_backward: recipe.optimizer.in_backward,
         squares: recipe.optimizer.rule().keeps_squares(),
-        cutting: recipe.mesh.cutting(ranks.mesh().size_of(&PARAMETERS)),
+        cutting: recipe.mesh.cutting(&ranks.mesh()),
     };
     let frozen = |name: &str| recipe.optimizer.is_frozen(name);
     let free = blocks.free_bytes().map_err(|e| e.to_string())?;
@@ -81,8 +82,9 @@ pub(super) fn model<B: Blocks>(
     let planned = Planned { recipe, config: &of_model, attention: &attention };
     let nearest = |there| planned.nearest(&from, there).ok().flatten();
     fits(&bytes(recompute)?, free, nearest)?;
-    let model =
-        Model::unfilled_with(blocks, config, &attention, &frozen).map_err(|e| e.to_string())?;
+    let part = part_of(ranks, &config).map_err(|e| e.to_string())?;
+    let model = Model::unfilled_part(blocks, config, &attention, &frozen, part);
+    let model = model.map_err(|e| e.to_string())?;
     recipe.optimizer.check_groups(model.layout())?;
     let memory = model.training_memory(rows, len, training(recompute));
     let mut memory = memory.map_err(|e| e.to_string())?;
@@ -91,7 +93,11 @@ pub(super) fn model<B: Blocks>(
         Some(_) => BESIDE,
         None => memory.process + tokenizer.path().map_or(0, memory_of),
     };
-    let copy = save_copy_bytes(recipe, model.layout(), ranks.count());
+    let copy = save_copy_bytes(
+        recipe,
+        model.layout(),
+        ranks.count() / ranks.mesh().size(MeshAxis::Tensor),
+    );
     let saves_beside = match (recipe.train.async_save, free) {
         (Some(beside), None) => beside,
         (None, None) => false,

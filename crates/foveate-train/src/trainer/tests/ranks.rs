@@ -14,7 +14,7 @@ use crate::checkpoint::State;
 use crate::transfers::GroupTransfers;
 
 /// What every rank came to.
-fn on_ranks(
+pub(super) fn on_ranks(
     ranks: usize,
     place: &Place,
     recipe: impl Fn(usize) -> Recipe + Sync,
@@ -32,17 +32,22 @@ fn on_ranks(
     results.into_inner().unwrap().into_iter().map(|r| r.expect("every rank came back")).collect()
 }
 
-fn all_well(ranks: usize, place: &Place, recipe: &Recipe, start: Start) -> Vec<(Summary, Log)> {
+pub(super) fn all_well(
+    ranks: usize,
+    place: &Place,
+    recipe: &Recipe,
+    start: Start,
+) -> Vec<(Summary, Log)> {
     let done = on_ranks(ranks, place, |_| recipe.clone(), || start.into(), |_| Log::default());
     done.into_iter().map(Result::unwrap).collect()
 }
 
-fn values(bits: &[u64]) -> Vec<f64> {
+pub(super) fn values(bits: &[u64]) -> Vec<f64> {
     bits.iter().map(|&bits| f64::from_bits(bits)).collect()
 }
 
 /// All weights.
-fn values_of(checkpoint: &Path) -> Vec<f32> {
+pub(super) fn values_of(checkpoint: &Path) -> Vec<f32> {
     let read = checkpoint::read_config(checkpoint, Checksums::Verify).unwrap();
     let mut model = Model::unfilled(read.model, &read.attention).unwrap();
     checkpoint::load_weights(checkpoint, &mut model, Checksums::Verify).unwrap();
@@ -401,7 +406,7 @@ fn what_was_being_saved_when_a_run_diverges_is_whole() {
 }
 
 /// The recipe's model over every product of `replicate × shard`, beside one rank.
-fn beside_one_rank(ranks: usize, meshes: &[&str], sets: &[&str], allowed: f64) {
+pub(super) fn beside_one_rank(ranks: usize, meshes: &[&str], sets: &[&str], allowed: f64) {
     let of = |mesh: &[&'static str]| [sets, mesh].concat();
     let (place, five) = (Place::new(), ["train.steps=5"]);
     let (one, alone) = place.run(&place.recipe(&of(&five)), Start::New).unwrap();
@@ -534,7 +539,7 @@ fn held(parts: usize, reshard: Reshard) -> Vec<[usize; 2]> {
         let ranks = Ranks::in_mesh(world, &section).unwrap();
         let transfers = GroupTransfers::new(ranks, Default::default(), false).unwrap();
         let mut model = wide();
-        model.cut(section.cutting(parts), world.rank(), Box::new(transfers)).unwrap();
+        model.cut(section.cutting(&ranks.mesh()), world.rank(), Box::new(transfers)).unwrap();
         model.draw_missing(3).unwrap();
         let rule = foveate_nn::Rule::AdamW(foveate_nn::AdamW {
             beta1: 0.9,
@@ -592,7 +597,7 @@ fn a_rank_holds_its_share_and_two_gathered_groups() {
             assert_eq!(gathered, two);
         }
         let training = Training {
-            cutting: Cutting { parts, reshard: Reshard::Always },
+            cutting: Cutting { parts, tensor: 1, reshard: Reshard::Always },
             ..Recompute::None.into()
         };
         let planned = model.dry_run(1, 8, StepKind::Training(training)).unwrap().memory();
@@ -610,7 +615,7 @@ fn a_rank_holds_its_share_and_two_gathered_groups() {
 }
 
 /// A copy of the run in `from`, and of its documents.
-fn copied(from: &Place) -> Place {
+pub(super) fn copied(from: &Place) -> Place {
     let to = Place::new();
     for (path, bytes) in files_of(&from.0.path().join("run")) {
         let path = to.0.path().join("run").join(path);

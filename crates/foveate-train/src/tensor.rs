@@ -1,0 +1,56 @@
+//! Tensor parallelism: what the ranks of `tensor` send each other in a pass.
+//!
+//! A pass waits for each transfer; sums are in order of rank, so a mesh has the same bits every time.
+
+use foveate_nn::{Copies, ModelConfig, NnError, TensorPart, TensorTransfers};
+use foveate_shard::collectives::Collectives;
+use foveate_shard::{Cut, MeshAxis};
+
+use crate::error::TrainError;
+use crate::ranks::Ranks;
+use crate::transfers::{of_ranks, values};
+
+/// What of a model this rank has.
+pub(crate) fn part_of(ranks: Ranks<'_>, config: &ModelConfig) -> Result<TensorPart, NnError> {
+    let axis = [MeshAxis::Tensor];
+    TensorPart::of(config, ranks.coordinate(&axis), ranks.mesh().size_of(&axis))
+}
+
+/// Transfers between the ranks that have the parts of a model.
+pub(crate) struct TensorGroup {
+    all: Box<dyn Collectives>,
+    /// Those with the same key/value heads.
+    kv_copies: Box<dyn Collectives>,
+}
+
+impl TensorGroup {
+    /// That of this rank, which has `part`. All ranks call it.
+    pub fn new(ranks: Ranks<'_>, part: &TensorPart) -> Result<Self, TrainError> {
+        let all = ranks.group(&[MeshAxis::Tensor])?;
+        let copies: Vec<usize> = part.kv_copies.clone().collect();
+        Ok(Self { kv_copies: all.subgroup(&copies)?, all })
+    }
+}
+
+impl TensorTransfers for TensorGroup {
+    fn all_gather(&mut self, own: &[f32]) -> Result<Vec<Vec<f32>>, NnError> {
+        let parts = self.all.all_gather(bytemuck::cast_slice(own)).map_err(|e| of_ranks(&e))?;
+        Ok(parts.iter().map(|part| values(part)).collect())
+    }
+
+    fn reduce_scatter(&mut self, partial: &[f32], lengths: &[usize]) -> Result<Vec<f32>, NnError> {
+        let cut = Cut::of_lengths(lengths).map_err(|e| of_ranks(&e))?;
+        self.all.reduce_scatter(partial, &cut).map_err(|e| of_ranks(&e))
+    }
+
+    fn sum_copies(&mut self, among: Copies, gradients: &mut [f32]) -> Result<(), NnError> {
+        let group = match among {
+            Copies::All => &self.all,
+            Copies::KvHeads => &self.kv_copies,
+        };
+        group.all_reduce(gradients).map_err(|e| of_ranks(&e))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,214 @@
+//! Runs in which ranks of `tensor` have the heads, feed-forward columns and vocabulary, beside one rank.
+
+use std::time::Duration;
+
+use foveate_shard::collectives::{Meeting, connect};
+
+use super::ranks::{all_well, beside_one_rank, copied, on_ranks, values, values_of};
+use super::*;
+
+/// A bias by head that is trained, a constant by head, and a mask by head.
+const BY_HEAD: &str = "attention={ mask = \"causal & document & (h < 1 | q - kv < 9)\", \
+     score = \"score + bias[h, max(min(q - kv, 3), 0)] - slopes[h] * ((q - kv) as f32)\", \
+     learned = { bias = { shape = [4, 4], init = 0.1, std = 0.5 } }, \
+     buffers = { slopes = { shape = [4], values = [0.5, 0.25, 0.125, 0.0625] } } }";
+
+#[test]
+fn ranks_of_tensor_reach_what_one_rank_reaches() {
+    let sets = ["train.batch_rows=4", "train.accumulate=2", BY_HEAD];
+    for (ranks, meshes) in [
+        (1, &["{ tensor = 1 }"][..]),
+        (2, &["{ tensor = 2 }"]),
+        // Key/value heads are fewer: two ranks hold each.
+        (4, &["{ tensor = 4 }"]),
+        // Rank 0 and 1 share a key/value head, rank 2 has the other.
+        (3, &["{ tensor = 3 }"]),
+    ] {
+        beside_one_rank(ranks, meshes, &sets, 1e-5);
+    }
+}
+
+#[test]
+fn tensor_goes_with_every_other_axis() {
+    let sets = ["train.batch_rows=4", BY_HEAD];
+    for (ranks, meshes) in [
+        (
+            4,
+            &[
+                "{ tensor = 2, shard = 2 }",
+                "{ tensor = 2, context = 2 }",
+                "{ tensor = 2, replicate = 2 }",
+            ][..],
+        ),
+        (8, &["{ tensor = 2, shard = 2, context = 2 }", "{ tensor = 4, shard = 2 }"]),
+        (
+            16,
+            &["{ tensor = 2, shard = 2, context = 2, replicate = 2 }", "{ tensor = 4, shard = 4 }"],
+        ),
+    ] {
+        beside_one_rank(ranks, meshes, &sets, 1e-5);
+    }
+}
+
+#[test]
+fn counts_that_ranks_of_tensor_do_not_divide_are_cut_unevenly() {
+    // 3 heads over 2 ranks, 25 columns over 2, 258 ids over 4.
+    let heads = ["model.num_attention_heads=3", "model.num_key_value_heads=3", "model.head_dim=6"];
+    let sets = [&heads[..], &["train.batch_rows=4", "model.intermediate_size=25"]].concat();
+    beside_one_rank(2, &["{ tensor = 2 }"], &sets, 1e-5);
+    beside_one_rank(4, &["{ tensor = 2, shard = 2 }", "{ tensor = 2, context = 2 }"], &sets, 1e-5);
+    // 6 heads of 2 key/value heads over 4 ranks: 2, 1, 2 and 1.
+    let heads = ["model.num_attention_heads=6", "model.num_key_value_heads=2", "model.head_dim=4"];
+    let sets = [&heads[..], &["train.batch_rows=4"]].concat();
+    beside_one_rank(4, &["{ tensor = 4 }"], &sets, 1e-5);
+    // Every head has its own keys and values.
+    let all = ["model.num_key_value_heads=4", "train.batch_rows=4", BY_HEAD];
+    beside_one_rank(4, &["{ tensor = 4 }"], &all, 1e-5);
+}
+
+#[test]
+fn every_rule_and_recomputation_works_over_tensor() {
+    let frozen = "optimizer.groups=[{ match = \"*.layers.0.*\", frozen = true }, \
+                  { match = \"*norm*\", rate = 0.5, weight_decay = 0.2 }]";
+    let back = ["optimizer.in_backward=true", "optimizer.clip_norm=0"];
+    let tied = "model.tie_word_embeddings=true";
+    let meshes = ["{ tensor = 2, shard = 2 }", "{ tensor = 4, reshard = \"never\" }"];
+    for sets in [
+        &["train.accumulate=2", tied, "optimizer.clip_norm=0.05"][..],
+        &["train.recompute=full", "optimizer.kind=sgd"],
+        &["train.recompute=attention", tied],
+        &[frozen, "train.recompute=mlp", "train.recompute_layers=1"],
+        &[back[0], back[1], tied],
+        &[back[0], back[1], frozen, "train.recompute=full"],
+    ] {
+        beside_one_rank(4, &meshes, &[sets, &["train.batch_rows=4"]].concat(), 1e-5);
+    }
+}
+
+#[test]
+fn a_run_goes_on_in_another_mesh_from_what_ranks_of_tensor_saved() {
+    let meshes = [
+        (1, "mesh={}"),
+        (2, "mesh={tensor=2}"),
+        (4, "mesh={tensor=4}"),
+        (4, "mesh={tensor=2, shard=2}"),
+        (4, "mesh={tensor=2, replicate=2}"),
+        (3, "mesh={shard=3}"),
+    ];
+    let sets = |steps, mesh| [steps, mesh, "train.batch_rows=4", "train.save_every=0"];
+    let run = |place: &Place, ranks, steps, mesh, start| {
+        all_well(ranks, place, &place.recipe(&sets(steps, mesh)), start).remove(0)
+    };
+    let straight = Place::new();
+    let (whole, alone) = run(&straight, 1, "train.steps=3", "mesh={}", Start::New);
+    let wanted = values_of(&whole.checkpoint);
+    for (ranks, wrote) in meshes {
+        let first = Place::new();
+        run(&first, ranks, "train.steps=2", wrote, Start::New);
+        for (ranks, reads) in meshes {
+            let place = copied(&first);
+            let (summary, log) = run(&place, ranks, "train.steps=3", reads, Start::Resume);
+            let [loss] = values(&log.losses)[..] else { panic!("{wrote} to {reads}: {log:?}") };
+            let off = (loss - values(&alone.losses)[2]).abs();
+            assert!(off < 1e-5, "{wrote} to {reads}: the loss is {off} off");
+            let found = values_of(&summary.checkpoint);
+            let off = found.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off < 1e-4, "{wrote} to {reads}: a weight is {off} off");
+        }
+    }
+}
+
+/// What is read of a checkpoint of `tensor` is what is written of it again, to the bit.
+#[test]
+fn weights_and_moments_of_a_checkpoint_are_those_saved() {
+    let first = Place::new();
+    let sets = ["train.batch_rows=4", "train.steps=2", "train.save_every=0"];
+    let recipe = first.recipe(&[&sets[..], &["mesh={tensor=2, shard=2}"]].concat());
+    let (saved, _) = all_well(4, &first, &recipe, Start::New).remove(0);
+    let kept = |checkpoint: &Path| {
+        let read = checkpoint::read_config(checkpoint, Checksums::Verify).unwrap();
+        let mut model = Model::unfilled(read.model, &read.attention).unwrap();
+        let rule = recipe.optimizer.rule();
+        let state = checkpoint::load_state(checkpoint, &mut model, &rule, Checksums::Verify);
+        let (moments, state) = state.unwrap();
+        (model.weights().to_vec(), moments, state.step)
+    };
+    let wanted = kept(&saved.checkpoint);
+    assert_eq!(wanted.2, 2);
+    for (ranks, mesh) in [(1, "mesh={}"), (4, "mesh={tensor=4}"), (2, "mesh={tensor=2}")] {
+        // Resumed, no step is left to take: what was read is saved.
+        let place = copied(&first);
+        let checkpoints = place.0.path().join("run/checkpoints");
+        let recipe = place.recipe(&[&sets[..], &[mesh]].concat());
+        let read = checkpoints.join("read");
+        std::fs::rename(checkpoints.join("step-000002"), &read).unwrap();
+        let done =
+            foveate_shard::collectives::run_threads(ranks, Duration::from_secs(60), |world| {
+                let moved = crate::tensor::tests::saved_again(world, &recipe, &read, &checkpoints);
+                moved.map_err(|e| foveate_shard::ShardError::new(e.to_string()))
+            });
+        done.unwrap();
+        assert!(kept(&checkpoints.join("step-000002")) == wanted, "{mesh}");
+    }
+}
+
+#[test]
+fn tensor_has_the_same_bits_over_threads_and_tcp() {
+    let recipe = |place: &Place| place.recipe(&["train.batch_rows=4", "mesh={tensor=2, shard=2}"]);
+    let threads = Place::new();
+    let (by_threads, log) = all_well(4, &threads, &recipe(&threads), Start::New).remove(0);
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let place = Place::new();
+    let recipe = recipe(&place);
+    let of_rank = |rank: usize| {
+        let world = connect(&Meeting {
+            host: "127.0.0.1".to_owned(),
+            port,
+            rank,
+            ranks: 4,
+            run: 1,
+            attempt: 0,
+            arrival: Duration::from_secs(60),
+            deadline: Duration::from_secs(60),
+            silence: Duration::from_secs(60),
+        });
+        let mut log = Log::default();
+        let done = train_on(&world.unwrap(), &recipe, &place.file(), Start::New, &mut log);
+        (done.unwrap(), log)
+    };
+    let of_rank = &of_rank;
+    let mut runs = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || of_rank(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    let (by_tcp, tcp_log) = runs.remove(0);
+    assert_eq!(tcp_log, log);
+    let [one, other] = [&by_threads, &by_tcp]
+        .map(|run| values_of(&run.checkpoint).into_iter().map(f32::to_bits).collect::<Vec<_>>());
+    assert!(one == other && !one.is_empty());
+}
+
+#[test]
+fn what_tensor_cannot_cut_is_refused_on_all_ranks_with_what_it_can() {
+    let said = |ranks: usize, sets: &[&str]| {
+        let place = Place::new();
+        let recipe = place.recipe(sets);
+        let runs =
+            on_ranks(ranks, &place, |_| recipe.clone(), || Start::New.into(), |_| Log::default());
+        let mut said = runs.into_iter().map(|run| run.unwrap_err().to_string());
+        let first = said.next().unwrap();
+        said.for_each(|other| assert_eq!(other, format!("rank 0: {first}")));
+        assert!(!place.0.path().join("run/checkpoints").exists());
+        first
+    };
+    let heads = said(5, &["mesh.tensor=5"]);
+    let why =
+        "num_attention_heads: is 4, which cannot be cut over 5 ranks of tensor; use 1 to 4 of them";
+    assert!(heads.ends_with(why), "{heads}");
+    let columns = said(3, &["mesh.tensor=3", "model.intermediate_size=2"]);
+    assert!(columns.contains("intermediate_size: is 2, which cannot be cut over 3"), "{columns}");
+    let int8 = said(2, &["mesh.tensor=2", "precision.state=int8_moments"]);
+    assert!(int8.starts_with("precision.state: is \"int8_moments\", whose blocks"), "{int8}");
+    let keys = said(8, &["mesh={ tensor = 4, context = 2 }"]);
+    assert!(keys.contains("2 key/value heads cannot be cut over 4 ranks"), "{keys}");
+}
