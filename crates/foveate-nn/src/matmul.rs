@@ -46,15 +46,16 @@ thread_local! {
     static COPIED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Columns of a deep product that are computed at once: as many as keep `gemm` on x86 from packing the
-/// copied terms once more, as `tests/allocations.rs` sees. It would allocate for that, so that memory
-/// grows from product to product: an aligned allocation does not fit the place that the last one has left.
+/// Columns of a deep product that are computed at once: two tiles of `gemm`, the most that keep it on x86
+/// from packing the copied terms once more, as `tests/allocations.rs` sees. It would allocate for that, so
+/// that memory grows from product to product: an aligned allocation does not fit the place that the last
+/// one has left.
 fn columns() -> usize {
     #[cfg(target_arch = "x86_64")]
     if !is_x86_feature_detected!("avx512f") {
         return 32;
     }
-    48
+    128
 }
 
 /// A matrix in a slice; strides are in elements.
