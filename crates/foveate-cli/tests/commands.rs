@@ -636,6 +636,12 @@ fn threads_that_the_system_does_not_start_are_told_by_every_command() {
             "{said}"
         );
         assert_eq!(done.status.code(), Some(1), "{line}: {said}");
+        // As many as are advised do start.
+        let advised = said.split("help: try RAYON_NUM_THREADS=").nth(1).unwrap();
+        let advised = advised.split(',').next().unwrap();
+        let done = limited(advised, "mask causal --len 9");
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(0), "{advised} threads: {said}");
     }
     let done = limited("1000", "doctor");
     let told = String::from_utf8(done.stdout).unwrap();
