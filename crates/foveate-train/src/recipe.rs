@@ -703,6 +703,12 @@ impl Recipe {
     }
 }
 
+/// Whether a text is digits alone, behind a sign or none.
+fn is_whole(text: &str) -> bool {
+    let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
+    !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
+}
+
 fn override_value(table: &mut toml::Table, set: &str) -> Result<(), TrainError> {
     let place = format!("--set {set}");
     let fail = |message: &str| Err(TrainError::recipe(&place, message));
@@ -714,6 +720,12 @@ fn override_value(table: &mut toml::Table, set: &str) -> Result<(), TrainError> 
     let parsed: Result<BTreeMap<String, toml::Value>, _> = toml::from_str(&format!("v = {value}"));
     let value = match parsed {
         Ok(mut one) if one.len() == 1 => one.remove("v").expect("just written"),
+        Err(_) if is_whole(value) => {
+            return fail(&format!(
+                "{value} is past {}, the largest whole number of a recipe",
+                i64::MAX
+            ));
+        }
         _ => toml::Value::String(value.to_owned()),
     };
     let mut keys: Vec<&str> = path.trim().split('.').collect();

@@ -151,6 +151,9 @@ fn no_folder(path: &Path) -> Option<String> {
             false => format!("is a file; give the folder that holds it ({LAYOUT})"),
         });
     }
+    if path.exists() {
+        return Some(format!("is no folder; give the folder of a checkpoint ({LAYOUT})"));
+    }
     let text = path.to_str().unwrap_or_default();
     let part = |part: &str| !part.is_empty() && !matches!(part, "." | "..");
     let hub = text.split_once('/').is_some_and(|(owner, name)| {
@@ -166,6 +169,20 @@ fn no_folder(path: &Path) -> Option<String> {
     })
 }
 
+/// Makes sure that a folder is that of a checkpoint, as far as its files' names say.
+///
+/// # Errors
+/// When it is a file, the name of a model that is elsewhere, or the folder of a run, which holds some.
+pub(super) fn expect_checkpoint(folder: &Path) -> Result<(), TrainError> {
+    no_folder(folder).map_or(Ok(()), |why| Err(TrainError::checkpoint(folder, why)))?;
+    let newest = || latest(&folder.join("checkpoints")).or_else(|| latest(folder));
+    let newest = (!folder.join(CONFIG).exists()).then(newest).flatten();
+    newest.map_or(Ok(()), |newest| {
+        let message = format!("is no checkpoint; the newest one in it is {}", newest.display());
+        Err(TrainError::checkpoint(folder, message))
+    })
+}
+
 /// Reads `config.json` and the tokenizer of a Hugging Face checkpoint, ours included, whose
 /// `config.json` is held to its checksum.
 ///
@@ -173,15 +190,8 @@ fn no_folder(path: &Path) -> Option<String> {
 /// When a file is missing or damaged, or the model is of a family that is not known, or has a field
 /// that is not known.
 pub fn read_config(folder: &Path, checksums: Checksums) -> Result<CheckpointConfig, TrainError> {
-    no_folder(folder).map_or(Ok(()), |why| Err(TrainError::checkpoint(folder, why)))?;
+    expect_checkpoint(folder)?;
     let path = folder.join(CONFIG);
-    let newest = || latest(&folder.join("checkpoints")).or_else(|| latest(folder));
-    if !path.exists()
-        && let Some(newest) = newest()
-    {
-        let message = format!("is no checkpoint; the newest one in it is {}", newest.display());
-        return Err(TrainError::checkpoint(folder, message));
-    }
     checksums.of(folder)?;
     let json = read_json(&path)?;
     let fail = |message: String| Err(TrainError::checkpoint(&path, message));

@@ -9,6 +9,7 @@ use foveate_nn::Parameter;
 use serde::Serialize;
 
 use super::checksums::Checksums;
+use super::config::expect_checkpoint;
 use super::content::{Carried, Content, Kept, Values};
 use super::load::{masters, masters_of, state, weights};
 use super::save::Save;
@@ -68,6 +69,7 @@ pub fn contents(
     checksums: Checksums,
     read_all: bool,
 ) -> Result<Contents, TrainError> {
+    expect_checkpoint(folder)?;
     let sums = checksums.of(folder)?;
     let sharded = folder.join(layout::FILE).exists();
     let mut stores = vec![weights(folder, sums.as_ref())?.0];
@@ -108,6 +110,7 @@ pub fn export(
     dtype: SaveDtype,
     checksums: Checksums,
 ) -> Result<(), TrainError> {
+    expect_checkpoint(folder)?;
     let sums = checksums.of(folder)?;
     let mut config = read_json(&folder.join(CONFIG))?;
     if let Some(fields) = config.as_object_mut() {

@@ -557,4 +557,17 @@ fn what_is_no_folder_of_a_checkpoint_says_what_it_is_and_what_to_do() {
     assert!(hub.contains("run `hf download someone/Tiny-1B --local-dir Tiny-1B`"), "{hub}");
     let none = told(&dir.path().join("none"));
     assert!(none.contains("does not exist; give the folder of a checkpoint"), "{none}");
+    #[cfg(unix)]
+    {
+        let device = told(Path::new("/dev/null"));
+        assert!(device.contains("is no folder; give the folder of a checkpoint"), "{device}");
+    }
+    let listed = |path: &Path| contents(path, Checksums::Verify, false).unwrap_err().to_string();
+    assert!(listed(&dir.path().join("model.safetensors")).contains("is a file; give the folder"));
+    let run = tempfile::tempdir().unwrap();
+    fs::create_dir_all(run.path().join("checkpoints/step-000002")).unwrap();
+    fs::write(run.path().join("checkpoints/step-000002").join(STATE), "{}").unwrap();
+    for told in [told(run.path()), listed(run.path())] {
+        assert!(told.contains("is no checkpoint; the newest one in it is"), "{told}");
+    }
 }

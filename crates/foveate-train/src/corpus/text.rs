@@ -34,6 +34,9 @@ pub fn parts(
     if !json {
         return Ok(Parts { text: text.to_owned(), learned: None });
     }
+    if !text.trim_start().starts_with('{') {
+        return Err("the line is not a JSON object with `text` or `messages`".to_owned().into());
+    }
     // Without the end of the line, of which an error would say that it is the next one.
     let record: Record = serde_json::from_str(text.trim_end()).map_err(|e| {
         let told = e.to_string();
@@ -104,6 +107,7 @@ mod tests {
             (talk("3"), "c.jsonl:2: message 1 (user) has a content that is no string"),
             // The line is the file's, not that of the text that was parsed.
             ("{\"text\": ".to_owned(), "c.jsonl:2: the line is not a JSON document: EOF while"),
+            ("[\"text\", null]".to_owned(), "c.jsonl:2: the line is not a JSON object with `text`"),
             ("{\"text\": 3}".to_owned(), "expected a string (column 10); repair"),
         ] {
             let told = told(&line);
@@ -118,6 +122,6 @@ mod tests {
         let error = scan(&sources(&dir, &["c.jsonl"])).unwrap_err().to_string();
         assert!(error.contains("c.jsonl:2: the line needs either"), "{error}");
         let error = scan(&sources(&dir, &["d.jsonl"])).unwrap_err().to_string();
-        assert!(error.contains("d.jsonl:1: the line is not a JSON document"), "{error}");
+        assert!(error.contains("d.jsonl:1: the line is not a JSON object with"), "{error}");
     }
 }

@@ -175,6 +175,8 @@ fn every_mistake_is_named_with_its_place() {
     let set = told(TEXT, &["train.stesp=3"]);
     assert!(set.starts_with("--set train.stesp=3: unknown field `stesp`"), "{set}");
     assert!(told(TEXT, &["train.steps"]).contains("has no `=`"));
+    let large = told(TEXT, &["run.seed=9223372036854775808"]);
+    assert!(large.contains("is past 9223372036854775807, the largest whole number"), "{large}");
     assert!(told(TEXT, &["train.steps.x=1"]).contains("`steps` is a value, not a section"));
     assert_eq!(told(TEXT, &["train.steps=0"]), "r.toml: train.steps is 0; it must be at least 1");
     let both = told(TEXT, &["train.epochs=2"]);
