@@ -150,12 +150,13 @@ fn print(
     }
     let order = if found.deterministic { "fixed order" } else { "any order" };
     out.line(format!(
-        "\n{order}: {:.1} ms a step (fastest {:.1}), {:.0} tokens/s, {} of memory; the host queues \
-         for {:.1} ms",
+        "\n{order}: {:.1} ms a step (fastest {:.1}), {:.0} tokens/s, {} of memory, {} by the dry run; \
+         the host queues for {:.1} ms",
         found.ms,
         found.min_ms,
         found.tokens_per_s(case),
         found.peak_bytes.map_or("?".to_owned(), |n| bytes(n as f64)),
+        bytes(found.planned_bytes as f64),
         found.queue_ms,
     ))?;
     if let Some(fixed) = fixed.filter(|fixed| fixed.deterministic && !found.deterministic) {

@@ -5,8 +5,8 @@ use std::time::Instant;
 use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
-    AdamW, BlockTime, Blocks, Gradients, LinearShape, Model, ModelConfig, Moments, NnError,
-    OptimizerStep, ParameterState, Part, PartMut, Rule, StepKind, Treatment, Weights,
+    AdamW, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model, ModelConfig, Moments,
+    NnError, OptimizerStep, ParameterState, Part, PartMut, Rule, StepKind, Treatment, Weights,
 };
 use foveate_train::device::OnDevice;
 use foveate_train::machine;
@@ -26,6 +26,9 @@ const PROFILED: usize = 2;
 const BATCHES: usize = 4;
 /// Calls of a product alone, of which the median counts.
 const CALLS: usize = 9;
+
+/// Blocks that are products of layers: forward, and both gradients.
+const LINEAR: [&str; 3] = ["linear", "linear backward, input", "linear backward, weight"];
 
 /// Steps to be run.
 #[derive(Clone, Copy)]
@@ -61,6 +64,8 @@ pub struct Measured {
     pub queue_ms: f64,
     /// Memory of the device beyond what was taken before there was a model, or of the process.
     pub peak_bytes: Option<u64>,
+    /// Of arrays, by the dry run; on a processor with the process.
+    pub planned_bytes: u64,
     /// Keys that a query sees on average, where the device has counted them or the mask is causal.
     keys: f64,
     /// A profiled step, the mean.
@@ -97,7 +102,7 @@ impl Measured {
 
     /// Products of the layers in a profiled step.
     pub fn products_ms(&self) -> f64 {
-        let products = self.blocks.iter().filter(|block| block.block.starts_with("linear"));
+        let products = self.blocks.iter().filter(|block| LINEAR.contains(&block.block));
         products.map(|block| block.ms).sum()
     }
 
@@ -122,6 +127,7 @@ impl Measured {
             "tokens_per_s": self.tokens_per_s(case),
             "queue_ms": self.queue_ms,
             "peak_bytes": self.peak_bytes,
+            "planned_bytes": self.planned_bytes,
             "tflops_live": live,
             "tflops_all_pairs": full,
             "tflops_half_of_pairs": half,
@@ -142,9 +148,11 @@ impl OnDevice for Watched<'_> {
         let config = &case.config;
         let account =
             config.dry_run_on(&blocks, &case.attention, &|_| false, case.rows, case.len, kind)?;
-        let free = blocks.free_bytes()?;
+        let (free, planned) = (blocks.free_bytes()?, account.memory());
         let help = "give fewer --rows or a shorter --len, --recompute full, or a smaller --state";
-        memory::fits(account.memory().total(), free, help)?;
+        memory::fits(planned.total(), free, help)?;
+        // What a process takes of its own memory a GPU does not hold.
+        let of_device = free.map_or(planned, |_| MemoryEstimate { process: 0, ..planned });
         let precision = blocks.precision();
         let state = ParameterState::of(precision).map_or("other", ParameterState::name);
         let mut training = Training::new(case, blocks)?;
@@ -187,6 +195,7 @@ impl OnDevice for Watched<'_> {
             min_ms: ms[0],
             queue_ms: queue_ms[queue_ms.len() / 2],
             peak_bytes,
+            planned_bytes: of_device.total(),
             keys,
             profiled_ms,
             blocks,
@@ -246,6 +255,9 @@ impl<'a, B: Blocks> Training<'a, B> {
     }
 
     /// Milliseconds of `steps` warm steps, and those in which the host queued each, in rising order.
+    ///
+    /// A step is timed from the reading of one step's totals to that of the next. The host reads behind
+    /// what it has queued, so one more step runs, whose own reading waits for less than a step.
     fn timed(
         &mut self,
         steps: usize,
@@ -253,7 +265,7 @@ impl<'a, B: Blocks> Training<'a, B> {
     ) -> Result<(Vec<f64>, Vec<f64>), Failure> {
         let (mut times, mut queueing) = (Vec::new(), Vec::new());
         let (mut before, mut last) = (None, Instant::now());
-        for _ in 0..WARM + steps {
+        for _ in 0..WARM + steps + 1 {
             interrupt.check()?;
             let began = Instant::now();
             let totals = self.queue()?;
@@ -271,11 +283,6 @@ impl<'a, B: Blocks> Training<'a, B> {
             self.model.read(totals)?;
             times.push(ms_since(last));
         }
-        let warm = |mut all: Vec<f64>| {
-            let mut timed = all.split_off(WARM);
-            timed.sort_by(f64::total_cmp);
-            timed
-        };
         Ok((warm(times), warm(queueing)))
     }
 
@@ -301,6 +308,14 @@ impl<'a, B: Blocks> Training<'a, B> {
         sums.iter_mut().for_each(|sum| sum.calls /= PROFILED);
         Ok((sums, ms))
     }
+}
+
+/// All but the first steps and the last, in rising order.
+fn warm(mut all: Vec<f64>) -> Vec<f64> {
+    all.pop();
+    let mut timed = all.split_off(WARM);
+    timed.sort_by(f64::total_cmp);
+    timed
 }
 
 fn ms_since(began: Instant) -> f64 {
@@ -356,20 +371,47 @@ impl OnDevice for Alone<'_> {
 
     fn run<B: Blocks>(self, mut blocks: B, _: Option<String>) -> Self::Output {
         let Self { case, interrupt } = self;
+        let kind = StepKind::Training(case.recompute().into());
+        let account = case.config.dry_run_on(
+            &blocks,
+            &case.attention,
+            &|_| false,
+            case.rows,
+            case.len,
+            kind,
+        )?;
         let tokens = case.rows * case.len;
-        let mut layer = 0.0;
-        for (inputs, outputs) in products(&case.config) {
+        let mut products = Vec::new();
+        for (inputs, outputs) in sizes(&case.config) {
             interrupt.check()?;
             let shape = LinearShape { tokens, inputs, outputs };
             let Some(ms) = alone(&mut blocks, shape)? else { return Ok(None) };
-            layer += ms;
+            products.push(Product { flops: 2.0 * (tokens * inputs * outputs) as f64, ms });
         }
-        Ok(Some(layer * (case.config.num_hidden_layers * case.accumulate) as f64))
+        let calls = account.blocks.iter().map(|noted| (noted.block, noted.flops));
+        Ok(Some(all_alone(&products, calls) * case.accumulate as f64))
     }
 }
 
+/// A product and both its gradients, which have as many operations each, in milliseconds.
+struct Product {
+    flops: f64,
+    ms: [f64; 3],
+}
+
+/// Milliseconds of those of `calls`, by block and operations, that are `products` of the layers: what is
+/// computed again counts again.
+fn all_alone<'a>(products: &[Product], calls: impl Iterator<Item = (&'a str, f64)>) -> f64 {
+    let ms = |(block, flops): (&str, f64)| {
+        let number = LINEAR.iter().position(|linear| *linear == block)?;
+        let product = products.iter().find(|product| product.flops == flops)?;
+        Some(product.ms[number])
+    };
+    calls.filter_map(ms).sum()
+}
+
 /// Inputs and outputs of the products of a layer.
-fn products(config: &ModelConfig) -> [(usize, usize); 4] {
+fn sizes(config: &ModelConfig) -> [(usize, usize); 4] {
     let (hidden, wide) = (config.hidden_size, config.intermediate_size);
     let attention = config.num_attention_heads * config.dim();
     let qkv = attention + 2 * config.kv_heads() * config.dim();
@@ -377,7 +419,7 @@ fn products(config: &ModelConfig) -> [(usize, usize); 4] {
 }
 
 /// Milliseconds of a product and of both its gradients.
-fn alone<B: Blocks>(blocks: &mut B, shape: LinearShape) -> Result<Option<f64>, NnError> {
+fn alone<B: Blocks>(blocks: &mut B, shape: LinearShape) -> Result<Option<[f64; 3]>, NnError> {
     let LinearShape { tokens, inputs, outputs } = shape;
     let (precision, small) = (blocks.precision(), Small::new());
     let array = |blocks: &mut B, dtype: DType, elems: usize| -> Result<B::Array, NnError> {
@@ -414,9 +456,40 @@ fn alone<B: Blocks>(blocks: &mut B, shape: LinearShape) -> Result<Option<f64>, N
         of_calls.iter_mut().zip(times).for_each(|(all, ms)| all.push(ms));
     }
     blocks.profile(false)?;
-    let median = |mut all: Vec<f64>| {
+    if of_calls.iter().any(Vec::is_empty) {
+        return Ok(None);
+    }
+    Ok(Some(of_calls.map(|mut all| {
         all.sort_by(f64::total_cmp);
-        all.get(all.len() / 2).copied()
-    };
-    Ok(of_calls.map(median).into_iter().sum())
+        all[all.len() / 2]
+    })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warm_steps_are_those_between_the_first_and_the_last() {
+        assert_eq!(warm(vec![90.0, 80.0, 70.0, 60.0, 5.0, 7.0, 6.0, 1.0]), [5.0, 6.0, 7.0]);
+    }
+
+    #[test]
+    fn products_that_are_computed_again_count_again() {
+        let products = [
+            Product { flops: 8.0, ms: [1.0, 10.0, 100.0] },
+            Product { flops: 4.0, ms: [2.0, 20.0, 200.0] },
+        ];
+        let calls = [
+            (LINEAR[0], 8.0),
+            (LINEAR[0], 4.0),
+            ("gated", 0.0),
+            // The head's are of no layer.
+            (LINEAR[0], 64.0),
+            (LINEAR[0], 8.0),
+            (LINEAR[1], 8.0),
+            (LINEAR[2], 4.0),
+        ];
+        assert_eq!(all_alone(&products, calls.into_iter()), 1.0 + 2.0 + 1.0 + 10.0 + 200.0);
+    }
 }
