@@ -5,7 +5,7 @@
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
 CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation
-(with --states nothing else), a run that goes from the CPU to the GPU
+(with --states nothing else) and with the algorithms that a run chose, a run that goes from the CPU to the GPU
 and back, evaluation and generation on the device. --tokens-per-second also times a model of 135
 million parameters with random weights. One line a check, ending in `passed` or FAILED; fails when one
 does. Without a GPU it says why and passes.
@@ -13,6 +13,7 @@ does. Without a GPU it says why and passes.
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -222,6 +223,28 @@ def every_state(place, device="cuda:0", states=STATES):
             tell(f"{state}: killed and resumed in every mode as never killed and nothing computed again", not wrong, detail)
 
 
+def chosen(place):
+    """Algorithms of products that the first step timed are taken again by a resume, though the folder
+    of compiled kernels has lost them."""
+    sets = ["model.num_hidden_layers=3", "train.save_every=2", "train.batch_rows=4"]
+    kept = Path(os.environ["FOVEATE_CACHE_DIR"]) / "products.txt" if "FOVEATE_CACHE_DIR" in os.environ else None
+    runs = {}
+    for run, steps in (("whole", (6,)), ("parts", (2, 6))):
+        for number, upto in enumerate(steps):
+            if number and kept:
+                kept.unlink(missing_ok=True)
+            flags = ["--resume"] if number else []
+            # The schedule counts the steps of a run, so it is constant here.
+            place.train(run, "cuda:0", [*sets, f"train.steps={upto}", "schedule.kind=constant"], "smollm", flags)
+        state = json.loads((Path(place.checkpoint(run)) / "state.json").read_text())
+        runs[run] = (place.losses(run), place.weights(run), state.get("choices", {}))
+    choices = runs["whole"][2]
+    other = sum(number > 0 for number in choices.values())
+    same = runs["whole"] == runs["parts"] and len(choices) > 0
+    detail = f"{len(choices)} products, {other} of them not by the library's first algorithm;"
+    tell("a resume takes the algorithms of its checkpoint", same, detail)
+
+
 def across(place):
     """Five steps on the CPU, five on the GPU, the rest on the CPU."""
     for device, steps, flags in (("cpu", 5, []), ("cuda:0", 10, ["--resume"]), ("cpu", 20, ["--resume"])):
@@ -274,9 +297,9 @@ def main():
         print("train declined: no GPU")
         return 0
     place = Place(foveate, folder)
-    checks = [beside_the_cpu, repeats, killed, every_state, used, across]
+    checks = [beside_the_cpu, repeats, killed, every_state, chosen, used, across]
     if "--states" in sys.argv:
-        checks = [every_state]
+        checks = [every_state, chosen]
     if "--tokens-per-second" in sys.argv:
         checks.append(speed)
     for check in checks:
