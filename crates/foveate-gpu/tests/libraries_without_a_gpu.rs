@@ -3,10 +3,13 @@
 
 mod driver;
 
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use foveate_gpu::blas::{self, Matmul};
 use foveate_gpu::nccl::{self, Communicator, FlatArray, Reduce, Transfer, UniqueId};
+use foveate_gpu::trace::{self, Noted};
 use foveate_gpu::{DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, driver::Allocation};
 use foveate_tensor::DType;
 
@@ -103,6 +106,91 @@ fn a_product_without_a_kernel_is_described() {
         "asking for a kernel for a product [16, 16] · [16, 16] of f32: cuBLASLt says \
          CUBLAS_STATUS_NOT_SUPPORTED, a failure of tests (15)"
     );
+}
+
+/// Waits of the host during `work`.
+fn waits(work: impl FnOnce()) -> usize {
+    trace::start();
+    work();
+    trace::stop().iter().filter(|noted| matches!(noted, Noted::Waited { .. })).count()
+}
+
+#[test]
+fn a_tuned_product_runs_its_fastest_kernel_and_is_timed_once() {
+    let name = "a_tuned_product_runs_its_fastest_kernel_and_is_timed_once";
+    if !inside(name, &["cublaslt"], &[], &[("KERNELS", "11"), ("FASTEST", "5")]) {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let numbers: Vec<f32> = (0..4 * 256).map(|i| (i % 7) as f32).collect();
+    let memory = engine.queue().pool().upload(bytemuck::cast_slice(&numbers)).unwrap();
+    let square = |i: u64, rows: usize, columns: usize| {
+        let address = memory.address() + 1024 * i;
+        DeviceTensor::contiguous(address, DType::F32, [1, rows, columns])
+    };
+    let product = |rows, columns| {
+        Matmul::new(square(0, rows, 16), square(1, 16, columns), square(2, rows, columns))
+    };
+    let run = |matmul: &Matmul| engine.matmul(engine.queue(), matmul).unwrap();
+    let written = |from: usize| {
+        let mut bytes = [0; 16];
+        memory.read_at(from, &mut bytes, TIMEOUT).unwrap();
+        bytemuck::cast::<_, [f32; 4]>(bytes)
+    };
+    let expected =
+        |columns: usize| -> f32 { (0..16).map(|k| numbers[k] * numbers[256 + columns * k]).sum() };
+    // Nobody has asked for it.
+    assert_eq!(waits(|| run(&product(16, 16))), 0);
+    assert!(engine.product_choices().is_empty());
+    let given = BTreeMap::new();
+    engine.tune_products(2.0 * 15.0 * 16.0 * 16.0, &given);
+    assert_eq!(waits(|| run(&product(14, 16))), 0, "a product that is too small to be worth it");
+    assert_eq!(waits(|| run(&product(15, 16))), 1);
+    assert_eq!(waits(|| run(&product(15, 16))), 0);
+    let chosen = engine.product_choices();
+    let [(problem, 5)] = chosen.iter().map(|(problem, n)| (problem, *n)).collect::<Vec<_>>()[..]
+    else {
+        panic!("{chosen:?}")
+    };
+    assert!(problem.contains("cuBLASLt 13.1.2: f32 to f32, 1 times, Rows 16 x 16"), "{problem}");
+    assert_eq!(written(2048)[0], expected(16));
+    // What adds in place is added once, and what adds from elsewhere may be repeated.
+    let plus = Matmul { beta: 1.0, ..product(16, 15) };
+    assert_eq!(waits(|| run(&plus)), 0);
+    let add = Matmul { add: Some(square(3, 15, 15)), beta: 1.0, ..product(15, 15) };
+    assert_eq!(waits(|| run(&add)), 0, "it is too small");
+    engine.tune_products(0.0, &given);
+    let add = Matmul { add: Some(square(3, 14, 15)), beta: 1.0, ..product(14, 15) };
+    assert_eq!(waits(|| run(&add)), 1);
+    assert_eq!(written(2048)[0], expected(15) + numbers[768]);
+    let numbers_of: Vec<usize> = engine.product_choices().into_values().collect();
+    assert_eq!(numbers_of.iter().filter(|&&number| number == 5).count(), 2);
+    assert_eq!(numbers_of.iter().filter(|&&number| number == 0).count(), 1);
+}
+
+#[test]
+fn a_choice_is_kept_beside_those_of_other_devices() {
+    let name = "a_choice_is_kept_beside_those_of_other_devices";
+    if !inside(name, &["cublaslt"], &[], &[("KERNELS", "8"), ("FASTEST", "5")]) {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let memory = engine.queue().pool().take(4096).unwrap();
+    let square =
+        |i: u64| DeviceTensor::contiguous(memory.address() + 1024 * i, DType::F32, [1, 16, 16]);
+    let matmul = Matmul::new(square(0), square(1), square(2));
+    let kept =
+        PathBuf::from(std::env::var("HOME").unwrap()).join(".cache/foveate/kernels/products.txt");
+    let problem = "a device of tests, 1 SMs, CUDA 13.0, cuBLASLt 13.1.2: not this one";
+    std::fs::create_dir_all(kept.parent().unwrap()).unwrap();
+    std::fs::write(&kept, format!("3 {problem}\n")).unwrap();
+    engine.tune_products(0.0, &BTreeMap::new());
+    assert_eq!(waits(|| engine.matmul(engine.queue(), &matmul).unwrap()), 1);
+    let text = std::fs::read_to_string(&kept).unwrap();
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines[0], format!("3 {problem}"));
+    assert!(lines.len() == 2 && lines[1].starts_with("5 "), "{text}");
 }
 
 /// One rank, and numbers of its.

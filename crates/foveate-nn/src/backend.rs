@@ -369,6 +369,19 @@ pub trait Blocks: Sized {
         Ok(BTreeMap::new())
     }
 
+    /// From here on finds out by timing, once for each problem, how to compute where the device's
+    /// libraries leave a choice, but for what `given` says, which an earlier run chose
+    /// ([`Blocks::choices`]).
+    fn choose(&mut self, given: &BTreeMap<String, usize>) {
+        let _ = given;
+    }
+
+    /// What was chosen, by name: results' bits depend on it. A name says what it is a choice for, down to
+    /// the device and its libraries.
+    fn choices(&self) -> BTreeMap<String, usize> {
+        BTreeMap::new()
+    }
+
     /// What `plan` takes in a batch of the shape it was made for.
     fn plan_bytes(&mut self, plan: &Self::Plan) -> Result<PlanBytes, NnError>;
 

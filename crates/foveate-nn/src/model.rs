@@ -630,6 +630,18 @@ impl<B: Blocks> Model<B> {
         Ok(all)
     }
 
+    /// From here on finds out by timing, once for each problem, how to compute where the device's
+    /// libraries leave a choice: which algorithm of cuBLASLt multiplies. `given` is what an earlier run
+    /// chose ([`Model::choices`]), which is taken where the device and its libraries are the same.
+    pub fn choose(&self, given: &BTreeMap<String, usize>) {
+        self.running().blocks.choose(given);
+    }
+
+    /// What was chosen since [`Model::choose`], by name. The bits of steps depend on it.
+    pub fn choices(&self) -> BTreeMap<String, usize> {
+        self.running().blocks.choices()
+    }
+
     /// What steps use. A step that panicked leaves arrays of odd sizes, which the next one fits
     /// again.
     pub(crate) fn running(&self) -> MutexGuard<'_, Running<B>> {

@@ -96,6 +96,9 @@ pub struct State {
     /// libraries, kernels. Empty on the CPU.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub bits_depend_on: BTreeMap<String, String>,
+    /// What was found out by timing, by name: the algorithms of a GPU's products. Empty on the CPU.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub choices: BTreeMap<String, usize>,
 }
 
 /// What a checkpoint is made of.

@@ -23,31 +23,36 @@
 //! multiplied as they are; [`Matmul::tf32`] lets the tensor cores round them to 10 bits first.
 //!
 //! A transpose is a view ([`DeviceTensor::transposed`]), a shared matrix one of batch stride 0.
-//! Where the library finds a kernel for a problem it is kept, so the same call has the same bits.
+//! Where the library finds a kernel for a problem it is kept, so the same call has the same bits. Which
+//! one it is may be found by timing ([`Engine::tune_products`]). None adds shares of a sum in an order that
+//! varies: the library does that only where parts are added in place, which is not allowed here.
 //!
 //! cuBLASLt is loaded at run time. Not through bindings of a crate: those look for it by its bare
 //! name and so take another copy than the one that was found, and panic where a symbol is missing.
 
+mod choices;
 mod matrix;
 mod prepared;
 mod sys;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ptr;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use foveate_tensor::DType;
 
 use crate::access::Accesses;
-use crate::driver::Device;
+use crate::cache::Cache;
 use crate::driver::sys::Handle;
+use crate::driver::{Device, Event, default_timeout};
 use crate::engine::Engine;
 use crate::error::GpuError;
 use crate::library::Library;
 use crate::queue::Queue;
 use crate::sync::lock;
 use crate::tensor::DeviceTensor;
+use choices::{CANDIDATES, Choices};
 use matrix::{Matrix, Order};
 use prepared::{Key, Prepared};
 use sys::Functions;
@@ -148,6 +153,12 @@ impl Matmul {
         )))
     }
 
+    /// A multiply-add being two.
+    fn flops(&self) -> f64 {
+        let ([batch, m, k], n) = (self.a.layout.shape, self.b.layout.shape[2]);
+        2.0 * [batch, m, n, k].map(|n| n as f64).iter().product::<f64>()
+    }
+
     /// Of the library's first and second factor.
     fn addresses(&self, swapped: bool) -> [u64; 2] {
         let [a, b] = [self.a.start(), self.b.start()];
@@ -199,8 +210,35 @@ impl Engine {
         if matmul.c.layout.elems() == 0 {
             return Ok(());
         }
-        let blas = self.keep(|| Blas::new(self.device()));
+        let blas = self.blas();
         blas.as_ref().as_ref().map_err(Clone::clone)?.run(queue, key, matmul)
+    }
+
+    /// From here on, has the library's best kernels run when a product of `least_flops` operations or
+    /// more is first queued, a few times each, and takes the fastest of them for all that are like it;
+    /// the caller waits for that. Products that add to c in place cannot be repeated, and take the
+    /// library's first where nothing like them was queued before.
+    ///
+    /// A choice is kept in the folder of compiled kernels, for other processes. `given` are choices of
+    /// [`Engine::product_choices`] that come before these and are not timed.
+    pub fn tune_products(&self, least_flops: f64, given: &BTreeMap<String, usize>) {
+        // Without the library, the first product says so.
+        if let Ok(blas) = self.blas().as_ref() {
+            lock(&blas.choices).tune(least_flops, given);
+        }
+    }
+
+    /// Which of the library's kernels compute products that were tuned, by number in the library's
+    /// order. A name has all that decides what the library offers: GPU, driver, version and problem.
+    pub fn product_choices(&self) -> BTreeMap<String, usize> {
+        self.blas()
+            .as_ref()
+            .as_ref()
+            .map_or_else(|_| BTreeMap::new(), |blas| lock(&blas.choices).used().clone())
+    }
+
+    fn blas(&self) -> Arc<Result<Blas, GpuError>> {
+        self.keep(|| Blas::new(self.device()))
     }
 }
 
@@ -217,6 +255,7 @@ struct Blas {
     functions: &'static Functions,
     handle: Handle,
     prepared: Mutex<HashMap<Key, Prepared>>,
+    choices: Mutex<Choices>,
 }
 
 // SAFETY: the library lets threads share a handle; descriptors are behind the mutex.
@@ -226,6 +265,12 @@ unsafe impl Sync for Blas {}
 
 /// Problems that are remembered; a training step has a few dozen.
 const MOST_PREPARED: usize = 1 << 12;
+/// Calls of a kernel that are timed together.
+const CALLS: usize = 2;
+/// Times that each kernel is timed, in turn with the others, so that all meet the same clock.
+const ROUNDS: usize = 3;
+/// Of the time of the library's first choice: what is hardly faster is noise.
+const WORTH: f32 = 0.99;
 
 impl Blas {
     /// The library on `device`.
@@ -234,15 +279,22 @@ impl Blas {
     /// When it is missing, too old, or made for a newer driver.
     fn new(device: &Device) -> Result<Self, GpuError> {
         let functions = Functions::get()?;
-        let [major, minor, _] = functions.version();
-        let driver = device.info().driver;
+        let [major, minor, patch] = functions.version();
+        let info = device.info();
+        let driver = info.driver;
         Library::CublasLt.check_driver((major, minor), driver)?;
         let _current = device.current()?;
         let mut handle = ptr::null_mut();
         // SAFETY: `handle` is valid for a write, and the device's context is current.
         let code = unsafe { (functions.create)(&mut handle) };
         functions.check(code, || "starting cuBLASLt".into())?;
-        Ok(Self { functions, handle, prepared: Mutex::default() })
+        let identity = format!(
+            "{}, {} SMs, CUDA {}.{}, cuBLASLt {major}.{minor}.{patch}",
+            info.name, info.sms, driver.0, driver.1
+        );
+        let folder = Cache::get().folder().map(Into::into);
+        let choices = Mutex::new(Choices::new(identity, folder));
+        Ok(Self { functions, handle, prepared: Mutex::default(), choices })
     }
 
     /// Queues what `key` describes and [`Engine::matmul`] has checked.
@@ -255,8 +307,7 @@ impl Blas {
         let ready = match prepared.entry(key) {
             std::collections::hash_map::Entry::Occupied(found) => found.into_mut(),
             std::collections::hash_map::Entry::Vacant(free) => {
-                let made = Prepared::new(self.functions, self.handle, &key, matmul)?;
-                free.insert(made)
+                free.insert(self.prepare(queue, &key, matmul)?)
             }
         };
         // The pool gives the memory out again for work of this queue only, which comes later.
@@ -266,6 +317,62 @@ impl Blas {
         // where written (`Engine::matmul`); the workspace has the bytes that were asked for and
         // its pool is that of the queue.
         unsafe { ready.queue(self.handle, queue, matmul, matmul.addresses(swapped), &workspace) }
+    }
+
+    /// Descriptors and kernel of a problem that comes for the first time.
+    fn prepare(&self, queue: &Queue, key: &Key, matmul: &Matmul) -> Result<Prepared, GpuError> {
+        let new = |most| Prepared::new(self.functions, self.handle, key, matmul, most);
+        let mut choices = lock(&self.choices);
+        let Some(name) = choices.name(key, matmul.flops()) else { return new(1) };
+        let mut made = new(CANDIDATES)?;
+        let number = choices.take(name, || self.fastest(queue, key, matmul, &mut made))?;
+        made.choose(number);
+        Ok(made)
+    }
+
+    /// The number of the kernel that takes the least time, which leaves c as one call does.
+    fn fastest(
+        &self,
+        queue: &Queue,
+        key: &Key,
+        matmul: &Matmul,
+        made: &mut Prepared,
+    ) -> Result<usize, GpuError> {
+        let again = matmul.beta == 0.0 || matmul.add.is_some();
+        let kernels = made.kernels();
+        if kernels == 1 || !again || queue.stream().is_recording()? {
+            return Ok(0);
+        }
+        let factors = matmul.addresses(key.matrices[3].order == Order::Rows);
+        let (device, mut spans) = (queue.stream().device(), Vec::new());
+        for number in (0..=ROUNDS).flat_map(|_| 0..kernels) {
+            made.choose(number);
+            let workspace = queue.pool().take(made.workspace_bytes())?;
+            let [begin, end] = [Event::new(device)?, Event::new(device)?];
+            begin.record(queue.stream())?;
+            for _ in 0..CALLS {
+                // SAFETY: as in `run`, whose operands these are; nothing of c is read.
+                unsafe { made.queue(self.handle, queue, matmul, factors, &workspace) }?;
+            }
+            end.record(queue.stream())?;
+            spans.push([begin, end]);
+        }
+        let [_, last] = spans.last().expect("each kernel is timed");
+        last.wait(default_timeout(), "the time of a product")?;
+        let mut times = vec![Vec::new(); kernels];
+        // In the first round kernels are loaded.
+        for (number, [begin, end]) in spans.iter().enumerate().skip(kernels) {
+            times[number % kernels].push(end.ms_since(begin)?);
+        }
+        let medians: Vec<f32> = times
+            .into_iter()
+            .map(|mut of_kernel| {
+                of_kernel.sort_by(f32::total_cmp);
+                of_kernel[of_kernel.len() / 2]
+            })
+            .collect();
+        let best = (0..medians.len()).min_by(|&a, &b| medians[a].total_cmp(&medians[b]));
+        Ok(best.filter(|&best| medians[best] < WORTH * medians[0]).unwrap_or(0))
     }
 }
 

@@ -1,6 +1,7 @@
-//! A product that cuBLASLt has been asked about: its descriptors, and the kernel it chose.
+//! A product that cuBLASLt has been asked about: its descriptors, and the kernels it has for it.
 
 use std::ffi::{c_int, c_void};
+use std::fmt;
 use std::ptr;
 
 use foveate_tensor::DType;
@@ -36,21 +37,37 @@ pub struct Key {
     pub tf32: bool,
 }
 
+impl fmt::Display for Key {
+    /// One line, without a space at either end.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { factor, result, batch, matrices, alignments, bias, tf32 } = self;
+        write!(f, "{factor} to {result}, {batch} times")?;
+        for Matrix { order, rows, columns, leading, batch_stride } in matrices {
+            write!(f, ", {order:?} {rows} x {columns} by {leading} and {batch_stride}")?;
+        }
+        write!(f, ", aligned to {alignments:?}, bias {bias}, tf32 {tf32}")
+    }
+}
+
 /// Bytes that divide an address, as far as kernels differ by them.
 pub fn alignment(address: u64) -> u32 {
     1 << (address | MOST_ALIGNMENT).trailing_zeros()
 }
 
-/// Descriptors and kernel of one problem.
+/// Descriptors and kernels of one problem.
 pub struct Prepared {
     functions: &'static Functions,
     product: Descriptor,
     matrices: [Descriptor; 4],
-    chosen: Heuristic,
+    /// In the library's order, of which the first is its best estimate; one or more.
+    kernels: Vec<Heuristic>,
+    /// Which of them runs.
+    chosen: usize,
 }
 
 impl Prepared {
-    /// Asks the library for its best kernel; `matmul` is a problem of `key`.
+    /// Asks the library for its `most` best kernels, of which the first runs; `matmul` is a problem of
+    /// `key`.
     ///
     /// # Errors
     /// When it has none, or refuses.
@@ -59,6 +76,7 @@ impl Prepared {
         handle: Handle,
         key: &Key,
         matmul: &Matmul,
+        most: usize,
     ) -> Result<Self, GpuError> {
         let asking = || format!("asking for a kernel for {matmul}");
         let types = [key.factor, key.factor, key.result, key.result];
@@ -70,8 +88,8 @@ impl Prepared {
             product.set(sys::product::BIAS, &bias.start())?;
         }
         let wish = preference(functions, key)?;
-        let (mut chosen, mut found) = (Heuristic::default(), 0);
-        // SAFETY: all descriptors are alive; there is room for the one result asked for.
+        let (mut kernels, mut found) = (vec![Heuristic::default(); most], 0);
+        // SAFETY: all descriptors are alive; there is room for as many results as are asked for.
         let code = unsafe {
             (functions.heuristic)(
                 handle,
@@ -81,19 +99,32 @@ impl Prepared {
                 matrices[2].handle,
                 matrices[3].handle,
                 wish.handle,
-                1,
-                &mut chosen,
+                most as c_int,
+                kernels.as_mut_ptr(),
                 &mut found,
             )
         };
         functions.check(code, asking)?;
-        functions.check(if found > 0 { chosen.status } else { sys::NOT_SUPPORTED }, asking)?;
-        Ok(Self { functions, product, matrices, chosen })
+        kernels.truncate(usize::try_from(found).unwrap_or(0));
+        let status = kernels.first().map_or(sys::NOT_SUPPORTED, |kernel| kernel.status);
+        functions.check(status, asking)?;
+        kernels.retain(|kernel| kernel.status == 0);
+        Ok(Self { functions, product, matrices, kernels, chosen: 0 })
+    }
+
+    /// Kernels there are.
+    pub fn kernels(&self) -> usize {
+        self.kernels.len()
+    }
+
+    /// Has kernel `number` run, or the first where there is none of that number.
+    pub fn choose(&mut self, number: usize) {
+        self.chosen = if number < self.kernels.len() { number } else { 0 };
     }
 
     /// Memory that the kernel asks for.
     pub fn workspace_bytes(&self) -> usize {
-        self.chosen.workspace_bytes
+        self.kernels[self.chosen].workspace_bytes
     }
 
     /// Queues the product.
@@ -138,7 +169,7 @@ impl Prepared {
                 of_added,
                 result,
                 of_result,
-                &self.chosen.algorithm,
+                &self.kernels[self.chosen].algorithm,
                 workspace.address() as *mut c_void,
                 workspace.bytes(),
                 queue.stream().handle(),

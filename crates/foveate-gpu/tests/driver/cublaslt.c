@@ -1,6 +1,7 @@
 /* cuBLASLt for tests, without a GPU: products in double, at once, of what the driver for tests
  * calls device memory. It takes what the real one takes and no more, so a wrong descriptor is a
- * wrong result or a refusal. BLAS: its version. KERNELS: how many it has for any problem. Compiled
+ * wrong result or a refusal. BLAS: its version. KERNELS: how many it has for any problem, of which
+ * number FASTEST takes a third of the others' time. Compiled
  * with -DWRONG it leaves out the last term of long sums, with -DOLD_BLAS it has no cublasLtMatmul. */
 #include <stdlib.h>
 #include "numbers.h"
@@ -10,11 +11,12 @@
 #endif
 
 typedef struct { int64_t number[64]; } Descriptor; /* attributes by their numbers in the header */
-typedef struct { uint64_t data[8]; size_t workspace; int status; float waves; int reserved[4]; } Heuristic;
+typedef struct { uint64_t algorithm[8]; size_t workspace; int status; float waves; int reserved[4]; } Heuristic;
 enum { TYPE = 0, ROWS = 2, COLUMNS = 3, LEADING = 4, BATCH = 5, STRIDE = 6 };
 enum { TRANSPOSE_A = 3, TRANSPOSE_B = 4, EPILOGUE = 7, BIAS = 8, BIAS_TYPE = 26 };
 
 int cuEventQuery(void *);
+extern float device_ms;
 static size_t number(const char *name, size_t otherwise) {
     const char *text = getenv(name);
     return text ? strtoull(text, 0, 10) : otherwise;
@@ -63,9 +65,11 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, Descriptor *o, Descriptor *a, Descri
     int64_t size[3];
     (void)h, (void)d, (void)wish;
     if (most < 1 || sizes(o->number, a->number, b->number, c->number, size)) return 7;
-    memset(found, 0, sizeof *found);
-    found->workspace = 1000;
-    return *count = (int)number("KERNELS", 1), 0;
+    *count = (int)number("KERNELS", 1);
+    if (*count > most) *count = most;
+    memset(found, 0, most * sizeof *found);
+    for (int i = 0; i < *count; i++) found[i].workspace = 1000, found[i].algorithm[0] = i;
+    return 0;
 }
 
 #ifndef OLD_BLAS
@@ -73,7 +77,8 @@ int cublasLtMatmul(void *h, Descriptor *op, const float *alpha, const void *A, D
                    const float *beta, const void *C, Descriptor *dc, void *D, Descriptor *dd, const uint64_t *algorithm,
                    void *workspace, size_t bytes, void *stream) {
     int64_t *o = op->number, *a = da->number, *b = db->number, *added = dc->number, *c = dd->number, size[3];
-    (void)h, (void)algorithm, (void)stream;
+    (void)h, (void)stream;
+    device_ms += *algorithm == number("FASTEST", 0) ? 1 : 3;
     if (!workspace || bytes < 1000 || sizes(o, a, b, c, size) || sizes(o, a, b, added, size)) return 7;
     cuEventQuery(0); /* everything queued before */
     for (int64_t n = 0; n < c[BATCH]; n++)

@@ -40,6 +40,9 @@ fn activation_of(activation: NnActivation) -> Activation {
     }
 }
 
+/// Operations of a product that is worth to be tuned: a microsecond or two.
+const LEAST_TUNED: f64 = 1e9;
+
 impl Blocks for Cuda {
     type Plan = AttentionPlan;
     type Array = CudaArray;
@@ -194,6 +197,14 @@ impl Blocks for Cuda {
             ("attention", plan.kernels()?),
         ];
         Ok(all.map(|(name, value)| (name.to_owned(), value)).into())
+    }
+
+    fn choose(&mut self, given: &BTreeMap<String, usize>) {
+        self.kernels.engine().tune_products(LEAST_TUNED, given);
+    }
+
+    fn choices(&self) -> BTreeMap<String, usize> {
+        self.kernels.engine().product_choices()
     }
 
     fn plan_bytes(&mut self, _: &AttentionPlan) -> Result<PlanBytes, NnError> {

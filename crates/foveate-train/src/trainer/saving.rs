@@ -38,6 +38,7 @@ impl<B: Blocks> Setup<'_, B> {
         }
         ranks.together(save.is_shared(ranks.rank()))?;
         let (rank, count) = (ranks.rank(), ranks.count());
+        self.state.choices = self.model.choices();
         let snapshot = Snapshot {
             model: &self.model,
             attention: &self.attention,

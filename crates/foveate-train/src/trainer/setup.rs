@@ -180,6 +180,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let depends = model.bits_depend_on(recipe.train.batch_rows, recipe.data.len);
         let depends = depends.map_err(|e| wrong(e.to_string()))?;
         let (other_device, changed) = moved(&mut state, last.is_some(), gpu.clone(), depends);
+        model.choose(&state.choices);
         let source = template_source
             .as_deref()
             .or(from.as_ref().and_then(|from| from.chat_template.as_deref()))

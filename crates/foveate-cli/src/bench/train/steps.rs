@@ -1,5 +1,6 @@
 //! Steps of a case on a device, timed, and their products alone.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use foveate::DType;
@@ -223,6 +224,7 @@ impl<'a, B: Blocks> Training<'a, B> {
     fn new(case: &'a Case, blocks: B) -> Result<Self, NnError> {
         let mut model = Model::unfilled_on(blocks, case.config.clone(), &case.attention)?;
         fill(&mut model)?;
+        model.choose(&BTreeMap::new());
         let (gradients, moments) = (model.gradients()?, model.moments(&RULE)?);
         let spans = model.spans(Treatment::of)?;
         let batches = (0..BATCHES).map(|number| case.batch(number)).collect();
