@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 SECONDS = 150  # a command's limit: kernels can hang
@@ -188,39 +188,39 @@ MODES = ("none", "attention", "mlp", "full")
 STEPS = 40
 
 
-def resumed(place, device, state, modes=MODES):
+def resumed(place, device, state, in_backward, modes=MODES):
     """In a state, each mode of recomputation killed and resumed beside one run that nothing is computed
-    again in, and the same with updates in the backward pass; what is other, in words."""
-    moments, wrong, killed = random.Random(state), [], []
-    for in_backward in (False, True):
-        way = "in-backward" if in_backward else "behind"
-        sets = [f"precision.state={state}", f"train.steps={STEPS}", "train.save_every=4", "train.keep=2"]
-        sets += ["train.accumulate=1", f"optimizer.in_backward={str(in_backward).lower()}"]
-        sets += ["optimizer.clip_norm=0"] if in_backward else []
-        whole = f"{state}-{way}"
-        place.train(whole, device, [*sets, "train.recompute=none"])
-        for mode in modes:
-            run = f"{whole}-{mode}"
-            seen = killed_after(place, run, device, [*sets, f"train.recompute={mode}"], moments.randint(2, 20))
-            killed.append(seen)
-            if seen >= STEPS:
-                wrong.append(f"{way}, {mode}: it was over before it was killed")
-            elif place.losses(run) != place.losses(whole):
-                wrong.append(f"{way}, {mode}: other losses")
-            elif place.weights(run) != place.weights(whole):
-                wrong.append(f"{way}, {mode}: other weights, masters or moments")
+    again in: what is other, in words, and the steps after which runs were killed."""
+    moments, wrong, killed = random.Random(f"{state} {in_backward}"), [], []
+    sets = [f"precision.state={state}", f"train.steps={STEPS}", "train.save_every=4", "train.keep=2"]
+    sets += ["train.accumulate=1", f"optimizer.in_backward={str(in_backward).lower()}"]
+    sets += ["optimizer.clip_norm=0"] if in_backward else []
+    whole = f"{state}-{'in' if in_backward else 'behind'}"
+    place.train(whole, device, [*sets, "train.recompute=none"])
+    for mode in modes:
+        run = f"{whole}-{mode}"
+        seen = killed_after(place, run, device, [*sets, f"train.recompute={mode}"], moments.randint(2, 20))
+        killed.append(seen)
+        if seen >= STEPS:
+            wrong.append(f"{mode}: it was over before it was killed")
+        elif place.losses(run) != place.losses(whole):
+            wrong.append(f"{mode}: other losses")
+        elif place.weights(run) != place.weights(whole):
+            wrong.append(f"{mode}: other weights, masters or moments")
     return wrong, killed
 
 
 def every_state(place, device="cuda:0", states=STATES):
     """All states side by side: each is mostly the start of processes."""
-    with ThreadPoolExecutor(len(states)) as pool:
-        found = {state: pool.submit(resumed, place, device, state) for state in states}
-        for state, future in found.items():
+    ways = [(state, in_backward) for in_backward in (False, True) for state in states]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        found = {pool.submit(resumed, place, device, *way): way for way in ways}
+        for future in as_completed(found):
+            state, in_backward = found[future]
+            name = f"{state}{', updates in the backward pass' if in_backward else ''}"
             wrong, killed = future.result()
-            steps = ", ".join(map(str, killed))
-            detail = "; ".join(wrong) or f"killed after steps {steps}, behind and in the backward pass;"
-            tell(f"{state}: killed and resumed in every mode as never killed and nothing computed again", not wrong, detail)
+            detail = "; ".join(wrong) or f"killed after steps {', '.join(map(str, killed))};"
+            tell(f"{name}: killed and resumed in every mode as never killed and nothing computed again", not wrong, detail)
 
 
 def chosen(place):
@@ -299,7 +299,7 @@ def main():
     place = Place(foveate, folder)
     checks = [beside_the_cpu, repeats, killed, every_state, chosen, used, across]
     if "--states" in sys.argv:
-        checks = [every_state, chosen]
+        checks = [chosen, every_state]
     if "--tokens-per-second" in sys.argv:
         checks.append(speed)
     for check in checks:
