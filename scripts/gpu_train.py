@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Trains on a GPU and holds what comes of it to the CPU; part of gpu-bundle/ as train.py.
 
-    train.py FOVEATE FOLDER [--tokens-per-second | --states]
+    train.py FOVEATE FOLDER [--tokens-per-second | --only CHECK,CHECK]
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
 CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation
-(with --states nothing else) and with the algorithms that a run chose, a run that goes from the CPU to the GPU
-and back, evaluation and generation on the device. --tokens-per-second also times a model of 135
-million parameters with random weights. One line a check, ending in `passed` or FAILED; fails when one
-does. Without a GPU it says why and passes.
+and with the algorithms that a run chose, a run that goes from the CPU to the GPU and back, evaluation
+and generation on the device. --tokens-per-second also times a model of 135 million parameters with
+random weights; --only names checks, such as every_state. One line a check, ending in `passed` or FAILED;
+fails when one does. Without a GPU it says why and passes.
 """
 
 import hashlib
@@ -298,8 +298,12 @@ def main():
         return 0
     place = Place(foveate, folder)
     checks = [beside_the_cpu, repeats, killed, every_state, chosen, used, across]
-    if "--states" in sys.argv:
-        checks = [chosen, every_state]
+    if "--only" in sys.argv:
+        wanted = sys.argv[sys.argv.index("--only") + 1].split(",")
+        known = {check.__name__: check for check in checks}
+        if not known.keys() >= set(wanted):
+            sys.exit(f"train.py has the checks {', '.join(known)}, not all of {', '.join(wanted)}")
+        checks = [known[name] for name in wanted]
     if "--tokens-per-second" in sys.argv:
         checks.append(speed)
     for check in checks:
