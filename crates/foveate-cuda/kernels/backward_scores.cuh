@@ -348,7 +348,13 @@ struct Scores {
             else add(lane == 0, Spot::of(0, 0), sum_over(sum, 1, 32));
         };
         if constexpr (Read::kind == CAPTURE_EACH) {
-            for_each_score([&](int m, int n, int i) { add(true, Spot::step(m, n, i), given(m, n, i)); });
+            // The element may depend on the score.
+            for_each_score([&](int m, int n, int i) {
+                const Spot step = Spot::step(m, n, i);
+                const float sum = given(m, n, i);
+                if (sum == 0.f) return;
+                Read::add(mods, Read::at(mods, c.place, query + step.query, key + step.key, raw[m][n][i]), sum);
+            });
         } else if constexpr (Read::kind == (KEYS_DOWN ? CAPTURE_COLUMN : CAPTURE_ROW)) {
             // One for each row of accumulators.
             #pragma unroll

@@ -324,8 +324,8 @@ fn loads(program: &Program, roots: &[NodeId]) -> bool {
     any_needed(program, roots, |node| matches!(node, Node::Load { .. }))
 }
 
-/// Reads of root 0 whose indices vary with the query or key and level off: those of a relative bias
-/// beyond its largest distance, and T5's buckets.
+/// Reads of root 0 whose indices vary with the query or key alone and level off: those of a relative
+/// bias beyond its largest distance, and T5's buckets.
 fn levelling_reads(program: &Program, decides: &[bool]) -> Vec<(NodeId, Vec<NodeId>)> {
     let (graph, depends) = (program.graph(), program.depends());
     let levels = |node: &Node| {
@@ -335,7 +335,8 @@ fn levelling_reads(program: &Program, decides: &[bool]) -> Vec<(NodeId, Vec<Node
     let mut reads = Vec::new();
     for id in graph.ids() {
         let Node::Load { index, .. } = graph.node(id) else { continue };
-        let value = graph.ty(id) == Type::F32 && !decides[id.index()];
+        let by_score = depends[id.index()].contains(Leaf::Score);
+        let value = graph.ty(id) == Type::F32 && !decides[id.index()] && !by_score;
         let varies = |id: &&NodeId| {
             let leaves = depends[id.index()];
             leaves.contains(Leaf::Q) || leaves.contains(Leaf::Kv)
@@ -584,7 +585,9 @@ impl Context<'_> {
             ));
             text.push_str(&method(&format!("float term({ENTRY}, float score, float d)"), &term));
             let place = self.place(part.program, &index);
-            text.push_str(&method(&format!("{place}i64 at({ENTRY})"), &at));
+            // Only an element that no two scores are known to share may depend on the score.
+            let score = if sharing == Shared::Nowhere { ", float score" } else { "" };
+            text.push_str(&method(&format!("{place}i64 at({ENTRY}{score})"), &at));
             text.push_str(&method("void add(const Mods& mods, i64 at, float sum)", &[add]));
             if sharing == Shared::Diagonal {
                 let head = format!(

@@ -447,6 +447,17 @@ fn a_rectangle_that_reads_one_element_of_a_bias_does_and_scores_need_no_more() {
 }
 
 #[test]
+fn what_the_score_indexes_is_read_for_each_score() {
+    let names = Names::new().buffer(Buffer::vector("bias", vec![0.5f32; 41]).any());
+    let text = |index: &str| format!("score + bias[min(max(q - kv{index}, 0), 40)]");
+    for (index, reads) in [("", 1), (" + i32(score)", 0)] {
+        let score = parse_score(&text(index), &names).unwrap();
+        let decides = vec![false; score.program().graph().nodes().len()];
+        assert_eq!(levelling_reads(score.program(), &decides).len(), reads, "{index}");
+    }
+}
+
+#[test]
 fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
     let table = learned;
     let short = table("short", &[9]);
@@ -459,6 +470,7 @@ fn what_entries_give_to_learned_buffers_is_what_the_cpu_gives() {
         scores::t5_buckets(&table("t5", &[12, 1]), false, 40).unwrap(),
         // Both reads are clamped to the buffer.
         closure::score_mod!(|score, q, kv| score * short[q - 30] + short[kv]),
+        closure::score_mod!(|score| score + short[(score.detach() * 3.0).to_i32() + 4]),
     ];
     let weight = |q: i32, kv: i32| ((q * 13 + kv * 5) % 17 - 8) as f32 * 0.125;
     let mut text = format!("{}{PRELUDE}", include_str!("shim.h"));

@@ -24,7 +24,9 @@ const CALLS: &str = r#"
 template <int READ>
 __device__ void capture(const Mods& mods, const Place& place, Int q, Int kv, float score) {
     if constexpr (READ < CAPTURE_READS) {
-        Capture<READ>::add(mods, Capture<READ>::at(mods, place, q, kv), Capture<READ>::term(mods, place, q, kv, score, 2.f));
+        const float term = Capture<READ>::term(mods, place, q, kv, score, 2.f);
+        if constexpr (Capture<READ>::kind == CAPTURE_EACH) Capture<READ>::add(mods, Capture<READ>::at(mods, place, q, kv, score), term);
+        else Capture<READ>::add(mods, Capture<READ>::at(mods, place, q, kv), term);
         capture<READ + 1>(mods, place, q, kv, score);
     }
 }

@@ -103,7 +103,10 @@ static void take_arena() {
     static void capture(const Mods& mods, const Place& place, Int q, Int kv, float score, float d) { \
         if constexpr (READ < CAPTURE_READS) {                                                   \
             using Read = Capture<READ>;                                                         \
-            Read::add(mods, Read::at(mods, place, q, kv), Read::term(mods, place, q, kv, score, d));            \
+            const float term = Read::term(mods, place, q, kv, score, d);                        \
+            if constexpr (Read::kind == CAPTURE_EACH)                                           \
+                Read::add(mods, Read::at(mods, place, q, kv, score), term);                     \
+            else Read::add(mods, Read::at(mods, place, q, kv), term);                           \
             capture<READ + 1>(mods, place, q, kv, score, d);                                    \
         }                                                                                       \
     }                                                                                           \
