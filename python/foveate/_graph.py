@@ -118,7 +118,9 @@ class _GraphTrace(_trace.Trace):
         return made
 
     def name(self, tensor: torch.Tensor) -> None:
-        self.captures[id(tensor)] = _native.Capture(f"{self.kind[0]}{len(self.held)}", tensor, False)
+        # Whether a gradient of it is wanted only the backward knows.
+        may_learn = self.kind == "score" and tensor.is_floating_point()
+        self.captures[id(tensor)] = _native.Capture(f"{self.kind[0]}{len(self.held)}", tensor, False, may_learn)
         self.held.append(tensor)
 
     def left_symbolic(self, x: Any) -> list[bool]:
@@ -251,7 +253,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "_to_copy": _converted,
     "lift_fresh": _same,
     "lift_fresh_copy": _same,
-    "alias": _same,
+    # What torch's decompositions make of `detach`, and of nothing else that keeps a gradient.
+    "alias": _detached,
     "detach": _detached,
     "expand": _shaped,
     "view": _shaped,

@@ -82,6 +82,9 @@ SCORES = {
         [],
     ),
     "a row": (lambda t: lambda s, b, h, i, j: s + torch.dot(t["rows"][i], t["rows"][j]), ["rows"]),
+    "steps": (lambda t: lambda s, b, h, i, j: s + torch.floor(2 * s) * t["slope"][h] + torch.round(s + t["slope"][h]), ["slope"]),
+    "a detached score": (lambda t: lambda s, b, h, i, j: s * t["slope"][h].detach() + s.detach() * t["slope"][h], ["slope"]),
+    "an integer of the score": (lambda t: lambda s, b, h, i, j: s + (4 * s).int().clamp(0, 3) * t["slope"][h], ["slope"]),
     "an inner infinity": (lambda t: lambda s, b, h, i, j: torch.where(i - j < 9, s, -float("inf")), []),
 }
 

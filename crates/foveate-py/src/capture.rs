@@ -32,18 +32,28 @@ pub struct Capture {
     dtype: Dtype,
     /// Whether calls read it where it lies: a large one, and every one on a device.
     shared: bool,
+    /// Whether a gradient of it is wanted, or may be.
+    may_learn: bool,
 }
 
 #[pymethods]
 impl Capture {
-    /// `tensor` as the captured buffer `name`; a gradient is wanted if `learned`.
+    /// `tensor` as the captured buffer `name`; a gradient is wanted if `learned`, and may be, of a program that
+    /// others will run, if `may_learn`.
     #[new]
-    fn new(name: &str, tensor: &Bound<'_, PyAny>, learned: bool) -> PyResult<Self> {
+    #[pyo3(signature = (name, tensor, learned, may_learn = false))]
+    fn new(
+        name: &str,
+        tensor: &Bound<'_, PyAny>,
+        learned: bool,
+        may_learn: bool,
+    ) -> PyResult<Self> {
         let (dtype, shape, place) = tensor::kind(tensor)?;
         let shape = if shape.is_empty() { vec![1] } else { shape };
         let slot = AnyBuffer::on_device(name, &shape, dtype, learned).map_err(raised)?;
         let shared = place != Place::Cpu || slot.elems() * dtype.bytes() > MOST_COPIED;
-        Ok(Self { slot, tensor: tensor.clone().unbind(), dtype, shared })
+        let may_learn = learned || may_learn;
+        Ok(Self { slot, tensor: tensor.clone().unbind(), dtype, shared, may_learn })
     }
 
     /// The element at `index`, one value or number an axis, counted from the end when negative.
@@ -91,12 +101,7 @@ impl Capture {
     }
 
     fn element(&self, expr: DynExpr) -> Expr {
-        Expr(Value {
-            expr,
-            dtype: self.dtype,
-            range: self.dtype.narrow(),
-            learns: self.is_learned(),
-        })
+        Expr(Value { expr, dtype: self.dtype, range: self.dtype.narrow(), learns: self.may_learn })
     }
 
     /// The tensor as it is now, or `other` in its place: what a transform of torch's unwrapped.
