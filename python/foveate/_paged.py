@@ -152,7 +152,8 @@ def _most_keys(pages: tuple[Tensor, Any], key_pages: Tensor) -> int:
     table, lengths = pages
     if isinstance(lengths, Tensor) and lengths.is_cuda:
         return table.size(1) * key_pages.size(2)
-    return max([0, *(lengths.tolist() if isinstance(lengths, Tensor) else lengths)])
+    known: list[int] = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    return max([0, *known])
 
 
 def _integers(name: str, tensor: Tensor, axes: int, query: Tensor) -> Tensor:
