@@ -322,6 +322,9 @@ impl Observer for View<'_> {
         if run.mesh.ranks() > 1 {
             crate::output::tell!("{} ranks: {}", run.mesh.ranks(), run.mesh);
         }
+        if let Some(heads) = &run.copied_heads {
+            crate::output::tell!("tensor: {heads}");
+        }
         if let Some(context) = &run.context {
             crate::output::tell!("attention over context: {context}");
         }

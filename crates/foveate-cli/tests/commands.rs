@@ -530,6 +530,12 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
     };
     assert_eq!((times("all-gather"), times("reduce-scatter")), (4 * 6 + 3, 4 * 4 + 2));
     assert!(memory(&tensor) < memory(&whole));
+    let edge = &tensor["edges"][2];
+    assert_eq!(edge["from"], "f32[batch, stream@tensor, hidden]", "{tensor}");
+    assert_eq!(edge["to"], "f32[batch, seq, hidden]", "{tensor}");
+    // Fewer key/value heads than ranks: their gradients are summed, and said to be.
+    let (_, text, _) = of("tensor=4", &[]);
+    assert!(text.contains("copies of key/value heads"), "{text}");
     for (mesh, said) in [
         ("shard=auto", "shard is auto, but the number of ranks is not known"),
         ("tensor=16", "num_attention_heads: is 6, which cannot be cut over 16 ranks of tensor"),

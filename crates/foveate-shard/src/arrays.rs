@@ -43,7 +43,9 @@ impl Array {
     }
 }
 
-use Axis::{Batch, Captured, Dim, DimV, Elements, Ffn, Heads, Hidden, KvHeads, KvSeq, Seq, Vocab};
+use Axis::{
+    Batch, Captured, Dim, DimV, Elements, Ffn, Heads, Hidden, KvHeads, KvSeq, Seq, Stream, Vocab,
+};
 use ElementType::{BF16, F32, I32};
 
 const fn array(name: &'static str, element: ElementType, axes: &'static [Axis]) -> Array {
@@ -77,7 +79,9 @@ pub const MODEL: &[Array] = &[
     array("positions", I32, &[Batch, Seq]),
     array("documents", I32, &[Batch, Seq]),
     array("rotary", F32, &[Seq, Dim]),
-    array("residual", BF16, &[Batch, Seq, Hidden]),
+    array("residual", BF16, &[Batch, Stream, Hidden]),
+    // What products with qkv, gate, up and head read.
+    array("normed", BF16, &[Batch, Seq, Hidden]),
     // Interleaved: `r` query heads, a key head and a value head for each key/value head.
     array("qkv", BF16, &[Batch, Seq, KvHeads, Dim]),
     array("gate_up", BF16, &[Batch, Seq, Ffn]),

@@ -47,8 +47,8 @@ impl ArrayOf<'_> {
 /// A layout as JAX's `PartitionSpec`, such as `P(('replicate', 'shard'), 'context', None)`.
 ///
 /// # Errors
-/// When the parts of an axis differ, which JAX has no words for, or tokens are in the order of a
-/// permutation.
+/// When the parts of an axis differ or are copies, which JAX has no words for, or tokens are in the order
+/// of a permutation.
 pub fn to_partition_spec(layout: &ShardLayout) -> Result<String, ShardError> {
     in_reading_order(layout, "PartitionSpec")?;
     let mut entries = Vec::new();
@@ -58,6 +58,13 @@ pub fn to_partition_spec(layout: &ShardLayout) -> Result<String, ShardError> {
             return refused(format!(
                 "axis {} has parts of {lengths:?}, and a PartitionSpec means equal ones; pad it to a \
                  multiple of {}",
+                axis.axis,
+                lengths.len()
+            ));
+        }
+        if lengths.iter().sum::<usize>() != axis.cut.len() {
+            return refused(format!(
+                "axis {} is copied to several of {} ranks, which a PartitionSpec has no words for",
                 axis.axis,
                 lengths.len()
             ));

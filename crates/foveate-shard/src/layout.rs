@@ -16,11 +16,12 @@ use crate::map::{Axis, Map};
 use crate::mesh::MeshAxis;
 use crate::permutation::PermutationId;
 
-/// An axis cut into parts, in order; parts may be empty and of different lengths.
+/// An axis cut into parts, in order; parts may be empty and of different lengths. Where an axis has fewer
+/// elements than parts, several parts may be one element ([`Cut::copied`]).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Cut {
-    /// `parts + 1` offsets, from 0 to the length.
-    offsets: Vec<usize>,
+    len: usize,
+    parts: Vec<Range<usize>>,
 }
 
 impl Cut {
@@ -31,7 +32,8 @@ impl Cut {
     pub fn even(len: usize, parts: usize) -> Self {
         assert!(parts > 0, "a cut has a part at least");
         let (each, longer) = (len / parts, len % parts);
-        Self { offsets: (0..=parts).map(|i| i * each + i.min(longer)).collect() }
+        let start = |i: usize| i * each + i.min(longer);
+        Self { len, parts: (0..parts).map(|i| start(i)..start(i + 1)).collect() }
     }
 
     /// Parts of these lengths.
@@ -42,27 +44,42 @@ impl Cut {
         if lengths.is_empty() {
             return refused("an axis is cut into no parts; give the length of one at least");
         }
-        let mut offsets = vec![0usize];
-        for &len in lengths {
-            let end = offsets[offsets.len() - 1].checked_add(len);
-            offsets.push(end.ok_or_else(|| ShardError::new("the parts of an axis overflow"))?);
+        let (mut parts, mut len) = (Vec::new(), 0usize);
+        for &length in lengths {
+            let end = len.checked_add(length);
+            let end = end.ok_or_else(|| ShardError::new("the parts of an axis overflow"))?;
+            parts.push(len..end);
+            len = end;
         }
-        Ok(Self { offsets })
+        Ok(Self { len, parts })
+    }
+
+    /// `len` elements in more parts than that, of which each has one: parts are dealt to elements as
+    /// [`Self::even`] would cut them.
+    ///
+    /// # Panics
+    /// When there is no element, or there are fewer parts.
+    pub fn copied(len: usize, parts: usize) -> Self {
+        assert!(len > 0 && len <= parts, "each of {parts} parts has one of {len} elements");
+        let holders = Self::even(parts, len);
+        let of =
+            |(element, holders): (usize, &Range<usize>)| vec![element..element + 1; holders.len()];
+        Self { len, parts: holders.parts.iter().enumerate().flat_map(of).collect() }
     }
 
     /// Length of the whole axis.
     pub fn len(&self) -> usize {
-        self.offsets[self.offsets.len() - 1]
+        self.len
     }
 
     /// True when the axis has no element.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.len == 0
     }
 
     /// Number of parts.
     pub fn parts(&self) -> usize {
-        self.offsets.len() - 1
+        self.parts.len()
     }
 
     /// The elements of a part.
@@ -70,17 +87,45 @@ impl Cut {
     /// # Panics
     /// When there is no such part.
     pub fn range(&self, part: usize) -> Range<usize> {
-        self.offsets[part]..self.offsets[part + 1]
+        self.parts[part].clone()
     }
 
     /// Lengths of the parts.
     pub fn lengths(&self) -> Vec<usize> {
-        (0..self.parts()).map(|i| self.range(i).len()).collect()
+        self.parts.iter().map(Range::len).collect()
     }
 
-    /// The same parts with `times` elements for each one.
-    fn scaled(&self, times: usize) -> Self {
-        Self { offsets: self.offsets.iter().map(|&o| o * times).collect() }
+    /// The parts that have the same elements as a part, it among them; of an empty part it alone.
+    ///
+    /// # Panics
+    /// When there is no such part.
+    pub fn copies(&self, part: usize) -> Range<usize> {
+        let own = &self.parts[part];
+        let same = |i: &usize| *i == part || !own.is_empty() && self.parts[*i] == *own;
+        let first = (0..=part).rev().take_while(same).last().unwrap_or(part);
+        first..(part..self.parts()).take_while(same).last().unwrap_or(part) + 1
+    }
+
+    /// Each part cut evenly into `parts`.
+    fn nested(&self, parts: usize) -> Self {
+        let inner = |outer: &Range<usize>| {
+            let first = outer.start;
+            let cut = Self::even(outer.len(), parts);
+            cut.parts.into_iter().map(move |part| first + part.start..first + part.end)
+        };
+        Self { len: self.len, parts: self.parts.iter().flat_map(inner).collect() }
+    }
+
+    /// The parts of `times` query heads for each of these key/value heads: those of a head that has several
+    /// parts are cut evenly over them.
+    fn of_queries(&self, times: usize) -> Self {
+        let of = |part: usize| {
+            let (own, copies) = (self.range(part), self.copies(part));
+            let first = own.start * times;
+            let all = Self::even(own.len() * times, copies.len()).range(part - copies.start);
+            first + all.start..first + all.end
+        };
+        Self { len: self.len * times, parts: (0..self.parts()).map(of).collect() }
     }
 }
 
@@ -118,12 +163,12 @@ pub struct Sharding {
 }
 
 impl Sharding {
-    /// Even cuts of every axis. Query heads are cut where their key/value heads are. Elements of a
+    /// Even cuts of every axis. Query heads are cut where their key/value heads are; of fewer key/value
+    /// heads than ranks each is copied to some, which have a part of its query heads each. Elements of a
     /// parameter group and axes of captures have length 0 until [`Self::with_length`] says another.
     ///
     /// # Errors
-    /// When heads are no multiple of kv_heads, or kv_heads are fewer than the ranks that they are
-    /// cut over.
+    /// When heads are no multiple of kv_heads, or fewer than the ranks that they are cut over.
     pub fn new(map: Map, lengths: &Lengths) -> Result<Self, ShardError> {
         let Lengths { heads, kv_heads, .. } = *lengths;
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
@@ -133,18 +178,26 @@ impl Sharding {
             ));
         }
         let over = map.parts(Axis::KvHeads);
-        if kv_heads < over {
+        if heads < over {
             return refused(format!(
                 "{} cannot be cut over {}; use {} or fewer on {}",
-                Count(kv_heads, "key/value head"),
+                Count(heads, "query head"),
                 Count(over, "rank"),
-                Count(kv_heads, "rank"),
+                Count(heads, "rank"),
                 names(map.of(Axis::KvHeads))
             ));
         }
+        let of_kv = match kv_heads >= over {
+            true => Cut::even(kv_heads, over),
+            false => Cut::copied(kv_heads, over),
+        };
+        let of_seq = |len| {
+            let cut = Cut::even(len, map.parts(Axis::Seq));
+            cut.nested(map.parts(Axis::Stream) / map.parts(Axis::Seq))
+        };
         let len = |axis| match axis {
             Axis::Batch => lengths.batch,
-            Axis::Seq => lengths.seq,
+            Axis::Seq | Axis::Stream => lengths.seq,
             Axis::KvSeq => lengths.kv_seq,
             Axis::Heads => heads,
             Axis::KvHeads => kv_heads,
@@ -156,7 +209,9 @@ impl Sharding {
             Axis::Elements | Axis::Captured => 0,
         };
         let cut = |axis: &Axis| match axis {
-            Axis::Heads => Cut::even(kv_heads, over).scaled(heads / kv_heads),
+            Axis::Heads => of_kv.of_queries(heads / kv_heads),
+            Axis::KvHeads => of_kv.clone(),
+            Axis::Stream => of_seq(lengths.seq),
             axis => Cut::even(len(*axis), map.parts(*axis)),
         };
         let cuts = Axis::ALL.iter().map(cut).collect();
@@ -165,8 +220,17 @@ impl Sharding {
 
     /// The same with another length of an axis, cut evenly.
     pub fn with_length(mut self, axis: Axis, len: usize) -> Self {
-        self.cuts[axis as usize] = Cut::even(len, self.map.parts(axis));
+        self.set(axis, Cut::even(len, self.map.parts(axis)));
         self
+    }
+
+    /// Takes a cut of an axis; the stream between products is cut within the tokens of a rank.
+    fn set(&mut self, axis: Axis, cut: Cut) {
+        if axis == Axis::Seq {
+            let parts = self.map.parts(Axis::Stream) / self.map.parts(Axis::Seq);
+            self.cuts[Axis::Stream as usize] = cut.nested(parts);
+        }
+        self.cuts[axis as usize] = cut;
     }
 
     /// The same with another cut of an axis.
@@ -182,7 +246,7 @@ impl Sharding {
                 cut.parts()
             ));
         }
-        self.cuts[axis as usize] = cut;
+        self.set(axis, cut);
         Ok(self)
     }
 
@@ -233,7 +297,7 @@ impl Sharding {
             }
             axes.push(CutAxis { axis, on, cut: self.cut(axis).clone() });
         }
-        let ordered = array.iter().any(|a| matches!(a, Axis::Seq | Axis::KvSeq));
+        let ordered = array.iter().any(|a| matches!(a, Axis::Seq | Axis::Stream | Axis::KvSeq));
         let order = if ordered { self.order } else { None };
         Ok(ShardLayout { element, axes, order })
     }

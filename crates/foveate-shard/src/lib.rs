@@ -39,7 +39,7 @@
 //! };
 //! let sharding = Sharding::new(map, &lengths)?;
 //! let residual = arrays::by_name("residual").expect("it is listed").layout(&sharding)?;
-//! assert_eq!(residual.to_string(), "bf16[batch@shard, seq@context, hidden]");
+//! assert_eq!(residual.to_string(), "bf16[batch@shard, stream@context, hidden]");
 //! # Ok::<(), foveate_shard::ShardError>(())
 //! ```
 //!

@@ -16,6 +16,8 @@ pub enum Axis {
     Batch,
     /// Tokens of a row.
     Seq,
+    /// Tokens of a row in the stream between products.
+    Stream,
     /// Keys of a row, where they are not the row's own tokens (cross-attention).
     KvSeq,
     /// Query heads.
@@ -41,9 +43,10 @@ pub enum Axis {
 
 impl Axis {
     /// Every name.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Batch,
         Self::Seq,
+        Self::Stream,
         Self::KvSeq,
         Self::Heads,
         Self::KvHeads,
@@ -61,6 +64,7 @@ impl Axis {
         match self {
             Self::Batch => "batch",
             Self::Seq => "seq",
+            Self::Stream => "stream",
             Self::KvSeq => "kv_seq",
             Self::Heads => "heads",
             Self::KvHeads => "kv_heads",
@@ -123,14 +127,15 @@ pub struct Map {
 }
 
 impl Map {
-    /// The usual map: the batch over `replicate` and `shard`, tokens over `context`, heads,
-    /// feed-forward columns and vocabulary over `tensor`, elements of parameters over `shard` and
-    /// `context`.
+    /// The usual map: the batch over `replicate` and `shard`, tokens over `context`, those of the stream
+    /// between products over `tensor`, too, heads, feed-forward columns and vocabulary over `tensor`,
+    /// elements of parameters over `shard` and `context`.
     pub fn new(mesh: Mesh) -> Self {
         use MeshAxis::{Context, Replicate, Shard, Tensor};
         let target = |axis| match axis {
             Axis::Batch => vec![Replicate, Shard],
             Axis::Seq | Axis::KvSeq => vec![Context],
+            Axis::Stream => vec![Context, Tensor],
             Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab => vec![Tensor],
             Axis::Elements => vec![Shard, Context],
             Axis::Dim | Axis::DimV | Axis::Hidden | Axis::Captured => vec![],
@@ -139,11 +144,12 @@ impl Map {
     }
 
     /// The same map with `axis` sent elsewhere. `heads` and `kv_heads` go together, because a query
-    /// head is computed where its key/value head is, and so do `seq` and `kv_seq`.
+    /// head is computed where its key/value head is, and so do `seq` and `kv_seq`; `stream` goes where
+    /// `seq` goes, and to `tensor`.
     ///
     /// # Errors
-    /// When the axis must be whole, a mesh axis is there twice, or the axes are not in the order of
-    /// the mesh.
+    /// When the axis must be whole, is `stream`, a mesh axis is there twice, or the axes are not in the
+    /// order of the mesh.
     pub fn with(mut self, axis: Axis, to: &[MeshAxis]) -> Result<Self, ShardError> {
         if let (Some(why), false) = (axis.whole_because(), to.is_empty()) {
             return refused(format!("map: {axis} is whole on every rank, because {why}"));
@@ -155,6 +161,13 @@ impl Map {
                  context, tensor",
                 names.join(", ")
             ));
+        }
+        if axis == Axis::Stream {
+            return refused("map: stream follows seq; send that elsewhere");
+        }
+        if matches!(axis, Axis::Seq | Axis::KvSeq) {
+            let tensor = Some(MeshAxis::Tensor).filter(|axis| !to.contains(axis));
+            self.targets[Axis::Stream as usize] = to.iter().copied().chain(tensor).collect();
         }
         self.targets[axis as usize] = to.to_vec();
         let together = match axis {

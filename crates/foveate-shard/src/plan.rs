@@ -199,6 +199,9 @@ pub struct RankPlan {
     pub labels: (Range<usize>, Ranges),
     /// Parameters that it owns.
     pub parameters: Vec<OwnedElements>,
+    /// Ranks over which the gradients of what makes its keys and values are summed, because they hold the
+    /// same key/value heads and other query heads of these; it among them.
+    pub kv_copies: Vec<usize>,
 }
 
 /// What every rank of a mesh does.
@@ -411,6 +414,7 @@ impl ShardPlan {
             returns: returns.into_iter().filter(Part::is_needed).collect(),
             returned: returned.into_iter().filter(Part::is_needed).collect(),
             parameters: self.parameters(rank),
+            kv_copies: self.kv_copies(rank),
         })
     }
 
@@ -429,6 +433,14 @@ impl ShardPlan {
             }
         };
         self.shape.parameters.iter().map(owned).collect()
+    }
+
+    /// The ranks that hold a rank's key/value heads, and differ from it on the axes of heads alone.
+    fn kv_copies(&self, rank: usize) -> Vec<usize> {
+        let map = self.sharding.map();
+        let group = map.mesh().group(rank, map.of(Axis::KvHeads));
+        let copies = self.sharding.cut(Axis::KvHeads).copies(map.part(Axis::KvHeads, rank));
+        group[copies].to_vec()
     }
 
     fn part(&self, peer: usize, cells: Cells, carries: &[&'static str]) -> Part {
@@ -481,6 +493,11 @@ fn choose(
     // Of the ranks of `tensor`, the one with the fewest key/value heads.
     let kv_heads = whole.kv_heads / map.parts(Axis::KvHeads);
     match wanted {
+        Some(Strategy::HeadsForTokens) if kv_heads == 0 => {
+            return refused(
+                "heads for tokens: there are fewer key/value heads than ranks of tensor; use exchange",
+            );
+        }
         Some(Strategy::Exchange(stages)) if !(1..=MOST_STAGES).contains(&stages) => {
             return refused(format!("exchange in {stages} stages; give 1 to {MOST_STAGES}"));
         }
@@ -506,14 +523,15 @@ fn choose(
         (keys + queries) / ranks
     });
     let swapped = swapped.max().unwrap_or(0);
-    if kv_heads.is_multiple_of(ranks) && swapped < exchange {
+    let divides = kv_heads > 0 && kv_heads.is_multiple_of(ranks);
+    if divides && swapped < exchange {
         let reason = format!(
             "the busiest rank receives {:.0} % of what an exchange of needed keys would send it",
             100.0 * swapped as f64 / exchange as f64
         );
         return Ok((Strategy::HeadsForTokens, reason));
     }
-    let reason = match kv_heads.is_multiple_of(ranks) {
+    let reason = match divides {
         true => "it receives no more than giving heads for tokens would".to_owned(),
         false => {
             let (kv_heads, ranks) = (Count(kv_heads, "key/value head"), Count(ranks, "rank"));

@@ -435,3 +435,50 @@ fn r13_a_spec_is_read_and_not_run() {
         assert!(refused.is_err(), "{spec}");
     }
 }
+
+/// Fewer key/value heads than ranks of `tensor`: what makes them has gradients of each query head once.
+#[test]
+fn copies_of_key_value_heads_are_summed_over_every_query_head_once() {
+    // Two ranks hold each of 4 key/value heads, with one of its two query heads each.
+    for strategy in [Strategy::Gather, Strategy::Exchange(2)] {
+        let (plan, planes) = planned([1, 1, 2, 8], strategy, documents());
+        assert_eq!(plan.ranks[3].kv_copies, [2, 3]);
+        assert_eq!((&plan.ranks[3].own.heads, &plan.ranks[3].own.kv_heads), (&(3..4), &(1..2)));
+        let proven = plan.clone().prove(&planes, &Limits::default()).unwrap();
+        assert_eq!(proven.proof().live_entries, planes.work().iter().sum::<u64>());
+        type Plant = fn(&mut ShardPlan);
+        let faults: [(&str, Plant, char, &str); 6] = [
+            ("without its own", |p| p.ranks[3].kv_copies = vec![2], 'd', "dk"),
+            ("summed by no rank", |p| p.ranks[2].kv_copies = vec![2], 'd', "dk"),
+            ("where 3 is next", |p| p.ranks[2].kv_copies = vec![2, 2, 3], 'd', "dk"),
+            ("which has others", |p| p.ranks[3].kv_copies = vec![2, 3, 4], 'd', "dk"),
+            ("which has others", |p| p.ranks[3].kv_copies = vec![2, 3, 11], 'd', "dk"),
+            // Both ranks compute the first of the two query heads.
+            (
+                "the rank holds",
+                |p| {
+                    p.ranks[3].own.heads = 2..3;
+                    p.ranks[3].stages.iter_mut().for_each(|s| {
+                        (s.compute.heads, s.coordinates.heads) = (2..3, 2..3);
+                    });
+                },
+                'a',
+                "h",
+            ),
+        ];
+        for (what, plant, point, operand) in faults {
+            let mut wrong = plan.clone();
+            plant(&mut wrong);
+            let found = wrong.prove(&planes, &Limits::default()).unwrap_err();
+            assert_eq!((found.point, found.operand.as_str()), (point, operand), "{found}");
+            assert!(found.to_string().contains(what), "{what}: {found}");
+        }
+    }
+    let (plan, planes) = planned([1, 1, 2, 4], Strategy::Exchange(1), documents());
+    let mut wrong = plan;
+    wrong.ranks[1].own.heads = 2..3;
+    wrong.ranks[1].stages.iter_mut().for_each(|s| {
+        (s.compute.heads, s.coordinates.heads) = (2..3, 2..3);
+    });
+    assert!(wrong.prove(&planes, &Limits::default()).is_err(), "heads that have no copies");
+}

@@ -90,6 +90,47 @@ proptest! {
         }
     }
 
+    /// Fewer key/value heads than ranks: each rank has one, ranks of one have its query heads once.
+    #[test]
+    fn key_value_heads_that_are_fewer_than_ranks_are_copied(
+        kv_heads in 1..6usize, group in 1..6usize, tensor in 1..20usize, context in 1..4usize,
+    ) {
+        let heads = kv_heads * group;
+        let mesh = Mesh::new([1, 1, context, tensor]).unwrap();
+        let lengths = Lengths { heads, kv_heads, ..lengths(1, 13, 1) };
+        let sharding = Sharding::new(Map::new(mesh), &lengths);
+        if heads < tensor {
+            let plural = if heads == 1 { "" } else { "s" };
+            let start = format!("{heads} query head{plural} cannot be cut over");
+            let told = told(sharding);
+            prop_assert!(told.starts_with(&start), "{}", told);
+            return Ok(());
+        }
+        let sharding = sharding.unwrap();
+        if kv_heads < tensor {
+            let k = arrays::by_name("k").unwrap().layout(&sharding).unwrap();
+            let refused = told(to_partition_spec(&k));
+            prop_assert!(refused.contains("kv_heads is copied") || refused.contains("parts of"), "{}", refused);
+        }
+        let mut holders = vec![0; heads];
+        let mut tokens = [0; 13];
+        for rank in 0..mesh.ranks() {
+            let (q, kv) = (sharding.range(Axis::Heads, rank), sharding.range(Axis::KvHeads, rank));
+            prop_assert!(!q.is_empty() && !kv.is_empty());
+            prop_assert!(kv.start * group <= q.start && q.end <= kv.end * group);
+            prop_assert!(kv.len() == 1 || q.len() == kv.len() * group);
+            q.for_each(|h| holders[h] += 1);
+            let (seq, stream) = (sharding.range(Axis::Seq, rank), sharding.range(Axis::Stream, rank));
+            prop_assert!(stream.is_empty() || seq.start <= stream.start && stream.end <= seq.end);
+            stream.for_each(|at| tokens[at] += 1);
+            let part = sharding.map().part(Axis::KvHeads, rank);
+            let copies = sharding.cut(Axis::KvHeads).copies(part);
+            prop_assert!(copies.contains(&part) && (kv_heads < tensor || copies.len() == 1));
+        }
+        prop_assert!(holders.iter().all(|&n| n == context));
+        prop_assert!(tokens.iter().all(|&n| n == 1));
+    }
+
     #[test]
     fn even_parts_differ_by_one_and_add_up(len in 0..1000usize, parts in 1..40usize) {
         let cut = Cut::even(len, parts);
@@ -171,7 +212,7 @@ fn a_layout_prints_as_jax_prints_types() {
     let mesh = Mesh::new([2, 2, 4, 1]).unwrap();
     let sharding = Sharding::new(Map::new(mesh), &lengths(8, 64, 2)).unwrap();
     let print = |name: &str| arrays::by_name(name).unwrap().layout(&sharding).unwrap().to_string();
-    assert_eq!(print("residual"), "bf16[batch@(replicate,shard), seq@context, hidden]");
+    assert_eq!(print("residual"), "bf16[batch@(replicate,shard), stream@context, hidden]");
     assert_eq!(print("masters"), "f32[elements@(shard,context)]");
     assert_eq!(print("q"), "bf16[batch@(replicate,shard), heads, seq@context, dim]");
     assert_eq!(print("metrics"), "f32[]");
@@ -246,8 +287,9 @@ fn what_cannot_be_is_refused_in_one_line() {
     let sharding = Sharding::new(clash, &lengths(2, 8, 2)).unwrap();
     let message = told(arrays::by_name("q").unwrap().layout(&sharding));
     assert!(message.contains("cut twice over context, by heads and by seq"), "{message}");
-    let few = Sharding::new(map.clone(), &lengths(2, 8, 1));
-    assert!(told(few).contains("1 key/value head cannot be cut over 2 ranks"));
+    let many = Map::new(Mesh::new([1, 1, 1, 4]).unwrap());
+    let few = told(Sharding::new(many, &lengths(2, 8, 1)));
+    assert_eq!(few, "3 query heads cannot be cut over 4 ranks; use 3 ranks or fewer on tensor");
     let cut = Sharding::new(map, &lengths(2, 8, 2)).unwrap().with_cut(Axis::Seq, Cut::even(8, 3));
     assert!(told(cut).contains("3 parts, but the map sends it to 2 ranks"));
 

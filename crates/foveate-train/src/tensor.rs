@@ -2,6 +2,7 @@
 //!
 //! A pass waits for each transfer; sums are in order of rank, so a mesh has the same bits every time.
 
+use foveate::tensor::count::Count;
 use foveate_nn::{Copies, ModelConfig, NnError, TensorPart, TensorTransfers};
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{Cut, MeshAxis};
@@ -10,10 +11,23 @@ use crate::error::TrainError;
 use crate::ranks::Ranks;
 use crate::transfers::{of_ranks, values};
 
-/// What of a model this rank has.
+/// What of a model this rank has: what the map gives it ([`foveate_shard::Sharding`]).
 pub(crate) fn part_of(ranks: Ranks<'_>, config: &ModelConfig) -> Result<TensorPart, NnError> {
     let axis = [MeshAxis::Tensor];
     TensorPart::of(config, ranks.coordinate(&axis), ranks.mesh().size_of(&axis))
+}
+
+/// That ranks of `tensor` hold copies of key/value heads; none where each has its own.
+pub(crate) fn copied_heads(config: &ModelConfig, part: &TensorPart) -> Option<String> {
+    let (heads, ranks) = (config.kv_heads(), part.parts);
+    (heads < ranks).then(|| {
+        format!(
+            "{} for {ranks} ranks: each is copied to {} or {} of them, which sum its gradients",
+            Count(heads, "key/value head"),
+            ranks / heads,
+            ranks.div_ceil(heads)
+        )
+    })
 }
 
 /// Transfers between the ranks that have the parts of a model.

@@ -73,6 +73,8 @@ pub struct Started {
     /// How keys and queries of different ranks of `context` meet where a row is one document, and why;
     /// none where one rank has all tokens of its rows.
     pub context: Option<String>,
+    /// That ranks of `tensor` hold copies of key/value heads, and which; none where each has its own.
+    pub copied_heads: Option<String>,
     /// Folder of the run.
     pub dir: PathBuf,
 }

@@ -1,10 +1,11 @@
 //! `foveate explain --recipe … --mesh …`: what a rank of a run takes, and what moves between ranks.
 
+use foveate::tensor::ElementType;
 use foveate_nn::{
-    AttentionConfig, Cpu, GroupTransfer, GroupTransferKind, MemoryEstimate, Model, ModelConfig,
-    Reshard, TensorPart, Training,
+    AttentionConfig, Copies, Cpu, GroupTransfer, GroupTransferKind, MemoryEstimate, Model,
+    ModelConfig, Reshard, TensorPart, Training,
 };
-use foveate_shard::{Axis, Map, Mesh, MeshAxis};
+use foveate_shard::{Axis, Lengths, Map, Mesh, MeshAxis, ShardError, Sharding, arrays};
 use foveate_train::recipe::{AxisSize, MeshSection, Recipe, ReduceDtype};
 use serde_json::json;
 
@@ -77,7 +78,7 @@ impl OverRanks {
         };
         let memory = model.training_memory(rows, len, training)?;
         let mut edges = edges(recipe, &section, &model, mesh);
-        edges.extend(of_stream(recipe, &model, rows * len));
+        edges.extend(of_stream(recipe, &model, mesh, [rows, len])?);
         Ok(Self { mesh, rows, memory, edges })
     }
 
@@ -221,27 +222,68 @@ fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> V
     edges
 }
 
-/// The transfers of the stream between the ranks of `tensor`, for `tokens` tokens of a rank.
-fn of_stream(recipe: &Recipe, model: &Model, tokens: usize) -> Vec<Edge> {
+/// The transfers between the ranks of `tensor`, for `rows` rows of `len` tokens of a rank, from the layouts
+/// that the map gives.
+fn of_stream(
+    recipe: &Recipe,
+    model: &Model,
+    mesh: Mesh,
+    [rows, len]: [usize; 2],
+) -> Result<Vec<Edge>, Failure> {
     let (config, part) = (model.config(), model.tensor_part());
     if !part.is_cut() {
-        return Vec::new();
+        return Ok(Vec::new());
     }
+    let lengths = Lengths {
+        batch: recipe.train.batch_rows,
+        seq: recipe.data.len,
+        kv_seq: recipe.data.len,
+        heads: config.num_attention_heads,
+        kv_heads: config.kv_heads(),
+        dim: config.dim(),
+        dim_v: config.dim(),
+        hidden: config.hidden_size,
+        ffn: config.intermediate_size,
+        vocab: config.vocab_size,
+    };
+    let failed = |e: ShardError| Failure::usage(e.to_string());
+    let sharding = Sharding::new(Map::new(mesh), &lengths).map_err(failed)?;
+    let layout = |name| {
+        let array = arrays::by_name(name).expect("it is listed");
+        let layout = array.layout_in(&sharding, ElementType::F32).map_err(failed)?;
+        Ok::<_, Failure>(layout.to_string())
+    };
+    let (cut, whole) = (layout("residual")?, layout("normed")?);
+    let tokens = rows * len;
     let (of_all, others) = (part.parts as u64, part.parts as u64 - 1);
     let received = |width: usize| (tokens * width) as u64 * 4 * others / of_all;
     let edge = |what: &str, gathers: bool, times: usize| {
-        let (whole, cut) = ("f32[tokens, hidden]", "f32[tokens@tensor, hidden]");
-        let by_rank = || format!("{whole} by rank");
         let (kind, from, to) = match gathers {
-            true => ("all-gather", cut.to_owned(), whole.to_owned()),
-            false => ("reduce-scatter", by_rank(), cut.to_owned()),
+            true => ("all-gather", cut.clone(), whole.clone()),
+            false => ("reduce-scatter", format!("{whole} by rank"), cut.clone()),
         };
         let (what, bytes) = (what.to_owned(), received(config.hidden_size));
         Edge { what, kind, from, to, bytes, beside: None, times: times * recipe.train.accumulate }
     };
     let layers = config.num_hidden_layers;
-    let copied: usize = model.layout().copied().iter().map(|copied| copied.place.len()).sum();
-    vec![
+    let copies = |what: &str, among: Copies, ranks: usize| {
+        let copied = model.layout().copied().iter().filter(|copied| copied.among == among);
+        let elems: usize = copied.map(|copied| copied.place.len()).sum();
+        (elems > 0).then(|| Edge {
+            what: what.to_owned(),
+            kind: "all-reduce",
+            from: "f32[elements] by rank".to_owned(),
+            to: format!("f32[elements] on {ranks} of tensor"),
+            bytes: 2 * elems as u64 * 4 * (ranks as u64 - 1) / ranks as u64,
+            beside: None,
+            times: recipe.train.accumulate,
+        })
+    };
+    let summed = [
+        copies("norms, learned buffers", Copies::All, part.parts),
+        copies("copies of key/value heads", Copies::KvHeads, part.kv_copies.len()),
+    ];
+    let edges = vec![
         edge("embeddings", false, 1),
         edge("stream before qkv", true, layers),
         edge("sum behind o", false, layers),
@@ -262,14 +304,6 @@ fn of_stream(recipe: &Recipe, model: &Model, tokens: usize) -> Vec<Edge> {
         edge("streams of both again", true, 2 * layers),
         edge("gradients behind both", false, 2 * layers),
         edge("gradient of embeddings", true, 1),
-        Edge {
-            what: "gradients of copies".to_owned(),
-            kind: "all-reduce",
-            from: "f32[elements] by rank".to_owned(),
-            to: "f32[elements] on tensor".to_owned(),
-            bytes: 2 * copied as u64 * 4 * others / of_all,
-            beside: None,
-            times: recipe.train.accumulate,
-        },
-    ]
+    ];
+    Ok(edges.into_iter().chain(summed.into_iter().flatten()).collect())
 }

@@ -71,7 +71,13 @@ pub(super) fn check(plan: &ShardPlan, planes: &Planes) -> Result<usize, Contradi
             }
             let group = whole.heads / whole.kv_heads.max(1);
             let (h, kv) = (&rows.heads, &rows.kv_heads);
-            if (h.start, h.end) != (kv.start * group, kv.end * group) {
+            let (first, end) = (kv.start * group, kv.end * group);
+            // Ranks that hold copies of a key/value head have some of its query heads each.
+            let copies =
+                sharding.cut(Axis::KvHeads).copies(sharding.map().part(Axis::KvHeads, rank));
+            let has_some = copies.len() > 1 && kv.len() == 1;
+            let fits = first <= h.start && h.end <= end;
+            if !fits || !has_some && (h.start, h.end) != (first, end) {
                 let message = format!("query heads {h:?} are not those of key/value heads {kv:?}");
                 return at.contradicts("h_kv", message);
             }

@@ -17,6 +17,7 @@ pub(super) fn check(plan: &ShardPlan) -> Result<Owned, Contradiction> {
     let labels = plan.ranks.iter().enumerate().map(|(rank, r)| (rank, &r.labels.0, &r.labels.1));
     let labels: Vec<_> = labels.collect();
     once(plan, "labels", "counted", &labels)?;
+    keys(plan)?;
     let mesh = plan.sharding.map().mesh();
     let mut sums: HashSet<&[usize]> = HashSet::new();
     let mut elements = 0;
@@ -76,6 +77,46 @@ pub(super) fn check(plan: &ShardPlan) -> Result<Owned, Contradiction> {
         }
     }
     Ok(Owned { elements, labels: (plan.whole.batch * plan.whole.q_len) as u64 })
+}
+
+/// Ranks that sum what makes their keys and values hold the same key/value heads and tokens, and every query
+/// head of these once.
+fn keys(plan: &ShardPlan) -> Result<(), Contradiction> {
+    let group = plan.whole.heads / plan.whole.kv_heads.max(1);
+    for (rank, own) in plan.ranks.iter().enumerate() {
+        let at = At::rank('d', rank);
+        if !own.kv_copies.contains(&rank) {
+            return at.contradicts("dk", "gradients of its keys are summed without its own");
+        }
+        let (mut heads, cells) = (own.own.kv_heads.start * group, &own.own);
+        for &other in &own.kv_copies {
+            let Some(of_other) = plan.ranks.get(other).map(|r| &r.own) else {
+                return at.contradicts("dk", format!("there is no rank {other}"));
+            };
+            let same = (&of_other.kv_heads, &of_other.batch, &of_other.q, &of_other.kv)
+                == (&cells.kv_heads, &cells.batch, &cells.q, &cells.kv);
+            if !same {
+                let message = format!(
+                    "gradients of its keys are summed with those of rank {other}, which has others"
+                );
+                return at.contradicts("dk", message);
+            }
+            if of_other.heads.start != heads {
+                let message = format!(
+                    "gradients of query heads {:?} of rank {other} are summed where {heads} is next",
+                    of_other.heads
+                );
+                return at.contradicts("dk", message);
+            }
+            heads = of_other.heads.end;
+        }
+        let end = own.own.kv_heads.end * group;
+        if heads != end {
+            let message = format!("gradients of query heads {heads}..{end} are summed by no rank");
+            return at.contradicts("dk", message);
+        }
+    }
+    Ok(())
 }
 
 /// Every token of every batch entry is in exactly one of these.

@@ -8,8 +8,8 @@ use foveate_nn::{
     Activation, Architecture, Batch, Cpu, Cutting, Gradients, IGNORE, Model, ProgramConfig,
     Recompute,
 };
-use foveate_shard::ShardError;
 use foveate_shard::collectives::run_threads;
+use foveate_shard::{Axis, Lengths, Map, Mesh, ShardError, Sharding};
 
 use super::*;
 use crate::checkpoint::{self, Checksums, Content, Save, Snapshot};
@@ -231,5 +231,39 @@ fn a_token_changes_the_losses_of_those_that_see_it_alone() {
         let mut tokens = rows.tokens.clone();
         tokens[at] = (tokens[at] + 1) % 37;
         assert_eq!(first(&tokens) != before, changes, "token {at}");
+    }
+}
+
+/// What a rank computes is what the map says, from which the layouts of a plan follow.
+#[test]
+fn what_a_rank_has_is_what_the_map_gives() {
+    for (heads, kv_heads) in [(4, 2), (6, 3), (6, 2), (8, 1), (7, 7), (12, 4), (9, 3)] {
+        for tensor in 1..=heads {
+            let config = config([heads, kv_heads], false, Architecture::default());
+            let lengths = Lengths {
+                batch: 2,
+                seq: 11,
+                kv_seq: 11,
+                heads,
+                kv_heads,
+                dim: config.dim(),
+                dim_v: config.dim(),
+                hidden: config.hidden_size,
+                ffn: config.intermediate_size,
+                vocab: config.vocab_size,
+            };
+            let mesh = Mesh::new([1, 1, 1, tensor]).unwrap();
+            let sharding = Sharding::new(Map::new(mesh), &lengths).unwrap();
+            for rank in 0..tensor {
+                let part = TensorPart::of(&config, rank, tensor).unwrap();
+                let of_map = |axis| sharding.range(axis, rank);
+                assert_eq!(part.heads, of_map(Axis::Heads), "{heads} {kv_heads} {tensor} {rank}");
+                assert_eq!(part.kv_heads, of_map(Axis::KvHeads));
+                assert_eq!(part.kv_copies, sharding.cut(Axis::KvHeads).copies(rank));
+                assert_eq!(part.ffn, of_map(Axis::Ffn));
+                assert_eq!(part.vocab, of_map(Axis::Vocab));
+                assert_eq!(part.stream(11), of_map(Axis::Stream));
+            }
+        }
     }
 }

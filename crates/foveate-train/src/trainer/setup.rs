@@ -31,7 +31,7 @@ use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
 use crate::recipe::{Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
-use crate::tensor::TensorGroup;
+use crate::tensor::{TensorGroup, copied_heads};
 use crate::tokens::{Ends, Tokenizer};
 use crate::transfers::GroupTransfers;
 use crate::whole;
@@ -221,6 +221,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             other_device,
             changed,
             mesh: ranks.mesh(),
+            copied_heads: copied_heads(model.config(), model.tensor_part()),
             context: strategy.filter(|_| ranks.mesh().size(MeshAxis::Context) > 1),
             dir: recipe.run.dir.clone(),
         };

@@ -6,6 +6,7 @@ use foveate_nn::{
 use foveate_shard::MeshAxis;
 
 use crate::checkpoint::CheckpointConfig;
+use crate::error::TrainError;
 use crate::machine::{self, Free};
 use crate::memory::{BESIDE, Planned, Setting, save_copy_bytes};
 use crate::ranks::{ROWS, Ranks};
@@ -74,7 +75,9 @@ pub(super) fn model<B: Blocks>(
     let recompute = match recipe.train.recomputation() {
         Some(recompute) => recompute,
         None => {
-            least_that_fits(config.num_hidden_layers, there, |again| Ok(bytes(again)?.total()))?
+            let total = |again| Ok(bytes(again)?.total());
+            let own = least_that_fits(config.num_hidden_layers, there, total)?;
+            most_again(ranks, own).map_err(|e| e.to_string())?
         }
     };
     let (of_recipe, of_model) = (Setting::of(recipe), config.clone());
@@ -118,6 +121,17 @@ pub(super) fn model<B: Blocks>(
     }
     fits(&memory, free, nearest)?;
     Ok(Made { model, attention, memory, recompute, saves_beside })
+}
+
+/// What the rank with the least memory computes again, which all do: they meet in the passes.
+fn most_again(ranks: Ranks<'_>, own: Recomputation) -> Result<Recomputation, TrainError> {
+    let what = Recompute::ALL.iter().position(|&what| what == own.what).unwrap_or(0) as u64;
+    let told = what << 32 | own.layers.min(u32::MAX as usize) as u64;
+    let all = ranks.all(&told.to_le_bytes())?;
+    let all = all.iter().flat_map(|told| told.as_chunks().0).map(|&told| u64::from_le_bytes(told));
+    let most = all.max().unwrap_or(told);
+    let what = Recompute::ALL.get((most >> 32) as usize).copied().unwrap_or(own.what);
+    Ok(Recomputation { what, layers: most as u32 as usize })
 }
 
 /// What is computed again where `there` bytes are there: nothing, else attention, gate and up, or all of

@@ -40,7 +40,14 @@ fn tensor_goes_with_every_other_axis() {
                 "{ tensor = 2, replicate = 2 }",
             ][..],
         ),
-        (8, &["{ tensor = 2, shard = 2, context = 2 }", "{ tensor = 4, shard = 2 }"]),
+        (
+            8,
+            &[
+                "{ tensor = 2, shard = 2, context = 2 }",
+                "{ tensor = 4, shard = 2 }",
+                "{ tensor = 4, context = 2 }",
+            ],
+        ),
         (
             16,
             &["{ tensor = 2, shard = 2, context = 2, replicate = 2 }", "{ tensor = 4, shard = 4 }"],
@@ -209,6 +216,7 @@ fn what_tensor_cannot_cut_is_refused_on_all_ranks_with_what_it_can() {
     assert!(columns.contains("intermediate_size: is 2, which cannot be cut over 3"), "{columns}");
     let int8 = said(2, &["mesh.tensor=2", "precision.state=int8_moments"]);
     assert!(int8.starts_with("precision.state: is \"int8_moments\", whose blocks"), "{int8}");
-    let keys = said(8, &["mesh={ tensor = 4, context = 2 }"]);
-    assert!(keys.contains("2 key/value heads cannot be cut over 4 ranks"), "{keys}");
+    let swap = "mesh={ tensor = 4, context = 2, strategy = \"heads\" }";
+    let swap = said(8, &[swap]);
+    assert!(swap.contains("fewer key/value heads than ranks of tensor; use exchange"), "{swap}");
 }
