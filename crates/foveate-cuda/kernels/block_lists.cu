@@ -9,6 +9,9 @@
 // a row of a million keys, 16384 tiles of 64, takes 6 KiB. For causal, window, prefix and document masks
 // phase 1 decides all but a few words of a row.
 //
+// A tile may have several cells (see Run in params.cuh). Phases 1 to 3 then take each strip of queries as a row of
+// its own, and phase 4 puts tiles together from their cells.
+//
 // Where a row has more runs than the list's capacity, the runs with the narrowest gaps are joined. A joined
 // run is partial, so the mask is evaluated there and the result stays exact.
 
@@ -57,27 +60,48 @@ struct TileRow {
     }
 };
 
+// What is known of the cells of a row of tiles, a bit each.
+struct Cells {
+    const unsigned* lives;
+    const unsigned* fulls;
+    int strips, words;          // words of a strip, of 32 tiles each
+
+    __device__ int kind_bits() const { return strips == 1 ? 1 : 2 * strips; }
+    __device__ int joined() const { return (1 << kind_bits()) - 1; }
+
+    __device__ unsigned live(int strip, int w) const { return unsigned(w) < unsigned(words) ? lives[strip * words + w] : 0; }
+    __device__ unsigned partial(int strip, int w) const { return unsigned(w) < unsigned(words) ? lives[strip * words + w] & ~fulls[strip * words + w] : 0; }
+
+    // Of a live tile.
+    __device__ int kind(int tile) const {
+        const int w = tile / 32, bit = tile % 32;
+        if (strips == 1) return partial(0, w) >> bit & 1;
+        int kind = 0;
+        for (int strip = strips - 1; strip >= 0; --strip) kind = kind << 2 | (partial(strip, w) >> bit & 1) << 1 | (live(strip, w) >> bit & 1);
+        return kind;
+    }
+};
+
 // 32 tiles of a row, and where runs begin and end among them.
 struct Word {
     int at;                     // the first tile
     bool open;                  // a run goes on into the word, or ends right before it
     unsigned live;
     unsigned starts, ends;      // tiles that begin a run, that follow the last one of a run
-    unsigned partial_starts, partial_ends;      // those of partial runs
 
-    // Word `w` of a row of `words`; one past the end is empty.
-    __device__ Word(const unsigned* lives, const unsigned* fulls, int words, int w) {
-        unsigned full = w < words ? fulls[w] : 0;
-        at = w * 32;
-        live = w < words ? lives[w] : 0;
-        open = 0 < w && w <= words && lives[w - 1] >> 31;
-        unsigned live_before = live << 1 | open;
-        unsigned full_before = full << 1 | (open ? fulls[w - 1] >> 31 : 0);
-        unsigned same = live & live_before & ~(full ^ full_before);
+    // Word `w` of a row; one past the end is empty.
+    __device__ Word(const Cells& cells, int w) : at(w * 32), open(false), live(0) {
+        unsigned differs = 0;   // from the tile before
+        for (int strip = 0; strip < cells.strips; ++strip) {
+            const unsigned is_live = cells.live(strip, w), was_live = cells.live(strip, w - 1) >> 31;
+            const unsigned is_partial = cells.partial(strip, w), was_partial = cells.partial(strip, w - 1) >> 31;
+            differs |= (is_live ^ (is_live << 1 | was_live)) | (is_partial ^ (is_partial << 1 | was_partial));
+            live |= is_live;
+            open |= was_live;
+        }
+        const unsigned live_before = live << 1 | open, same = live & live_before & ~differs;
         starts = live & ~same;
         ends = live_before & ~same;
-        partial_starts = starts & ~full;
-        partial_ends = ends & ~full_before;
     }
 
     // The last live tile before tile `bit` of the word; `before` when there is none in it.
@@ -96,9 +120,8 @@ __device__ int take_bit(unsigned& bits) {
 
 // The runs of one row. Every function is for a whole warp.
 struct RowRuns {
-    const unsigned* lives;
-    const unsigned* fulls;
-    int words, lane;
+    const Cells cells;
+    const int words, lane;
 
     // Calls f(word, runs that begin before the word, last live tile before it) for every word of
     // the row and the empty one behind it, a word a lane. Returns the number of runs.
@@ -106,7 +129,7 @@ struct RowRuns {
     __device__ int for_each_word(F f) const {
         int runs = 0, last = -1;
         for (int base = 0; base <= words; base += 32) {
-            Word word(lives, fulls, words, base + lane);
+            Word word(cells, base + lane);
             int begun = __popc(word.starts), lately = word.last_live(-1);
             for (int step = 1; step < 32; step *= 2) {
                 int more = __shfl_up_sync(ALL_LANES, begun, step), other = __shfl_up_sync(ALL_LANES, lately, step);
@@ -129,17 +152,19 @@ struct RowRuns {
 
     // Writes all runs.
     __device__ void write(Run* runs) const {
+        const int kind_bits = cells.kind_bits();
         int count = for_each_word([&](const Word& word, int begun, int) {
             int run = begun, closed = begun - word.open;
             for (unsigned bits = word.starts; bits != 0;) runs[run++].first = word.at + take_bit(bits);
             for (unsigned bits = word.ends; bits != 0;) {
                 int bit = take_bit(bits);
-                runs[closed++].count_kind = 2 * (word.at + bit) + (word.partial_ends >> bit & 1);
+                const int end = word.at + bit;
+                runs[closed++].count_kind = int(unsigned(end) << kind_bits | unsigned(cells.kind(end - 1)));
             }
         });
         // Ends and beginnings of a run may come from two lanes.
         __syncwarp();
-        for (int run = lane; run < count; run += 32) runs[run].count_kind -= 2 * runs[run].first;
+        for (int run = lane; run < count; run += 32) runs[run].count_kind = int(unsigned(runs[run].count_kind) - (unsigned(runs[run].first) << kind_bits));
     }
 
     // Number of gaps between neighbouring runs of at most `widest` tiles.
@@ -167,22 +192,24 @@ struct RowRuns {
         }
         int spare = joins - gaps(narrow);
         if (lane != 0) return;
-        int first = -1, partial = 0, last = -1, run = 0;
+        const int kind_bits = cells.kind_bits();
+        int first = -1, kind = 0, last = -1, run = 0;
+        auto close = [&](int last) { runs[run++] = {first, int(unsigned(last + 1 - first) << kind_bits | unsigned(kind))}; };
         for (int w = 0; w < words; ++w) {
-            Word word(lives, fulls, words, w);
-            for (unsigned bits = word.starts; bits != 0;) {
-                int bit = take_bit(bits), before = word.last_live(bit, last), gap = word.at + bit - before - 1;
+            Word word(cells, w);
+            for (unsigned starts = word.starts; starts != 0;) {
+                int bit = take_bit(starts), before = word.last_live(bit, last), gap = word.at + bit - before - 1;
                 if (first >= 0 && (gap < wide || (gap == wide && spare-- > 0))) {
-                    partial = 1;
+                    kind = cells.joined();
                     continue;
                 }
-                if (first >= 0) runs[run++] = {first, 2 * (before + 1 - first) + partial};
+                if (first >= 0) close(before);
                 first = word.at + bit;
-                partial = word.partial_starts >> bit & 1;
+                kind = cells.kind(first);
             }
             last = word.last_live(last);
         }
-        runs[run] = {first, 2 * (last + 1 - first) + partial};
+        close(last);
     }
 };
 
@@ -198,47 +225,52 @@ fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant
     const int side = p.of_keys ? p.tile_q : p.tile_kv, length = p.of_keys ? s.q_len : s.k_len;
     const int from = tile.tile * of_row, to = int(min(i64(from) + of_row, i64(rows)));
     const int columns = length / side + (length % side != 0), words = (columns + 31) / 32;
-    const TileRow row = {mods, place, p.of_keys != 0, from, to, length, side, columns};
+    auto strip_row = [&](int strip) -> TileRow {
+        const int strip_rows = of_row / p.strips, first = from + strip * strip_rows;
+        return {mods, place, p.of_keys != 0, first, min(first + strip_rows, to), length, side, columns};
+    };
 
-    // One bit a tile: live, full, left open by bounds.
-    unsigned* fulls = lives + words;
-    unsigned* opens = fulls + words;
+    // One bit a cell: live, full, left open by bounds.
+    const int all_words = p.strips * words;
+    unsigned* fulls = lives + all_words;
+    unsigned* opens = fulls + all_words;
     const bool coarse = words > 2 * LIST_WARPS;
-    for (int w = threadIdx.x; w < words; w += LIST_WARPS * 32) {
-        int end = min(w * 32 + 32, columns), count = end - w * 32;
-        int answer = coarse ? row.cover(w * 32, end) : 2;
+    for (int i = threadIdx.x; i < all_words; i += LIST_WARPS * 32) {
+        const TileRow row = strip_row(i / words);
+        const int first = i % words * 32, end = min(first + 32, columns), count = end - first;
+        int answer = row.from >= row.to ? 0 : coarse ? row.cover(first, end) : 2;
         unsigned all = count == 32 ? ALL_LANES : (1u << count) - 1;
-        lives[w] = fulls[w] = answer == 1 ? all : 0;
-        opens[w] = answer == 2 ? all : 0;
+        lives[i] = fulls[i] = answer == 1 ? all : 0;
+        opens[i] = answer == 2 ? all : 0;
     }
     __syncthreads();
 
-    for (int w = warp; w < words; w += LIST_WARPS) {
-        const unsigned open = opens[w];
+    for (int i = warp; i < all_words; i += LIST_WARPS) {
+        const unsigned open = opens[i];
         if (open == 0) continue;
-        int column = w * 32 + lane, answer = open >> lane & 1 ? row.cover(column, column + 1) : 0;
+        const int column = i % words * 32 + lane, answer = open >> lane & 1 ? strip_row(i / words).cover(column, column + 1) : 0;
         unsigned full = __ballot_sync(ALL_LANES, answer == 1), undecided = __ballot_sync(ALL_LANES, answer == 2);
         if (lane == 0) {
-            lives[w] = fulls[w] = full;
-            opens[w] = undecided;
+            lives[i] = fulls[i] = full;
+            opens[i] = undecided;
         }
     }
     __syncthreads();
 
     int turn = 0;
-    for (int w = 0; w < words; ++w)
-        for (unsigned open = opens[w]; open != 0; ++turn) {
+    for (int i = 0; i < all_words; ++i)
+        for (unsigned open = opens[i]; open != 0; ++turn) {
             int bit = take_bit(open);
             if (turn % LIST_WARPS != warp) continue;
-            int answer = row.evaluate(w * 32 + bit, lane);
-            if (lane == 0 && answer != 0) atomicOr(lives + w, 1u << bit);
-            if (lane == 0 && answer == 1) atomicOr(fulls + w, 1u << bit);
+            int answer = strip_row(i / words).evaluate(i % words * 32 + bit, lane);
+            if (lane == 0 && answer != 0) atomicOr(lives + i, 1u << bit);
+            if (lane == 0 && answer == 1) atomicOr(fulls + i, 1u << bit);
         }
     __syncthreads();
 
     if (warp != 0) return;
     const i64 at = s.first_row + tile.tile + i64(head) * p.head_stride;
-    const RowRuns runs = {lives, fulls, words, lane};
+    const RowRuns runs = {{lives, fulls, p.strips, words}, words, lane};
     const int count = runs.count();
     if (count <= p.capacity) runs.write(p.runs + at * p.capacity);
     else runs.write_joined(p.runs + at * p.capacity, count, p.capacity);

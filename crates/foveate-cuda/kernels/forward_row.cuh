@@ -22,6 +22,7 @@ __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, cons
 }
 
 // `steps` are those of the row's CTA.
+template <typename Steps>
 __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Sequence& sequence, Steps steps, int head, int query) {
     constexpr int COLUMNS = ceil_div(FV_DVP, 32);          // of a lane, 32 apart
     const int lane = threadIdx.x % 32, head_kv = head / FV_GROUP;

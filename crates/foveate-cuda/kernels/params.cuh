@@ -43,6 +43,10 @@ struct Tile {
 
 // A run of consecutive live tiles on the other axis: tiles first .. first + (count_kind >> 1);
 // the mask is evaluated in them when count_kind & 1.
+//
+// A tile of queries by keys may have several cells, strips of its queries by all of its keys. Then a run is of tiles that
+// have the same cells, and its kind takes two bits for each, the first strip's lowest: whether it is live, and whether
+// the mask is evaluated in it.
 struct Run {
     int first;
     int count_kind;
@@ -156,4 +160,5 @@ struct BlockListsParams {
     int tile_q, tile_kv;         // queries and keys of a tile
     int of_keys;                 // 1 when the rows are tiles of keys
     int group;                   // query heads of a key/value head
+    int strips;                  // cells of a tile; 1 when the rows are tiles of keys
 };

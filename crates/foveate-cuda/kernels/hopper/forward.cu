@@ -19,7 +19,8 @@
 // of a product and the wait for it: a call or a divergent branch there, and it waits for every single
 // instruction. So a step is one of two pieces of code. `overlapped`: the score function runs beside P V, if it
 // is plain arithmetic (FV_OVERLAP). `waiting`: both products come first. It evaluates the mask, may
-// call anything, and finishes the tile before when a new one begins.
+// call anything, and finishes the tile before when a new one begins. A consumer passes over a step whose keys
+// none of its rows sees: it has only the product P V of the step before, if that one was no such step.
 //
 // Softmax as in the portable family: see portable/forward.cu.
 
@@ -210,7 +211,9 @@ __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, co
         const WorkItem work = WorkItem::number(p, number);
         const Tile tile = p.tiles[work.tile];
         const Sequence sequence = p.sequences[tile.sequence];
-        const Steps steps(p, sequence, tile, work.head, 0);
+        const int list = sequence.first_row + tile.tile + work.head * p.lists.head_stride, runs = FV_MASK ? p.lists.counts[list] : 0;
+        const Run last = runs > 0 ? p.lists.runs[i64(list) * p.lists.capacity + runs - 1] : Run{};
+        const RowSteps steps = {LiveKeys(p, sequence, tile.tile, work.head, runs, last)};
         const int query0 = tile.tile * FV_BM + first, rows = min(16, sequence.q_len - query0);
         #pragma unroll 1
         for (int row = 0; row < rows; ++row) {
@@ -316,14 +319,14 @@ struct Copies {
             barriers.item_full(ring.stage).wait(ring.round);
             const Item& item = *reinterpret_cast<const Item*>(shared + AT_ITEMS + 64 * ring.stage);
             if (item.stop) return;
-            LiveKeys keys(p, item);
+            LiveKeys keys(p, item.sequence, item.tile, item.head, item.runs, item.last_run);
             bool more = keys.next();
             #pragma unroll 1
             for (bool first = true; more; first = false) {
                 const int key = keys.tile * FV_BN;
-                const bool evaluates = keys.run_evaluates;
+                const u32 cells = keys.cells << Step::CELLS;
                 more = keys.next();
-                each(item, key, (evaluates ? Step::EVALUATES : 0) + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST));
+                each(item, key, cells + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST));
             }
             barriers.item_empty(ring.stage).arrive();
         }
@@ -341,9 +344,9 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
         *reinterpret_cast<Step*>(copies.shared + AT_STEPS + 16 * k.stage) = step;
         barriers.k_full(k.stage).arrive_expecting(bytes);
     };
-    copies.for_each_tile([&](const Item& item, int key, int kind) {
+    copies.for_each_tile([&](const Item& item, int key, u32 kind) {
         const int live = item.sequence.k_len - key, group = item.head / FV_GROUP;
-        announce({key, live < FV_BN ? kind | Step::EVALUATES : kind, live}, K_BYTES);
+        announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live}, K_BYTES);
         #pragma unroll
         for (int i = 0; i < panels(FV_D); ++i)
             copy_panel(copies.base + AT_K + k.stage * K_BYTES + i * FV_BN * PANEL_ROW, map_k, barriers.k_full(k.stage), i * PANEL_COLUMNS,
@@ -370,7 +373,7 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
 __device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
     const PersistentParams& persistent = copies.persistent;
     Ring<FV_STAGES> v;
-    copies.for_each_tile([&](const Item& item, int key, int) {
+    copies.for_each_tile([&](const Item& item, int key, u32) {
         const CopyBarrier full = copies.barriers.v_full(v.stage);
         copies.barriers.v_empty(v.stage).wait(v.round - 1);
         full.arrive_expecting(V_BYTES);
@@ -417,7 +420,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     Ring<FV_STAGES> k;
     Ring<Q_STAGES> q = Ring<Q_STAGES>::before_first();
     Ring<ITEMS> items = Ring<ITEMS>::before_first();
-    bool has_weights = false, has_nonfinite = false;
+    bool has_nonfinite = false;
+    u32 before = 0;                            // of the step before: STEP, and WEIGHTS where it was no pass
+    constexpr u32 STEP = 1u << 30, WEIGHTS = 1u << 31;
     int live_keys = FV_BN;                     // of the step before
     u32 last_item = 0;
     ItemRows rows = {nullptr, first_row};
@@ -432,13 +437,15 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         Step step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 16 * k.stage);
         // The same for all threads, and now the compiler knows: only then do operands of products stay in
         // uniform registers.
-        step.kind = __reduce_or_sync(~0u, step.kind);
+        step.kind = __reduce_or_sync(~0u, step.kind | before);
+        const u32 cell = Step::cell(step.kind, consumer);
+        const bool sees = cell & Cells::LIVE, has_weights = step.kind & WEIGHTS;
         if (step.kind & Step::FIRST) {
             q.advance();
             barriers.q_full(q.stage, consumer).wait(q.round);
         }
         const Ring<FV_STAGES> v = k.before();
-        if (has_weights) barriers.v_full(v.stage).wait(v.round);
+        if (step.kind & STEP) barriers.v_full(v.stage).wait(v.round);
         if (live_keys < FV_BN) clear_rows(shared + AT_V + v.stage * V_BYTES, live_keys, consumer);
         const Operand queries = Operand::rows(base + (q.stage * CONSUMERS + consumer) * Q_BYTES);
         const Operand keys = Operand::rows(base + AT_K + k.stage * K_BYTES);
@@ -449,11 +456,11 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             if (step.kind & Step::LAST) barriers.q_empty(q.stage, consumer).arrive();
         };
         float rescale[2] = {1.f, 1.f};
-        bool rescales;
+        bool rescales = false;
         await_turn();
         pin(s);
         pin(out);
-        if (FV_OVERLAP && (step.kind & ~Step::LAST) == 0) {
+        if (FV_OVERLAP && cell == Cells::LIVE && has_weights && !(step.kind & Step::FIRST)) {
             product_fence();
             start_qk(s, queries, keys);
             product_commit();
@@ -469,22 +476,42 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             product_wait<0>();
             pin(out);
         } else {
-            product_fence();
-            start_qk(s, queries, keys);
-            start_pv(out, weights, values);
-            product_commit();
-            pass_turn();
-            product_wait<0>();
-            pin(s);
-            pin(out);
+            if (sees && has_weights) {
+                product_fence();
+                start_qk(s, queries, keys);
+                start_pv(out, weights, values);
+                product_commit();
+                pass_turn();
+                product_wait<0>();
+                pin(s);
+                pin(out);
+            } else if (sees) {
+                product_fence();
+                start_qk(s, queries, keys);
+                product_commit();
+                pass_turn();
+                product_wait<0>();
+                pin(s);
+            } else {
+                if (has_weights) {
+                    product_fence();
+                    start_pv(out, weights, values);
+                    product_commit();
+                    pass_turn();
+                    product_wait<0>();
+                    pin(out);
+                } else {
+                    pass_turn();
+                }
+            }
             release_keys();
             if (step.kind & (Step::FIRST | Step::STOP)) {
-                if (has_weights) {
+                if (step.kind & STEP) {
                     has_nonfinite |= finish(p, mods, rows, softmax, out);
                     last_item = rows.item->number;
                     barriers.item_empty(items.stage).arrive_warp();
                 }
-                if (step.kind == Step::STOP) break;
+                if (step.kind & Step::STOP) break;
                 items.advance();
                 barriers.item_full(items.stage).wait(items.round);
                 rows.item = reinterpret_cast<const Item*>(shared + AT_ITEMS + 64 * items.stage);
@@ -492,20 +519,24 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 #pragma unroll
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
             }
-            if (step.kind & Step::EVALUATES) score<true>(s, p, mods, rows, step.key, softmax.unscaled);
-            else score<false>(s, p, mods, rows, step.key, softmax.unscaled);
-            rescales = softmax.weigh(s, rescale);
+            if (sees) {
+                if (cell & Cells::EVALUATES) score<true>(s, p, mods, rows, step.key, softmax.unscaled);
+                else score<false>(s, p, mods, rows, step.key, softmax.unscaled);
+                rescales = softmax.weigh(s, rescale);
+            }
         }
-        if (has_weights && leads) barriers.v_empty(v.stage).arrive();
-        has_weights = true;
-        live_keys = step.live;
+        if ((step.kind & STEP) && leads) barriers.v_empty(v.stage).arrive();
         k.advance();
-        if constexpr (FV_DROPOUT) drop(s, mods, rows, step.key);
-        if (rescales)
+        before = STEP | (sees ? WEIGHTS : 0);
+        live_keys = sees ? step.live : FV_BN;
+        if (sees) {
+            if constexpr (FV_DROPOUT) drop(s, mods, rows, step.key);
+            if (rescales)
+                #pragma unroll
+                for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= rescale[i % 4 / 2];
             #pragma unroll
-            for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= rescale[i % 4 / 2];
-        #pragma unroll
-        for (int i = 0; i < FV_BN / 4; ++i) weights[i / 4][i % 4] = narrow2<FV_DTYPE>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+            for (int i = 0; i < FV_BN / 4; ++i) weights[i / 4][i % 4] = narrow2<FV_DTYPE>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+        }
     }
     if (has_nonfinite) recompute_nonfinite_rows(p, persistent, mods, last_item, first_row);
 }

@@ -48,16 +48,40 @@ struct Item {
 };
 static_assert(sizeof(Item) == 64, "a place of the ring");
 
+// The cells of a tile of queries by keys: a consumer's queries by all of the keys. Two bits for each consumer, in one number
+// for all of them.
+struct Cells {
+    static constexpr u32 LIVE = 1;       // the consumer multiplies
+    static constexpr u32 EVALUATES = 2;  // it evaluates the mask, or keys are cut off at the end of the sequence
+    static constexpr int BITS = 2, ALL_BITS = CONSUMERS * BITS;
+    // Of a run in memory, where a tile of one cell is live and has one bit.
+    static constexpr int RUN_BITS = CONSUMERS == 1 ? 1 : ALL_BITS;
+
+    // The same for every consumer.
+    __device__ static constexpr u32 all(u32 cell) {
+        u32 cells = 0;
+        for (int c = 0; c < CONSUMERS; ++c) cells |= cell << c * BITS;
+        return cells;
+    }
+    __device__ static u32 of(const Run& run) {
+        return CONSUMERS == 1 ? LIVE | (run.count_kind & 1) << 1 : run.count_kind & ((1 << RUN_BITS) - 1);
+    }
+    __device__ static int tiles(const Run& run) { return u32(run.count_kind) >> RUN_BITS; }
+};
+
 // What the producer tells the consumers with a stage of K, 16 bytes in smem.
 struct Step {
     int key;                    // the first key
-    int kind;                   // the sum of the constants below
+    u32 kind;                   // the sum of the constants below, and from CELLS on the cells
     int live;                   // keys of the sequence from there on
 
-    static constexpr int EVALUATES = 1;  // the mask is evaluated, or keys are cut off at the end of the sequence
-    static constexpr int FIRST = 2;      // of its item: Q is another one, and the item before is finished
-    static constexpr int LAST = 4;       // of its item: Q is free after it
-    static constexpr int STOP = 8;       // there is no item after the one before; no K, no V, no Q
+    static constexpr u32 FIRST = 1;      // of its item: Q is another one, and the item before is finished
+    static constexpr u32 LAST = 2;       // of its item: Q is free after it
+    static constexpr u32 STOP = 4;       // there is no item after the one before; no K, no V, no Q
+    static constexpr int CELLS = 3;
+
+    // What a consumer makes of it.
+    __device__ static u32 cell(u32 kind, int consumer) { return kind >> (CELLS + consumer * Cells::BITS) & ((1 << Cells::BITS) - 1); }
 };
 
 // The mbarriers, 8 bytes each. A stage in round r is full for whoever has waited for round r, and empty for
@@ -109,18 +133,19 @@ struct LiveKeys {
     Run ahead;
     int left;                           // runs after the current one
     int tile, first;                    // the current run: the tile of the current step, and its first one
-    bool run_evaluates = false;
+    u32 cells;
 
-    __device__ LiveKeys(const ForwardParams& p, const Item& item) {
+    __device__ LiveKeys(const ForwardParams& p, const Sequence& sequence, int own_tile, int head, int count, const Run& last) {
+        left = count;
+        tile = first = 0;
         if constexpr (FV_MASK) {
-            const int row = item.sequence.first_row + item.tile + item.head * p.lists.head_stride;
+            const int row = sequence.first_row + own_tile + head * p.lists.head_stride;
             runs = p.lists.runs + i64(row) * p.lists.capacity;
-            ahead = item.last_run;
-            left = item.runs;
-            tile = first = 0;
+            ahead = last;
         } else {
-            left = first = 0;
-            tile = ceil_div(item.sequence.k_len, FV_BN);
+            tile = ceil_div(sequence.k_len, FV_BN);
+            const int consumers = min(ceil_div(sequence.q_len - own_tile * FV_BM, 64), CONSUMERS);
+            cells = Cells::all(Cells::LIVE) & ((1u << consumers * Cells::BITS) - 1);
         }
     }
 
@@ -128,12 +153,26 @@ struct LiveKeys {
         while (tile == first) {
             if (!FV_MASK || left == 0) return false;
             first = ahead.first;
-            tile = first + (ahead.count_kind >> 1);
-            run_evaluates = ahead.count_kind & 1;
+            tile = first + Cells::tiles(ahead);
+            cells = Cells::of(ahead);
             if (--left > 0) ahead = runs[left - 1];
         }
         --tile;
         return true;
+    }
+};
+
+// The same of a row that is computed key by key.
+struct RowSteps {
+    LiveKeys keys;
+    int key;                            // of the current step: its first key,
+    bool evaluate;                      // whether the mask is evaluated
+
+    __device__ bool next() {
+        const bool more = keys.next();
+        key = keys.tile * FV_BN;
+        evaluate = keys.cells != Cells::all(Cells::LIVE);
+        return more;
     }
 };
 

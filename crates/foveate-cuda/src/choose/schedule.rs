@@ -8,10 +8,11 @@
 
 use std::collections::HashMap;
 
-use foveate_mask::{BlockMask, Kind, Tile as MaskTile, Varies};
+use foveate_mask::{BlockMask, Tile as MaskTile, Varies};
 use foveate_mods::{Head, MaskMod};
 use foveate_problem::{Dims, Sequence};
 
+use crate::compile::cells::Cells;
 use crate::compile::params;
 
 /// The axis that CTAs divide between them.
@@ -23,13 +24,22 @@ pub enum Axis {
     Keys,
 }
 
-/// Queries and keys of a tile.
+/// Queries and keys of a tile, and what lists tell apart in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TileSize {
     /// Queries.
     pub q: usize,
     /// Keys.
     pub kv: usize,
+    /// Its cells. Only tiles of [`Axis::Queries`] have several.
+    pub cells: Cells,
+}
+
+impl TileSize {
+    /// A tile of one cell.
+    pub const fn whole(q: usize, kv: usize) -> Self {
+        Self { q, kv, cells: Cells::WHOLE }
+    }
 }
 
 /// The work of one kernel, on the host.
@@ -304,7 +314,8 @@ impl Masks {
         let (by_head, rows) = (classes.varies.by_head, classes.rows);
         let heads = if by_head { dims.heads_q } else { 1 };
         let mut masks = Vec::with_capacity(heads * classes.members.len());
-        let tile = MaskTile { q: size.q as u32, kv: size.kv as u32 };
+        let Cells(strips) = size.cells;
+        let tile = MaskTile { q: (size.q / strips) as u32, kv: size.kv as u32 };
         for h in 0..heads {
             for s in classes.members.iter().map(|&i| &sequences[i]) {
                 let head = Head {
@@ -321,8 +332,19 @@ impl Masks {
         if axis == Axis::Keys {
             masks.iter_mut().for_each(|mask| *mask = mask.transpose());
         }
-        let all = || masks.iter().flat_map(|mask| (0..mask.rows()).map(move |row| (mask, row)));
-        let capacity = all().map(|(mask, row)| mask.row(row).len()).max().unwrap_or(0).max(1);
+        let (tall, wide) = match axis {
+            Axis::Queries => (size.q, size.kv),
+            Axis::Keys => (size.kv, size.q),
+        };
+        let all = masks.iter().flat_map(|mask| {
+            let columns = mask.kv_len().div_ceil(wide);
+            let rows: Vec<&[_]> = (0..mask.rows()).map(|row| mask.row(row)).collect();
+            let runs = |strips: &[&[_]]| size.cells.runs(strips, columns);
+            let found: Vec<_> = rows.chunks(strips).map(runs).collect();
+            found.into_iter().enumerate().map(move |(row, runs)| (mask, row, runs))
+        });
+        let all: Vec<_> = all.collect();
+        let capacity = all.iter().map(|(.., runs)| runs.len()).max().unwrap_or(0).max(1);
         let mut lists = Lists {
             counts: Vec::with_capacity(rows * heads),
             runs: vec![params::Run::default(); rows * heads * capacity],
@@ -330,20 +352,14 @@ impl Masks {
             head_stride: if by_head { rows } else { 0 },
         };
         let mut work = Vec::with_capacity(rows * heads);
-        for ((mask, row), into) in all().zip(lists.runs.chunks_exact_mut(capacity)) {
-            let found = mask.row(row);
-            lists.counts.push(found.len() as i32);
-            let mut pairs = 0;
-            for (run, into) in found.iter().zip(into) {
-                let partial = i32::from(run.kind == Kind::Partial);
-                *into = params::Run {
-                    first: run.first as i32,
-                    count_kind: run.count as i32 * 2 + partial,
-                };
-                let end = (run.tiles().end as usize * mask.tile().kv as usize).min(mask.kv_len());
-                pairs += end - run.first as usize * mask.tile().kv as usize;
-            }
-            let tall = mask.tile().q as usize;
+        for ((mask, row, runs), into) in all.iter().zip(lists.runs.chunks_exact_mut(capacity)) {
+            lists.counts.push(runs.len() as i32);
+            into[..runs.len()].copy_from_slice(runs);
+            let pairs = |run: &params::Run| {
+                let (first, count) = (run.first as usize, run.count_kind >> size.cells.kind_bits());
+                ((first + count as usize) * wide).min(mask.kv_len()) - first * wide
+            };
+            let pairs: usize = runs.iter().map(pairs).sum();
             work.push((pairs * (mask.q_len().min((row + 1) * tall) - row * tall)) as u64);
         }
         let heads = if by_head { 1 } else { dims.heads_q };
@@ -367,7 +383,7 @@ mod tests {
 
     use super::*;
 
-    const SIZE: TileSize = TileSize { q: 16, kv: 32 };
+    const SIZE: TileSize = TileSize::whole(16, 32);
 
     fn dims(batch: usize, heads: [usize; 2], [len_q, len_k]: [usize; 2]) -> Dims {
         Dims {

@@ -10,6 +10,8 @@ use std::fmt;
 use foveate_gpu::Arch;
 use foveate_tensor::DType;
 
+use super::cells::Cells;
+
 /// An entry point. Each has a file of its own under `kernels/`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -549,6 +551,15 @@ impl Config {
     /// Queries of a tile: its rows, divided between the heads that share it.
     pub fn queries(&self) -> usize {
         self.tile_q / self.heads()
+    }
+
+    /// The cells of a tile of queries by keys that its lists tell apart: a consumer of the Hopper
+    /// family's forward has 64 queries of its own.
+    pub fn cells(&self) -> Cells {
+        match (self.family, self.kernel) {
+            (Family::Hopper, Kernel::Forward) => Cells(self.warps / 4 - 1),
+            (Family::Portable | Family::Hopper, _) => Cells::WHOLE,
+        }
     }
 
     /// Threads of a CTA.

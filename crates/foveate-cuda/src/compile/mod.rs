@@ -6,6 +6,7 @@
 //! reports, and [`spill_fallback`] finds the configuration that runs where a kernel takes more.
 
 mod candidate;
+pub mod cells;
 pub mod check;
 pub mod codegen;
 pub mod config;

@@ -69,7 +69,8 @@ foveate_gpu::abi_structs! {
     pub struct Run {
         /// The first tile.
         pub first: i32,
-        /// Twice the number of tiles, plus 1 when the mask has to be evaluated in them.
+        /// Twice the number of tiles, plus 1 when the mask has to be evaluated in them. Where a
+        /// tile has several cells, their kinds take the place of the lowest bit.
         pub count_kind: i32,
     }
 
@@ -284,7 +285,7 @@ foveate_gpu::abi_structs! {
     }
 
     /// Arguments of the kernel that builds block lists. Its grid is `[tiles, heads]` and a block
-    /// has [`Self::THREADS`] threads and [`Self::shared_bytes`].
+    /// has [`Self::THREADS`] threads and `Cells::list_bytes` of shared memory.
     pub struct BlockListsParams {
         /// [`Sequence`]s.
         pub sequences: Address,
@@ -308,17 +309,14 @@ foveate_gpu::abi_structs! {
         pub of_keys: i32,
         /// Query heads of a key/value head.
         pub group: i32,
+        /// Strips of queries of a tile that have cells of their own.
+        pub strips: i32,
     }
 }
 
 impl BlockListsParams {
     /// Threads of a CTA.
     pub const THREADS: usize = 256;
-
-    /// Bytes of dynamic shared memory for rows of at most `tiles` tiles: three bits a tile.
-    pub fn shared_bytes(tiles: usize) -> usize {
-        tiles.div_ceil(32) * 12
-    }
 }
 
 #[cfg(test)]

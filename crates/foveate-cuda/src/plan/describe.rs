@@ -48,7 +48,7 @@ impl CudaPlan {
         let backward = self.gradient.is_ok() && !arrangement.paged();
         let chosen = self.chosen(class.clone(), sizes(&dims, longest(&sequences)), backward)?;
         let forward = &self.running(&chosen.kernels[0]).config;
-        let tile = TileSize { q: forward.queries(), kv: forward.tile_kv };
+        let tile = TileSize::whole(forward.queries(), forward.tile_kv);
         let mask = self.spec.mask.as_ref();
         let schedule = Schedule::new(&dims, &sequences, mask, Axis::Queries, tile);
         let columns = |s: &Sequence| s.k_len.div_ceil(tile.kv);

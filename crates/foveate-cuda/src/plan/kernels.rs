@@ -103,7 +103,8 @@ pub(super) struct Ready {
 
 impl Ready {
     pub fn tile(&self) -> TileSize {
-        TileSize { q: self.config.queries(), kv: self.config.tile_kv }
+        let config = &self.config;
+        TileSize { q: config.queries(), kv: config.tile_kv, cells: config.cells() }
     }
 
     pub fn threads(&self) -> u32 {

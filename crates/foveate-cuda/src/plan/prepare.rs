@@ -7,7 +7,6 @@ use super::call::Call;
 use super::kernels::sizes;
 use crate::choose::schedule::Axis;
 use crate::choose::{Class, KernelPlan, Pass, PassLaunch};
-use crate::compile::params::BlockListsParams;
 use crate::error::CudaError;
 use crate::operands::{DeviceForward, written};
 use foveate_gpu::Queue;
@@ -74,7 +73,7 @@ impl CudaPlan {
                 Axis::Queries => kv.div_ceil(tile.kv),
                 Axis::Keys => q.div_ceil(tile.q),
             };
-            self.list_kernel(call, tile, BlockListsParams::shared_bytes(columns))?;
+            self.list_kernel(call, tile, tile.cells.list_bytes(columns))?;
         }
         Ok(())
     }

@@ -529,8 +529,9 @@ impl CudaPlan {
             tile_kv: tile.kv as i32,
             of_keys: (axis == Axis::Keys).into(),
             group: dims.group() as i32,
+            strips: tile.cells.0 as i32,
         };
-        let shared = BlockListsParams::shared_bytes(rows.longest);
+        let shared = tile.cells.list_bytes(rows.longest);
         let (function, printed) = self.list_kernel(call, tile, shared)?;
         let mods = self.mods_bytes(call, state, &printed, &[], report)?;
         let grid = [rows.count as u32, rows.heads as u32, 1];

@@ -151,7 +151,7 @@ impl CudaPlan {
         let operands = DeviceOperands { captures, ..DeviceOperands::new(q, k, k) };
         let call = Call::new(queue, &dims, &operands, false)?;
         let mut state = CallState::default();
-        let tile = TileSize { q: tile[0], kv: tile[1] };
+        let tile = TileSize::whole(tile[0], tile[1]);
         let axis = Axis::Queries;
         let schedule = self.device_schedule(&call, &mut state, Some(mask), axis, tile)?;
         let head_stride = if lines.by_head { count(lines.per_head)? } else { 0 };

@@ -42,6 +42,13 @@ struct Shape {
     q_stages: usize,
 }
 
+/// A live tile of an item, and which consumers see some of it: the others pass over it.
+#[derive(Clone, Copy, Debug)]
+struct Live {
+    tile: usize,
+    seen: [bool; 3],
+}
+
 /// The live tiles of an item, from the last one, out of its runs `(first, count)`: `LiveKeys`.
 fn walk(runs: &[(usize, usize)]) -> Vec<usize> {
     let (mut left, mut tile, mut first) = (runs.len(), 0, 0);
@@ -61,7 +68,7 @@ fn walk(runs: &[(usize, usize)]) -> Vec<usize> {
 }
 
 /// The roles' lists. `items` are the tiles of keys of each item, none of them empty.
-fn roles(shape: Shape, items: &[Vec<usize>]) -> Vec<Role> {
+fn roles(shape: Shape, items: &[Vec<Live>]) -> Vec<Role> {
     let role = |name: &str, ops| Role { name: name.to_owned(), team: 0, ops };
     let mut roles = vec![
         role("scheduler", scheduler(items)),
@@ -74,7 +81,7 @@ fn roles(shape: Shape, items: &[Vec<usize>]) -> Vec<Role> {
     roles
 }
 
-fn scheduler(items: &[Vec<usize>]) -> Vec<Op> {
+fn scheduler(items: &[Vec<Live>]) -> Vec<Op> {
     let mut ring = Ring::new(PLACES);
     let mut ops = Vec::new();
     for content in (0..items.len()).map(|item| (item, 0)).chain([STOP]) {
@@ -88,7 +95,7 @@ fn scheduler(items: &[Vec<usize>]) -> Vec<Op> {
 
 /// What both producers do around the tiles of each item.
 fn for_each_tile(
-    items: &[Vec<usize>],
+    items: &[Vec<Live>],
     ops: &mut Vec<Op>,
     mut each: impl FnMut(&mut Vec<Op>, Content, bool),
 ) {
@@ -96,7 +103,7 @@ fn for_each_tile(
     for (item, tiles) in items.iter().enumerate() {
         let place = ring.stage();
         ops.push(Wait(Barrier::ItemFull(place), ring.round()));
-        for (i, &tile) in tiles.iter().enumerate() {
+        for (i, &Live { tile, .. }) in tiles.iter().enumerate() {
             ops.push(Read(Buffer::Item(place), (item, 0)));
             each(ops, (item, tile), i == 0);
         }
@@ -107,7 +114,7 @@ fn for_each_tile(
     ops.push(Read(Buffer::Item(ring.stage()), STOP));
 }
 
-fn keys(shape: Shape, items: &[Vec<usize>]) -> Vec<Op> {
+fn keys(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
     let (mut k, mut q) = (Ring::new(shape.stages), Ring::new(shape.q_stages));
     let announce = |ops: &mut Vec<Op>, k: Ring, content, bytes| {
         ops.push(Wait(Barrier::KEmpty(k.stage()), k.round() - 1));
@@ -133,7 +140,7 @@ fn keys(shape: Shape, items: &[Vec<usize>]) -> Vec<Op> {
     ops
 }
 
-fn values(shape: Shape, items: &[Vec<usize>]) -> Vec<Op> {
+fn values(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
     let mut v = Ring::new(shape.stages);
     let mut ops = Vec::new();
     for_each_tile(items, &mut ops, |ops, content, _| {
@@ -146,21 +153,24 @@ fn values(shape: Shape, items: &[Vec<usize>]) -> Vec<Op> {
 }
 
 /// A consumer: its steps, and after them the one that stops it. A product reads its operands from
-/// its start to the wait for it, so each is read twice.
-fn consumer(shape: Shape, c: usize, items: &[Vec<usize>]) -> Vec<Op> {
-    let last = |tiles: &[usize], i: usize| i + 1 == tiles.len();
+/// its start to the wait for it, so each is read twice. A step that it passes over has no product of its
+/// own, but takes its turn, gives the keys free, and with the next step the values.
+fn consumer(shape: Shape, c: usize, items: &[Vec<Live>]) -> Vec<Op> {
     let steps = items.iter().enumerate().flat_map(|(item, tiles)| {
-        tiles.iter().enumerate().map(move |(i, &tile)| ((item, tile), i == 0, last(tiles, i)))
+        let step = move |(i, live): (usize, &Live)| {
+            ((item, live.tile), live.seen[c], i == 0, i + 1 == tiles.len())
+        };
+        tiles.iter().enumerate().map(step)
     });
     let mut k = Ring::new(shape.stages);
     let mut q = Ring::new(shape.q_stages).before();
     let mut place = Ring::new(PLACES).before();
-    let mut before: Option<Content> = None;
+    let mut before: Option<(Content, bool)> = None;
     let mut ops = Vec::new();
     if shape.consumers > 1 && c + 1 == shape.consumers {
         ops.push(GiveTurn(0));
     }
-    for (content, first, last) in steps.chain([(STOP, false, false)]) {
+    for (content, sees, first, last) in steps.chain([(STOP, false, false, false)]) {
         ops.push(Wait(Barrier::KFull(k.stage()), k.round()));
         ops.push(Read(Buffer::Step(k.stage()), content));
         if first {
@@ -172,11 +182,12 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<usize>]) -> Vec<Op> {
             ops.push(Wait(Barrier::VFull(v.stage()), v.round()));
         }
         let mut reads = Vec::new();
-        if content != STOP {
+        if sees {
             reads.push(Read(Buffer::K(k.stage()), content));
             reads.push(Read(Buffer::Q(q.stage(), c), (content.0, 0)));
         }
-        let reads_values = before.map(|content| Read(Buffer::V(v.stage()), content));
+        let weighted = before.filter(|&(_, seen)| seen);
+        let reads_values = weighted.map(|(content, _)| Read(Buffer::V(v.stage()), content));
         if shape.consumers > 1 {
             ops.push(TakeTurn(c));
         }
@@ -190,7 +201,7 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<usize>]) -> Vec<Op> {
             ops.push(Arrive(Barrier::QEmpty(q.stage(), c)));
         }
         ops.extend(reads_values);
-        if let Some((item, _)) = before.filter(|_| first || content == STOP) {
+        if let Some(((item, _), _)) = before.filter(|_| first || content == STOP) {
             ops.push(Read(Buffer::Item(place.stage()), (item, 0)));
             ops.push(Arrive(Barrier::ItemEmpty(place.stage())));
         }
@@ -205,7 +216,7 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<usize>]) -> Vec<Op> {
         if before.is_some() {
             ops.push(Arrive(Barrier::VEmpty(v.stage())));
         }
-        before = Some(content);
+        before = Some((content, sees));
         k.advance();
     }
     ops
@@ -271,7 +282,12 @@ fn no_order_of_the_roles_stops_them_or_lets_them_read_another_tile() {
         let mut random = Random::new(seed);
         // The scheduler finishes items without tiles itself.
         let items: Vec<_> = random_runs(&mut random).iter().map(|runs| walk(runs)).collect();
-        let items: Vec<_> = items.into_iter().filter(|tiles| !tiles.is_empty()).collect();
+        let mut live = |tile| Live { tile, seen: [(); 3].map(|()| random.below(3) > 0) };
+        let items: Vec<Vec<Live>> = items
+            .into_iter()
+            .filter(|tiles| !tiles.is_empty())
+            .map(|tiles| tiles.into_iter().map(&mut live).collect())
+            .collect();
         for shape in shapes() {
             let done = run(&barriers(shape), &roles(shape, &items), &mut random);
             assert_eq!(done, Ok(vec![]), "seed {seed}, {shape:?}, {items:?}");
@@ -282,7 +298,8 @@ fn no_order_of_the_roles_stops_them_or_lets_them_read_another_tile() {
 #[test]
 fn the_model_sees_a_release_too_early_and_one_that_is_missing() {
     let shape = Shape { consumers: 2, stages: 2, q_stages: 1 };
-    let items = [vec![4, 3, 2, 1, 0], vec![2, 1, 0]];
+    let live = |tile| Live { tile, seen: [true; 3] };
+    let items = [vec![4, 3, 2, 1, 0].into_iter().map(live).collect(), [2, 1, 0].map(live).to_vec()];
     // Keys are given free before the product that reads them has ended: its second read comes after.
     let early = |ops: &mut Vec<Op>| {
         let is_release = |op: &Op| matches!(op, Arrive(Barrier::KEmpty(_)));

@@ -6,6 +6,7 @@ use foveate_mods::Head;
 
 use super::execute::{Arena, program_output, put_buffers};
 use super::*;
+use crate::compile::cells::Cells;
 use crate::compile::params::{self, Abi, BlockListsParams, Run, Sequence, array_bytes};
 
 /// One launch: a mask over two sequences of different lengths, all heads.
@@ -13,6 +14,7 @@ struct Case {
     mask: MaskMod,
     by_head: bool,
     tile: Tile,
+    cells: Cells,
     lengths: [(i32, i32); 2],
     of_keys: bool,
     capacity: i32,
@@ -35,17 +37,39 @@ impl Case {
 
     /// Runs of every row, in order of head, sequence, tile.
     fn wanted(&self) -> Vec<Vec<foveate_mask::Run>> {
+        let masks = self.masks(self.tile).into_iter();
+        masks
+            .flat_map(|m| (0..m.rows()).map(|row| m.row(row).to_vec()).collect::<Vec<_>>())
+            .collect()
+    }
+
+    /// The runs of rows whose tiles have cells, of strips of them in order.
+    fn wanted_cells(&self) -> Vec<Vec<Run>> {
         let mut rows = Vec::new();
+        for mask in self.masks(self.cell()) {
+            let strips: Vec<_> = (0..mask.rows()).map(|row| mask.row(row)).collect();
+            let columns = mask.kv_len().div_ceil(self.tile.kv as usize);
+            rows.extend(strips.chunks(self.cells.0).map(|s| self.cells.runs(s, columns)));
+        }
+        rows
+    }
+
+    fn cell(&self) -> Tile {
+        Tile { q: self.tile.q / self.cells.0 as u32, ..self.tile }
+    }
+
+    /// The block masks of every head and sequence.
+    fn masks(&self, tile: Tile) -> Vec<BlockMask> {
+        let mut masks = Vec::new();
         for h in 0..self.heads() {
             for (b, (q_len, kv_len)) in self.lengths.into_iter().enumerate() {
                 let head = Head { b: b as i32, h, h_kv: h / HEADS, q_len, kv_len };
                 let (q, kv) = (q_len as usize, kv_len as usize);
-                let built = BlockMask::build(&self.mask, head, q, kv, self.tile);
-                let built = if self.of_keys { built.transpose() } else { built };
-                rows.extend((0..built.rows()).map(|row| built.row(row).to_vec()));
+                let built = BlockMask::build(&self.mask, head, q, kv, tile);
+                masks.push(if self.of_keys { built.transpose() } else { built });
             }
         }
-        rows
+        masks
     }
 }
 
@@ -98,6 +122,7 @@ fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
             tile_kv: case.tile.kv as i32,
             of_keys: case.of_keys.into(),
             group: HEADS,
+            strips: case.cells.0 as i32,
         };
         let mods = source.pack(&put_buffers(&mut arena, &source), 0).unwrap();
         input.extend((mods.len() as i32).to_le_bytes());
@@ -156,7 +181,16 @@ fn lists_built_by_the_kernel_are_those_of_block_masks() {
             // More than 16 words of 32 tiles: those of bounds on 32 tiles at once.
             (false, Tile { q: 32, kv: 8 }, [(70, 4600), (0, 300)]),
         ] {
-            cases.push(Case { mask: mask.clone(), by_head, tile, lengths, of_keys, capacity: 80 });
+            let cells = Cells::WHOLE;
+            cases.push(Case {
+                mask: mask.clone(),
+                by_head,
+                tile,
+                cells,
+                lengths,
+                of_keys,
+                capacity: 80,
+            });
         }
     }
     let Some(lists) = built(&cases) else { return };
@@ -177,6 +211,7 @@ fn runs_beyond_the_capacity_are_joined_where_gaps_are_narrowest() {
                 mask: mask.clone(),
                 by_head,
                 tile,
+                cells: Cells::WHOLE,
                 lengths,
                 of_keys: false,
                 capacity,
@@ -217,4 +252,60 @@ fn runs_beyond_the_capacity_are_joined_where_gaps_are_narrowest() {
         }
     }
     assert!(joined > 40, "only {joined} rows had too many runs");
+}
+
+/// Tiles of two strips and of three, another one for each mask.
+fn with_cells(capacity: i32, lengths: [(i32, i32); 2], first: usize) -> Vec<Case> {
+    let masks = masks_to_build().into_iter().enumerate();
+    let case = |(i, (mask, by_head)): (usize, (MaskMod, bool))| {
+        let strips = 2 + (i + first) % 2;
+        let (tile, cells) = (Tile { q: 8 * strips as u32, kv: 8 }, Cells(strips));
+        Case { mask, by_head, tile, cells, lengths, of_keys: false, capacity }
+    };
+    masks.map(case).collect()
+}
+
+#[test]
+fn lists_of_cells_built_by_the_kernel_are_those_of_block_masks() {
+    // The second has rows of tiles with more than 32 words of cells, whose bounds come first.
+    let mut cases = with_cells(400, [(100, 257), (53, 0)], 0);
+    cases.extend(with_cells(400, [(40, 6000), (0, 77)], 1));
+    let Some(lists) = built(&cases) else { return };
+    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+        assert_eq!(rows, case.wanted_cells(), "case {number}: {} {:?}", case.mask, case.cells);
+    }
+}
+
+#[test]
+fn whatever_is_joined_each_cell_is_live_where_the_mask_is_and_full_nowhere_else() {
+    let mut cases = with_cells(2, [(90, 700), (40, 333)], 1);
+    cases.extend(with_cells(5, [(90, 700), (40, 333)], 0));
+    let Some(lists) = built(&cases) else { return };
+    let mut joined = 0;
+    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+        let (strips, bits) = (case.cells.0, case.cells.kind_bits());
+        let masks = case.masks(case.cell());
+        let wanted = masks.iter().flat_map(|mask| {
+            let strip = |row: usize| (row < mask.rows()).then(|| mask.row(row));
+            let row = move |first: usize| (0..strips).map(|i| strip(first + i)).collect::<Vec<_>>();
+            (0..mask.rows()).step_by(strips).map(row).collect::<Vec<_>>()
+        });
+        for (row, (runs, wanted)) in rows.iter().zip(wanted).enumerate() {
+            joined += usize::from(runs.len() == case.capacity as usize);
+            for (tile, strip) in (0..700 / 8 + 1).flat_map(|t| (0..strips).map(move |s| (t, s))) {
+                let inside = |r: &&Run| (r.first..r.first + (r.count_kind >> bits)).contains(&tile);
+                let kind = runs.iter().find(inside).map_or(0, |run| run.count_kind >> (2 * strip));
+                let said = (kind & 1 == 1).then_some(kind & 2 == 2);
+                let of_strip = wanted[strip].unwrap_or(&[]);
+                let found = of_strip.iter().find(|r| r.tiles().contains(&(tile as u32)));
+                let right = match (found.map(|run| run.kind), said) {
+                    (_, Some(evaluates)) if evaluates => true,
+                    (None, None) | (Some(Kind::Full), Some(_)) => true,
+                    (None | Some(_), _) => false,
+                };
+                assert!(right, "case {number}, row {row}, tile {tile}, strip {strip}: {said:?}");
+            }
+        }
+    }
+    assert!(joined > 20, "only {joined} rows are as long as there is room");
 }
