@@ -265,12 +265,15 @@ unsafe impl Sync for Blas {}
 
 /// Problems that are remembered; a training step has a few dozen.
 const MOST_PREPARED: usize = 1 << 12;
-/// Calls of a kernel that are timed together.
-const CALLS: usize = 2;
 /// Times that each kernel is timed, in turn with the others, so that all meet the same clock.
 const ROUNDS: usize = 3;
 /// Of the time of the library's first choice: what is hardly faster is noise.
 const WORTH: f32 = 0.99;
+
+/// Calls of a kernel that are timed together: one where it takes a millisecond or more.
+fn calls(flops: f64) -> usize {
+    if flops < 1e12 { 2 } else { 1 }
+}
 
 impl Blas {
     /// The library on `device`.
@@ -350,7 +353,7 @@ impl Blas {
             let workspace = queue.pool().take(made.workspace_bytes())?;
             let [begin, end] = [Event::new(device)?, Event::new(device)?];
             begin.record(queue.stream())?;
-            for _ in 0..CALLS {
+            for _ in 0..calls(matmul.flops()) {
                 // SAFETY: as in `run`, whose operands these are; nothing of c is read.
                 unsafe { made.queue(self.handle, queue, matmul, factors, &workspace) }?;
             }
