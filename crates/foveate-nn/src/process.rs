@@ -4,7 +4,7 @@ use std::path::Path;
 
 /// Stacks, the C library, tables, the recipe, buffers of files: measured on Linux where a model of 10,000
 /// parameters trains.
-const REST: u64 = 5 << 20;
+const REST: u64 = 4 << 20;
 
 /// Bytes of the program where the system does not tell them.
 const PROGRAM: u64 = 24 << 20;
