@@ -29,7 +29,7 @@ const ROWS: usize = 16;
 const TERMS: usize = 256;
 
 /// Rows of a deep product that are computed at once: with [`TERMS`], what a core's cache holds.
-const BLOCK_ROWS: Range<usize> = 64..1024;
+const BLOCK_ROWS: Range<usize> = 64..512;
 
 /// Rows, and terms, that `gemm` packs at once at most: eight tiles of 64 rows with AVX-512, less elsewhere.
 const PACKED: usize = 512;

@@ -468,7 +468,7 @@ fn cross_entropy_is_its_twin(cap: Option<f32>) {
 
 #[test]
 fn a_deep_product_is_that_of_its_twin_with_the_same_bits_on_any_number_of_threads() {
-    // Sums of 720 × 740 results are not cut, and 1030 rows are two blocks on one thread.
+    // Sums of 720 × 740 results are not cut, and 720 rows are two blocks on one thread, 1030 three.
     let sizes = [7, 255, 2047, 2048, 3333, 9000].map(|k| [19, 37, k]);
     let large = [[200, 9, 2100], [130, 97, 300], [720, 740, 280], [1030, 3, 1025]];
     for [m, n, k] in sizes.into_iter().chain(large) {
