@@ -337,24 +337,23 @@ struct Scores {
             for (int distance = from; distance < to; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
             return x;
         };
+        // The element that a score reads. Only one that no two scores are known to share may depend on the score.
+        auto element = [&](int query, int key, [[maybe_unused]] float score) {
+            if constexpr (Read::kind == CAPTURE_EACH) return Read::at(mods, c.place, query, key, score);
+            else return Read::at(mods, c.place, query, key);
+        };
         // Adds `sum` to what the score reads that is `step` from the lane's first.
-        auto add = [&](bool adds, Spot step, float sum) {
-            if (adds && sum != 0.f) Read::add(mods, Read::at(mods, c.place, query + step.query, key + step.key), sum);
+        auto add = [&](bool adds, Spot step, float sum, float score = 0.f) {
+            if (adds && sum != 0.f) Read::add(mods, element(query + step.query, key + step.key, score), sum);
         };
         auto add_all = [&] {
             float sum = 0.f;
             for_each_score([&](int m, int n, int i) { sum += given(m, n, i); });
-            if constexpr (HOLDS_SUMS) held.hold<READ>(mods, Read::at(mods, c.place, query0, key0), sum);
+            if constexpr (HOLDS_SUMS) held.hold<READ>(mods, element(query0, key0, 0.f), sum);
             else add(lane == 0, Spot::of(0, 0), sum_over(sum, 1, 32));
         };
         if constexpr (Read::kind == CAPTURE_EACH) {
-            // The element may depend on the score.
-            for_each_score([&](int m, int n, int i) {
-                const Spot step = Spot::step(m, n, i);
-                const float sum = given(m, n, i);
-                if (sum == 0.f) return;
-                Read::add(mods, Read::at(mods, c.place, query + step.query, key + step.key, raw[m][n][i]), sum);
-            });
+            for_each_score([&](int m, int n, int i) { add(true, Spot::step(m, n, i), given(m, n, i), raw[m][n][i]); });
         } else if constexpr (Read::kind == (KEYS_DOWN ? CAPTURE_COLUMN : CAPTURE_ROW)) {
             // One for each row of accumulators.
             #pragma unroll

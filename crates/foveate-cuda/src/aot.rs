@@ -207,6 +207,9 @@ fn alignment(dtype: Elem, dims: &Dims) -> usize {
 mod tests {
     use super::*;
     use crate::compile::config::Kernel;
+    use foveate_gpu::cache::Cache;
+    use foveate_gpu::nvrtc::Compiler;
+    use foveate_mods::text::{Names, parse_score};
     use foveate_mods::{Buffer, masks, scores};
 
     fn dims(dim: usize, dim_v: usize) -> Dims {
@@ -254,6 +257,45 @@ mod tests {
         let backward = [Kernel::Delta, Kernel::RowWeightSum, Kernel::Backward, Kernel::BlockLists];
         assert_eq!(both[2..6], backward);
         assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);
+    }
+
+    #[test]
+    fn reads_of_learned_buffers_that_scores_share_in_every_way_compile() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let learned = |name, shape: &[usize]| {
+            let zeros = vec![0.0f32; shape.iter().product()];
+            Buffer::learned(name, shape, zeros).unwrap()
+        };
+        let buffers = [
+            learned("dense", &[1000, 900]),
+            learned("binned", &[9]),
+            learned("row", &[1000]),
+            learned("column", &[900]),
+            learned("distance", &[1999]),
+            learned("head", &[8]),
+        ];
+        let names = buffers.iter().fold(Names::new(), |names, b| names.buffer(b.any()));
+        let text = "score * head[h] + dense[q, kv] + row[q] + column[kv] + distance[q - kv + 999] \
+                    + binned[min(max(i32(score.detach()) + 4, 0), 8)]";
+        let score = Some(parse_score(text, &names).unwrap());
+        let spec = Spec { mask: None, score, scale: None, dropout: None };
+        let run = Usage { backward: true, ..Usage::default() };
+        for name in ["h200", "a100"] {
+            let profile = Profile::named(name).unwrap();
+            let found =
+                super::kernels(&profile, &spec, &dims(64, 64), DType::BF16, run, None).unwrap();
+            let built = found.iter().flat_map(|k| k.sources(&k.choice.chosen).unwrap());
+            let of_keys = built.filter(|(config, _)| config.captures).collect::<Vec<_>>();
+            assert!(!of_keys.is_empty(), "{name}");
+            for (config, text) in of_keys {
+                let compiled =
+                    Cache::at(None).compile(compiler, &text, config.family.arch(profile.arch()));
+                compiled.unwrap_or_else(|e| panic!("{name}, {config}: {e}"));
+            }
+        }
     }
 
     #[test]
