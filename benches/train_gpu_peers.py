@@ -45,6 +45,8 @@ def starts_of_rows(foveate: Path, rows: int, length: int, documents: int) -> lis
     """Where the documents of each row of the first batch of `foveate bench train` start; of no model."""
     if documents == 1:
         return [[0]] * rows
+    if not foveate.exists():
+        sys.exit(f"train_gpu_peers: {foveate} is missing; name it by --foveate")
     sizes = {"rows": rows, "len": length, "documents": documents}
     command = [foveate, "bench", "train", "--starts", "--model", "135m"]
     command += [part for name, n in sizes.items() for part in (f"--{name}", str(n))]
@@ -131,9 +133,6 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--foveate", type=Path, default=FOVEATE, help="%(default)s")
     args = parser.parse_args()
-    if not args.foveate.exists():
-        print(f"train_gpu_peers: {args.foveate} is missing; name it by --foveate", file=sys.stderr)
-        return 1
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         site = None
