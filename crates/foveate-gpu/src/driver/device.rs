@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 use super::free_list::SharedFreeList;
-use super::sys::{Driver, Handle};
+use super::sys::{ACCESS_ENABLED, Driver, Handle};
 use crate::arch::Arch;
 use crate::error::{GpuError, GpuErrorKind};
 
@@ -133,6 +133,36 @@ impl Device {
         let code = unsafe { (driver.memory_info)(&mut free, &mut total) };
         driver.check(code, || "asking for free memory".into())?;
         Ok((free, total))
+    }
+
+    /// Lets work of this device read and write memory of `other`, so that copies between them go straight
+    /// from one to the other, where the machine can do so; whether it can.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn reach(&self, other: &Self) -> Result<bool, GpuError> {
+        if self == other {
+            return Ok(true);
+        }
+        let driver = self.current()?;
+        let doing = || format!("letting GPU {} reach GPU {}", self.0.ordinal, other.0.ordinal);
+        let mut can = 0;
+        // SAFETY: `can` is valid for a write.
+        let code = unsafe { (driver.can_access)(&mut can, self.0.ordinal, other.0.ordinal) };
+        driver.check(code, doing)?;
+        if can == 0 {
+            return Ok(false);
+        }
+        // SAFETY: this device's context is current, and the other's is retained as long as `other` lives.
+        match unsafe { (driver.enable_access)(other.0.context, 0) } {
+            ACCESS_ENABLED => Ok(true),
+            code => driver.check(code, doing).map(|()| true),
+        }
+    }
+
+    /// The context, for copies between devices.
+    pub(super) fn context(&self) -> Handle {
+        self.0.context
     }
 
     /// Waits for everything that is queued on the device, without a limit: what may hang is waited for

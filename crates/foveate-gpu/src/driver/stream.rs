@@ -133,7 +133,43 @@ impl Stream {
         driver.check(code, || format!("filling {bytes} B"))
     }
 
-    /// Makes everything queued from here on wait for `event`.
+    /// Copies `bytes` bytes of device memory at `from`, which is memory of `device`, to `to`, in order with
+    /// the other work.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// `to` is memory of the stream's device, and both ranges stay allocated until the work is done.
+    pub unsafe fn copy(
+        &self,
+        to: u64,
+        from: u64,
+        device: &Device,
+        bytes: usize,
+    ) -> Result<(), GpuError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let span = |at: u64| (at, at + bytes as u64);
+        note(|| Noted::Read { name: "a copy".into(), span: span(from) });
+        note(|| Noted::Written { name: "a copy".into(), span: span(to) });
+        let driver = self.device.current()?;
+        let code = match *device == self.device {
+            // SAFETY: the stream is alive; the caller vouches for both ranges.
+            true => unsafe { (driver.copy)(to, from, bytes, self.handle) },
+            false => {
+                let contexts = [&self.device, device].map(Device::context);
+                // SAFETY: as above, and the devices keep their contexts.
+                unsafe {
+                    (driver.copy_between)(to, contexts[0], from, contexts[1], bytes, self.handle)
+                }
+            }
+        };
+        driver.check(code, || format!("copying {bytes} B between arrays"))
+    }
+
+    /// Makes everything queued from here on wait for `event`, which may be of another device.
     ///
     /// # Errors
     /// Those of the driver.

@@ -14,6 +14,7 @@ pub const SUCCESS: Code = 0;
 pub const INVALID_VALUE: Code = 1;
 pub const OUT_OF_MEMORY: Code = 2;
 pub const NOT_READY: Code = 600;
+pub const ACCESS_ENABLED: Code = 704;
 
 functions! {
     /// The driver's functions.
@@ -41,6 +42,10 @@ functions! {
     to_device "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, Handle) -> Code;
     to_host "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, Handle) -> Code;
     set_bytes "cuMemsetD8Async" (u64, u8, usize, Handle) -> Code;
+    copy "cuMemcpyDtoDAsync_v2" (u64, u64, usize, Handle) -> Code;
+    copy_between "cuMemcpyPeerAsync" (u64, Handle, u64, Handle, usize, Handle) -> Code;
+    can_access "cuDeviceCanAccessPeer" (*mut c_int, c_int, c_int) -> Code;
+    enable_access "cuCtxEnablePeerAccess" (Handle, c_uint) -> Code;
     pointer_attribute "cuPointerGetAttribute" (*mut c_void, c_int, u64) -> Code;
     stream_create "cuStreamCreate" (*mut Handle, c_uint) -> Code;
     stream_destroy "cuStreamDestroy_v2" (Handle) -> Code;

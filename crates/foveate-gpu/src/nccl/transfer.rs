@@ -6,6 +6,7 @@ use crate::abi::Address;
 use crate::engine::Engine;
 use crate::error::GpuError;
 use crate::tensor::DeviceTensor;
+use crate::trace::{Noted, note};
 use foveate_tensor::ElementType;
 
 /// Numbers side by side in device memory.
@@ -197,6 +198,27 @@ impl Transfer {
                 is_rank("the sender", *from)?;
                 into.check("into", engine)
             }
+        }
+    }
+}
+
+impl Transfer {
+    /// Notes what it reads and writes, for whoever checks the order of work.
+    pub(super) fn note(&self) {
+        let (read, written) = match self {
+            Self::AllReduce { from, into, .. }
+            | Self::AllGather { from, into }
+            | Self::ReduceScatter { from, into, .. } => (Some(from), Some(into)),
+            Self::Broadcast { array, .. } => (Some(array), Some(array)),
+            Self::Send { from, .. } => (Some(from), None),
+            Self::Receive { into, .. } => (None, Some(into)),
+        };
+        let (name, span) = (|| self.to_string(), |array: &FlatArray| (array.address, array.end()));
+        if let Some(array) = read.filter(|array| array.len > 0) {
+            note(|| Noted::Read { name: name(), span: span(array) });
+        }
+        if let Some(array) = written.filter(|array| array.len > 0) {
+            note(|| Noted::Written { name: name(), span: span(array) });
         }
     }
 }

@@ -1,7 +1,9 @@
 /* A driver for tests, without a GPU: device memory is host memory, and queued copies are carried
  * out when an event behind them is asked about or memory is freed, so that whoever reuses memory too
  * early is found out. Threads may use it at once.
- * LOADS, when it is compiled: kernels load, and their launches are listed.
+ * LOADS, when it is compiled: kernels load, and their launches are listed; of a thread whose name begins
+ * with `rank-` in a file of its own, with the number of the stream among those of the thread, copies on
+ * the device and waits for events.
  * The file `busy` in the home folder: no event is done that was recorded while it was there; the file `frees` there: a line for each call
  * that frees, and the file `allocations` one for each that allocates memory of the device.
  * OVERRUN, when it is compiled: bytes that every copy writes beyond its end, for AddressSanitizer to
@@ -9,6 +11,7 @@
  * WITHOUT_OPTIONAL, when it is compiled: it has no cuLaunchKernelEx and no cuTensorMapEncodeTiled.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. CAPABILITY: that of the devices, times 10. */
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,6 +35,19 @@ static const char *at_home(const char *name) {
     snprintf(path, sizeof path, "%s/%s", getenv("HOME"), name);
     return path;
 }
+/* The list of launches of this thread, with the stream before the line where it is a rank's. */
+static int rank_name(char name[16]) {
+    return pthread_getname_np(pthread_self(), name, 16), !strncmp(name, "rank-", 5);
+}
+static FILE *launches(void *stream) {
+    char name[16] = "", file[32] = "launches";
+    int rank = rank_name(name);
+    if (rank) snprintf(file, sizeof file, "launches-%s", name);
+    FILE *log = fopen(at_home(file), "a");
+    if (log && rank) fprintf(log, "%zu: ", (size_t)stream);
+    return log;
+}
+static int is_rank(void) { char name[16] = ""; return rank_name(name); }
 static void note(const char *file) {
     FILE *log = fopen(at_home(file), "a");
     if (log) fputs("once\n", log), fclose(log);
@@ -120,6 +136,18 @@ static int later(void *to, const void *from, size_t n, int byte) {
 int cuMemcpyHtoDAsync_v2(Address a, const void *p, size_t n, void *s) { (void)s; return later((void *)(size_t)a, p, n, 0); }
 int cuMemcpyDtoHAsync_v2(void *p, Address a, size_t n, void *s) { (void)s; return later(p, (void *)(size_t)a, n, 0); }
 int cuMemsetD8Async(Address a, unsigned char b, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, n, b); }
+int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t n, void *s) {
+    FILE *log = is_rank() ? launches(s) : 0;
+    if (log) fprintf(log, "copy %zu B\n", n), fclose(log);
+    return later((void *)(size_t)to, (void *)(size_t)from, n, 0);
+}
+int cuMemcpyPeerAsync(Address to, void *c, Address from, void *d, size_t n, void *s) { (void)c; (void)d; return cuMemcpyDtoDAsync_v2(to, from, n, s); }
+int cuDeviceCanAccessPeer(int *yes, int a, int b) { return *yes = a != b, 0; }
+int cuCtxEnablePeerAccess(void *c, unsigned f) {
+    static int enabled[3][3];
+    IN_CONTEXT;
+    return f || enabled[now + 1][(size_t)c]++ ? 704 : 0;
+}
 static int attribute(void *v, int which, Address a) {
     for (size_t i = 0; i < 8192; i++)
         if (blocks[i].start && a >= blocks[i].start && a < blocks[i].start + blocks[i].bytes) {
@@ -136,9 +164,14 @@ int cuPointerGetAttribute(void *v, int which, Address a) {
     int code = attribute(v, which, a);
     return pthread_mutex_unlock(&lock), code;
 }
-int cuStreamCreate(void **s, unsigned f) { IN_CONTEXT; (void)f; return *s = (void *)1, 0; }
+static _Thread_local size_t streams;
+int cuStreamCreate(void **s, unsigned f) { IN_CONTEXT; (void)f; return *s = is_rank() ? (void *)++streams : (void *)1, 0; }
 int cuStreamDestroy_v2(void *s) { (void)s; return 0; }
-int cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)s; (void)e; (void)f; return 0; }
+int cuStreamWaitEvent(void *s, void *e, unsigned f) {
+    FILE *log = is_rank() ? launches(s) : 0;
+    if (log) fprintf(log, "wait\n"), fclose(log);
+    return (void)e, (void)f, 0;
+}
 static int captures;
 int cuStreamBeginCapture_v2(void *s, unsigned mode) { (void)s; (void)mode; return captures = 1, 0; }
 int cuStreamEndCapture(void *s, void **g) { (void)s; return captures = 0, *g = (void *)1, 0; }
@@ -214,17 +247,17 @@ int cuFuncGetParamInfo(void *f, size_t i, size_t *offset, size_t *bytes) {
 }
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned e,
                    unsigned g, unsigned shared, void *s, void **p, void **more) {
-    FILE *log = fopen(at_home("launches"), "a");
+    FILE *log = launches(s);
     if (!log) return 999;
     fprintf(log, "%s [%u, %u, %u] x %u\n", ((struct function *)f)->name, x, y, z, threads);
-    return (void)e, (void)g, (void)shared, (void)s, (void)p, (void)more, fclose(log);
+    return (void)e, (void)g, (void)shared, (void)p, (void)more, fclose(log);
 }
 #ifndef WITHOUT_OPTIONAL
 /* Attributes by their numbers in CUlaunchAttributeID. */
 struct attribute { int id, pad; unsigned value[16]; };
 struct config { unsigned grid[3], block[3], shared; void *stream; const struct attribute *attributes; unsigned count; };
 int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
-    FILE *log = fopen(at_home("launches"), "a");
+    FILE *log = launches(c->stream);
     if (!log) return 999;
     fprintf(log, "%s [%u, %u, %u] x %u", ((struct function *)f)->name, c->grid[0], c->grid[1], c->grid[2], c->block[0]);
     for (unsigned i = 0; i < c->count; i++) {
