@@ -82,10 +82,11 @@ class Place:
             (self.folder / f"{i:02}.txt").write_text(text)
         (self.folder / "tiny.toml").write_text(RECIPE)
 
-    def train(self, run, ranks, sets=(), flags=()):
+    def train(self, run, ranks, sets=(), flags=(), processes=False):
         """Losses of the steps, and a hash of masters and moments."""
-        command = [self.foveate, "train", str(self.folder / "tiny.toml"), "--device", "cuda:0", *flags]
-        command += ["--ranks", str(ranks)] if ranks > 1 else []
+        launch = [self.foveate, "launch", "--ranks", str(ranks), "--"] if processes else []
+        command = [*launch, self.foveate, "train", str(self.folder / "tiny.toml"), "--device", "cuda:0", *flags]
+        command += ["--ranks", str(ranks)] if ranks > 1 and not processes else []
         for key in (f"run.dir={self.folder / run}", *sets):
             command += ["--set", key]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
@@ -102,7 +103,9 @@ class Place:
 
 
 def beside_one_rank(place, number, state, ranks, sets):
-    sets = (f"precision.state={state}", *sets, *(["train.accumulate=1"] if "bf16_g" in state else []))
+    # Sums in bf16 take one batch a step.
+    once = state in ("bf16", "bf16_gradients")
+    sets = (f"precision.state={state}", *sets, *(["train.accumulate=1"] if once else []))
     name = f"{ranks} ranks, {', '.join(sets)}"
     model = [s for s in sets if not s.startswith("mesh.")]
     try:
@@ -117,6 +120,29 @@ def beside_one_rank(place, number, state, ranks, sets):
     detail = f"{alone[-1]:.5f} and {losses[-1]:.5f} at the end, at most {off:.1e} apart"
     tell(name, off < allowed and losses[-1] < losses[0] - 0.1, detail)
     tell(f"{name}, again", again == (losses, weights), "the same bits" if again[1] == weights else "other bits")
+
+
+def carried(place):
+    """Copies between threads, the host's memory and, on two GPUs, NCCL give the same bits."""
+    runs = [("copies", (), False), ("host", ("mesh.transfers=host",), False)]
+    if gpus(place) > 1:
+        runs += [("nccl", ("mesh.transfers=nccl",), False), ("processes", (), True)]
+    else:
+        print("ranks by NCCL skipped: there is one GPU")
+    found = {}
+    for name, sets, processes in runs:
+        try:
+            sets = ("precision.state=exact", *sets)
+            found[name] = place.train(f"by-{name}", 2, sets, processes=processes)
+        except (RuntimeError, subprocess.TimeoutExpired) as e:
+            tell(f"ranks by {name}", False, str(e)[:600])
+    for name, come in found.items():
+        tell(f"ranks by {name} have the bits of copies", come == found.get("copies"))
+
+
+def gpus(place):
+    said = subprocess.run([place.foveate, "doctor", "--json"], capture_output=True, text=True).stdout
+    return said.count('"arch"')
 
 
 def resumed(place):
@@ -139,11 +165,13 @@ def main(foveate, folder, most=99):
     place = Place(foveate, folder)
     began = time.monotonic()
     cases = [(state, *MESHES[i % len(MESHES)]) for i, state in enumerate(STATES)]
-    cases += [("exact", *mesh) for i, mesh in enumerate(MESHES) if i != 1]
     cases.append(("exact", 2, ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))
+    cases.append(("f32", 2, ("mesh.transfers=host",)))
+    cases += [("exact", *mesh) for i, mesh in enumerate(MESHES) if i != 1]
     for number, (state, ranks, sets) in enumerate(cases[:most]):
         beside_one_rank(place, number, state, ranks, sets)
         print(f"  {time.monotonic() - began:.0f} s", flush=True)
+    carried(place)
     resumed(place)
     return int(failures > 0)
 

@@ -90,6 +90,7 @@ pub(crate) enum File {
         gradients: u32,
     },
     Vectors,
+    Ranks,
 }
 
 impl File {
@@ -116,6 +117,7 @@ impl File {
                 )
             }
             Self::Vectors => include_str!("../kernels/vectors.cu"),
+            Self::Ranks => include_str!("../kernels/ranks.cu"),
         }
     }
 
@@ -133,6 +135,7 @@ impl File {
             Self::Update { moments: 2, .. } => "update_int8",
             Self::Update { .. } => "update",
             Self::Vectors => "vectors",
+            Self::Ranks => "ranks",
         }
     }
 
@@ -154,6 +157,7 @@ impl File {
             Self::Vectors => {
                 &["fv_add", "fv_add_rows", "fv_column_sums", "fv_copy_rows", "fv_widen"]
             }
+            Self::Ranks => &["fv_narrow", "fv_sum_ranks"],
         }
     }
 
@@ -165,7 +169,7 @@ impl File {
             }
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
-            Self::SumParts | Self::Vectors => Vec::new(),
+            Self::SumParts | Self::Vectors | Self::Ranks => Vec::new(),
             Self::Embedding { narrow } => vec![("FV_NARROW", narrow.into())],
             Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
             Self::Update { rule, weights, moments, gradients } => vec![

@@ -44,6 +44,7 @@
 //! | [`embedding::Embedding`], its backward | 4; 2, and 8 of each row of the table that is met |
 //! | [`loss::CrossEntropy`] | 6 of the logits, of which 2 come from L2 where the rows in work fit it; without gradient 2 |
 //! | [`vectors::CopyRows`] | 4 |
+//! | [`ranks::SumRanks`] | 4 of each rank, and 4 |
 //! | [`optimizer::Update`] | a parameter: 28 (f32), 28 (bf16 and remainder), 18 with bf16 moments too; 16 all bf16 |
 
 mod cuda;
@@ -57,6 +58,7 @@ pub mod norm;
 mod operands;
 pub mod optimizer;
 mod params;
+pub mod ranks;
 pub mod rope;
 #[cfg(test)]
 mod tests;

@@ -281,7 +281,8 @@ impl Block for Update<'_> {
             )));
         }
         let last_gradient = self.first_gradient + gradients_len;
-        if pieces_first < self.first_gradient || pieces_end > last_gradient {
+        let is_none = self.pieces.entries.is_empty();
+        if !is_none && (pieces_first < self.first_gradient || pieces_end > last_gradient) {
             return Err(GpuError::argument(format!(
                 "pieces are of {pieces_first} to {pieces_end}, gradients of {} to {last_gradient}",
                 self.first_gradient
@@ -347,7 +348,7 @@ impl Block for Update<'_> {
             eps,
             weight_decay: self.weight_decay,
         };
-        if self.pieces.entries.is_empty() {
+        if is_none {
             return Ok(Vec::new());
         }
         let (entry, ctas) = if moments == 2 {

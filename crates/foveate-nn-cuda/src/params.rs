@@ -249,6 +249,32 @@ abi_structs! {
         /// Columns.
         pub width: i32,
     }
+    /// Of `kernels/ranks.cu`.
+    pub struct NarrowParams {
+        /// f32 `[elems]`.
+        pub from: Address,
+        /// `[elems]`.
+        pub to: Address,
+        /// Elements.
+        pub elems: i64,
+    }
+    /// Of `kernels/ranks.cu`.
+    pub struct SumRanksParams {
+        /// `[elems]` of each rank.
+        pub from: [Address; 32],
+        /// `[elems]`.
+        pub to: Address,
+        /// Elements.
+        pub elems: i64,
+        /// How many there are of `from`.
+        pub ranks: i32,
+        /// Whether the sum is added to what is there.
+        pub accumulate: i32,
+        /// Whether it is f32, not the operands' dtype.
+        pub to_is_f32: i32,
+        /// Nothing.
+        pub unused: i32,
+    }
     /// Of `kernels/updates.cuh`.
     pub struct PieceParams {
         /// The first element.

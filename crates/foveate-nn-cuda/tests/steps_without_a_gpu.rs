@@ -4,22 +4,26 @@
 
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
+mod ranks;
 
 use std::collections::BTreeMap;
 use std::{env, fs};
 
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
-    AdamW, Batch, LearnedBuffer, Model, ModelConfig, OptimizerStep, ParameterState, ProgramConfig,
-    Recompute, RopePairing, Rule, Treatment,
+    AdamW, Batch, Carrier, Cutting, LearnedBuffer, Model, ModelConfig, OptimizerStep,
+    ParameterState, Peers, ProgramConfig, Recompute, Reshard, RopePairing, Rule, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
+use foveate_tensor::DType;
+use ranks::TestRank;
 
 /// Whether this is the process with the libraries; otherwise starts it for the test `name`.
 fn inside(name: &str) -> bool {
     // Kernels that have not changed are not compiled again.
     let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
-    driver::inside(name, &["nvrtc", "cublaslt"], &["-DLOADS"], &[("FOVEATE_CACHE_DIR", cache)])
+    let libraries = ["nvrtc", "cublaslt", "nccl"];
+    driver::inside(name, &libraries, &["-DLOADS"], &[("FOVEATE_CACHE_DIR", cache)])
 }
 
 const RULE: Rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
@@ -27,8 +31,15 @@ const VOCAB: usize = 70;
 const ROWS: usize = 2;
 const LEN: usize = 33;
 
-/// Two layers, a learned bias.
+/// [`unfilled`], with its first values.
 fn model() -> Model<Cuda> {
+    let mut model = unfilled();
+    model.draw_missing(1).unwrap();
+    model
+}
+
+/// Two layers, a learned bias.
+fn unfilled() -> Model<Cuda> {
     let config = ModelConfig {
         vocab_size: VOCAB,
         hidden_size: 40,
@@ -53,9 +64,7 @@ fn model() -> Model<Cuda> {
         ..ProgramConfig::default()
     };
     let cuda = Cuda::new(0, ParameterState::Exact.into(), true).unwrap();
-    let mut model = Model::unfilled_on(cuda, config, &attention.into()).unwrap();
-    model.draw_missing(1).unwrap();
-    model
+    Model::unfilled_on(cuda, config, &attention.into()).unwrap()
 }
 
 /// A model and the state of its optimiser; each step has two batches.
@@ -73,7 +82,19 @@ type State = (
 
 impl Steps {
     fn new() -> Self {
-        let model = model();
+        Self::of(model())
+    }
+
+    /// Of a rank that shares parameters.
+    fn of_rank(rank: &TestRank) -> Self {
+        let mut model = unfilled();
+        let cutting = Cutting { parts: rank.ranks(), tensor: 1, reshard: Reshard::Always };
+        model.cut(cutting, rank.rank(), rank).unwrap();
+        model.draw_missing(1).unwrap();
+        Self::of(model)
+    }
+
+    fn of(model: Model<Cuda>) -> Self {
         let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
         let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
         Self { model, state, count: 0 }
@@ -306,5 +327,63 @@ fn a_step_of_two_layers_queues_its_blocks_in_order() {
     steps.run(Recompute::None);
     let queued = fs::read_to_string(log).unwrap();
     let expected = include_str!("step.txt");
+    assert_eq!(queued, expected, "{queued}");
+}
+
+/// Steps of two ranks, threads called `rank-0` and `rank-1`.
+fn on_ranks(carrier: Carrier, steps: usize, between: impl Fn(&TestRank) + Sync) {
+    // What threads share is there before them.
+    Cuda::available(0).unwrap();
+    std::thread::scope(|scope| {
+        for rank in TestRank::all(2, carrier, DType::F32) {
+            let (between, name) = (&between, format!("rank-{}", rank.rank()));
+            let run = move || {
+                let mut own = Steps::of_rank(&rank);
+                for _ in 0..steps {
+                    between(&rank);
+                    let totals = own.queue(Recompute::None);
+                    own.model.read(totals).unwrap();
+                }
+                // No rank goes while another reads what it has.
+                rank.all_gather(&[]).unwrap();
+            };
+            std::thread::Builder::new().name(name).spawn_scoped(scope, run).unwrap();
+        }
+    });
+}
+
+#[test]
+fn ranks_read_what_others_wrote_and_keep_what_others_read() {
+    if !inside("ranks_read_what_others_wrote_and_keep_what_others_read") {
+        return;
+    }
+    for carrier in [Carrier::Auto, Carrier::Nccl, Carrier::Host] {
+        trace::start();
+        on_ranks(carrier, 3, |_| {});
+        let notes = trace::stop();
+        let reads = |what: &str| {
+            let is = |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
+            notes.iter().any(is)
+        };
+        assert_eq!(reads("a copy"), carrier != Carrier::Host);
+        assert_eq!(reads("send of"), carrier == Carrier::Nccl);
+        assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
+    }
+}
+
+#[test]
+fn a_step_of_two_ranks_moves_groups_beside_its_blocks() {
+    if !inside("a_step_of_two_ranks_moves_groups_beside_its_blocks") {
+        return;
+    }
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
+    // What the first step does once is no matter here.
+    on_ranks(Carrier::Auto, 2, |rank| {
+        if rank.rank() == 1 {
+            let _ = fs::remove_file(&log);
+        }
+    });
+    let queued = fs::read_to_string(log).unwrap();
+    let expected = include_str!("step_of_ranks.txt");
     assert_eq!(queued, expected, "{queued}");
 }

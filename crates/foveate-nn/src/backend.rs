@@ -25,6 +25,7 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
+use crate::sharing::{CutGroup, Sharing};
 use crate::tensor::VocabularyPart;
 
 /// Elements in the memory of a device.
@@ -289,8 +290,18 @@ pub trait Blocks: Sized {
     /// Sets all elements to 0.
     fn clear(&mut self, array: &mut Self::Array) -> Result<(), NnError>;
 
+    /// Sets a part of an array to 0.
+    fn clear_part(&mut self, part: PartMut<'_, Self::Array>) -> Result<(), NnError>;
+
     /// Brings values to the device, rounded to the nearest. `values` may be used again on return.
     fn fill(&mut self, into: PartMut<'_, Self::Array>, values: &[f32]) -> Result<(), NnError>;
+
+    /// What moves groups of parameters between the ranks that share them: a way of the device's own, or
+    /// [`crate::ThroughHost`].
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device cannot reach the others.
+    fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError>;
 
     /// Waits for elements and reads them back, widened to f32.
     fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;
@@ -738,4 +749,64 @@ pub trait Blocks: Sized {
         d_weight: Option<PartMut<'_, Self::Array>>,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
+}
+
+/// What moves parts of parameters and of gradients between the ranks that share them. All ranks begin
+/// and wait for transfers of a kind in the same order; what is begun runs beside the caller. Waiting may
+/// be left to the work that is queued behind.
+pub trait Transfers<B: Blocks>: Send {
+    /// Begins to bring together the parts of a group in `into`, which is written until
+    /// [`Transfers::gathered`]; `own` has those of this rank, and stays as it is until then.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device fails.
+    fn gather(
+        &mut self,
+        blocks: &mut B,
+        own: &B::Array,
+        group: &CutGroup,
+        into: &mut B::Array,
+    ) -> Result<(), NnError>;
+
+    /// Waits for the group whose gathering began first, with `into` as it began.
+    ///
+    /// # Errors
+    /// Those of [`Transfers::gather`].
+    fn gathered(
+        &mut self,
+        blocks: &mut B,
+        group: &CutGroup,
+        into: &mut B::Array,
+    ) -> Result<(), NnError>;
+
+    /// Begins to sum the gradients of a group over ranks, in order of rank; `gradients` begins with
+    /// them, and may be taken. The part of this rank goes to `into`, which is written until
+    /// [`Transfers::reduced`].
+    ///
+    /// # Errors
+    /// Those of [`Transfers::gather`].
+    fn reduce(
+        &mut self,
+        blocks: &mut B,
+        gradients: &mut B::Array,
+        group: &CutGroup,
+        into: PartMut<'_, B::Array>,
+    ) -> Result<(), NnError>;
+
+    /// Waits for the sum that began first, with `into` as it began.
+    ///
+    /// # Errors
+    /// Those of [`Transfers::gather`].
+    fn reduced(
+        &mut self,
+        blocks: &mut B,
+        group: &CutGroup,
+        into: PartMut<'_, B::Array>,
+    ) -> Result<(), NnError>;
+
+    /// The sum of a number over the ranks that own different parts.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn sum(&mut self, own: f64) -> Result<f64, NnError>;
 }

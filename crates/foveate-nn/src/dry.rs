@@ -12,7 +12,7 @@ use foveate::DType;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
-    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
+    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Transfers, Weights,
 };
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
@@ -22,7 +22,9 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
+use crate::sharing::Sharing;
 use crate::tensor::VocabularyPart;
+use crate::through_host::ThroughHost;
 
 /// Notes what blocks would do.
 #[derive(Debug)]
@@ -234,6 +236,14 @@ impl Blocks for Dry {
 
     fn clear(&mut self, array: &mut DryArray) -> Result<(), NnError> {
         self.note("clear", &[overwrites(array)])
+    }
+
+    fn clear_part(&mut self, _: PartMut<'_, DryArray>) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError> {
+        Ok(Box::new(ThroughHost::new(ranks.through_host()?)))
     }
 
     fn fill(&mut self, _: PartMut<'_, DryArray>, _: &[f32]) -> Result<(), NnError> {

@@ -5,46 +5,12 @@
 //! next one, and only the own part of the sum is kept. How parts reach other ranks is up to [`Transfers`].
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
-use crate::backend::{Array, Blocks, Part, PartMut, Weights};
+use crate::backend::{Blocks, PartMut, Transfers, Weights};
 use crate::error::NnError;
 use crate::parameters::ParameterLayout;
-use crate::share::{Cutting, Owned, Reshard, Share, owned};
-
-/// What moves parts of parameters and of gradients between the ranks that share them. All ranks begin
-/// and wait for transfers of a kind in the same order; what is begun runs beside the caller.
-pub trait Transfers: Send {
-    /// Begins to bring together the parts of a group; `own` is that of this rank.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn gather(&mut self, own: Vec<f32>) -> Result<(), NnError>;
-
-    /// Waits for the group whose gathering began first, and gives the parts in order of rank.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn gathered(&mut self) -> Result<Vec<Vec<f32>>, NnError>;
-
-    /// Begins to sum the gradients of a group over ranks, of which rank `i` gets those of `parts[i]`.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn reduce(&mut self, gradients: Vec<f32>, parts: &[Range<usize>]) -> Result<(), NnError>;
-
-    /// Waits for the sum that began first, and gives this rank's part.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn reduced(&mut self) -> Result<Vec<f32>, NnError>;
-
-    /// The sum of a number over the ranks that own different parts.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn sum(&mut self, own: f64) -> Result<f64, NnError>;
-}
+use crate::share::{Cutting, Reshard};
+use crate::sharing::CutGroup;
 
 /// Which way a pass goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,11 +143,12 @@ impl ParameterLayout {
 }
 
 /// Groups that come and go.
-pub(crate) struct Gathering<A> {
+pub(crate) struct Gathering<B: Blocks> {
     cutting: Cutting,
-    transfers: Box<dyn Transfers>,
+    transfers: Box<dyn Transfers<B>>,
+    cuts: Vec<CutGroup>,
     /// The gathered groups: what is trained of each, then what is not; no elements of the others.
-    held: Vec<A>,
+    held: Vec<B::Array>,
     /// Groups whose gathering has begun, in order.
     coming: VecDeque<usize>,
     schedule: Schedule,
@@ -191,13 +158,20 @@ pub(crate) struct Gathering<A> {
     most: usize,
 }
 
-impl<A: Array> Gathering<A> {
-    pub fn new(layout: &ParameterLayout, cutting: Cutting, transfers: Box<dyn Transfers>) -> Self {
+impl<B: Blocks> Gathering<B> {
+    /// Of rank `part` of those that `cutting` is over.
+    pub fn new(
+        layout: &ParameterLayout,
+        cutting: Cutting,
+        part: usize,
+        transfers: Box<dyn Transfers<B>>,
+    ) -> Self {
         let mut held = Vec::new();
-        held.resize_with(layout.groups().len(), A::default);
+        held.resize_with(layout.groups().len(), B::Array::default);
         Self {
             cutting,
             transfers,
+            cuts: CutGroup::all(layout, part, cutting.parts),
             held,
             coming: VecDeque::new(),
             schedule: Schedule::new(layout, cutting.reshard),
@@ -206,7 +180,7 @@ impl<A: Array> Gathering<A> {
         }
     }
 
-    pub fn held(&self) -> &[A] {
+    pub fn held(&self) -> &[B::Array] {
         &self.held
     }
 
@@ -221,67 +195,27 @@ impl<A: Array> Gathering<A> {
     }
 
     /// Waits for what a stage uses, and begins to gather what the next one does.
-    pub fn need<B: Blocks<Array = A>>(
+    pub fn need(
         &mut self,
         blocks: &mut B,
-        own: &Weights<A>,
+        own: &Weights<B::Array>,
         layout: &ParameterLayout,
-        share: &Share,
         stage: (usize, Phase),
     ) -> Result<(), NnError> {
         debug_assert_eq!(self.schedule.ahead.front(), Some(&stage), "stages come in their order");
         let Turn { dropped, begun, used } = self.schedule.turn(layout);
-        dropped.into_iter().for_each(|group| self.held[group] = A::default());
+        dropped.into_iter().for_each(|group| self.held[group] = B::Array::default());
         self.most = self.most.max(self.schedule.elems(layout));
+        let dtype = blocks.precision().weights;
         for group in begun {
-            self.begin(blocks, own, &share.groups()[group])?;
+            let (cut, array) = (&self.cuts[group], &mut self.held[group]);
+            blocks.resize("gathered parameters", array, dtype, cut.elems())?;
+            self.transfers.gather(blocks, &own.array, cut, array)?;
             self.coming.push_back(group);
         }
         while used.iter().any(|group| self.coming.contains(group)) {
-            self.take(blocks, layout)?;
-        }
-        Ok(())
-    }
-
-    fn begin<B: Blocks<Array = A>>(
-        &mut self,
-        blocks: &mut B,
-        own: &Weights<A>,
-        owned: &Owned,
-    ) -> Result<(), NnError> {
-        let mut values = vec![0.0; owned.len()];
-        let mut rest = &mut values[..];
-        for (place, first) in owned.places() {
-            let (into, behind) = rest.split_at_mut(place.len());
-            let place = first..first + place.len();
-            blocks.download(Part { array: &own.array, place }, into)?;
-            rest = behind;
-        }
-        self.transfers.gather(values)
-    }
-
-    /// Waits for the group that began first.
-    fn take<B: Blocks<Array = A>>(
-        &mut self,
-        blocks: &mut B,
-        layout: &ParameterLayout,
-    ) -> Result<(), NnError> {
-        let Some(index) = self.coming.pop_front() else { return Ok(()) };
-        let parts = self.transfers.gathered()?;
-        let (group, dtype) = (&layout.groups()[index], blocks.precision().weights);
-        let array = &mut self.held[index];
-        blocks.resize("gathered parameters", array, dtype, group.elems())?;
-        for (part, values) in parts.iter().enumerate() {
-            let [trained, frozen] = owned(group, part, self.cutting.parts);
-            let (of_trained, of_frozen) = values.split_at(trained.len());
-            let at = [
-                trained.start - group.place.start,
-                group.place.len() + frozen.start - group.frozen.start,
-            ];
-            for (first, values) in at.into_iter().zip([of_trained, of_frozen]) {
-                let place = first..first + values.len();
-                blocks.fill(PartMut { array, place, accumulate: false }, values)?;
-            }
+            let group = self.coming.pop_front().expect("one is coming");
+            self.transfers.gathered(blocks, &self.cuts[group], &mut self.held[group])?;
         }
         Ok(())
     }
@@ -295,41 +229,44 @@ impl<A: Array> Gathering<A> {
 
     /// Parameters are about to be updated: what was gathered is gone.
     pub fn updated(&mut self) {
-        self.held.iter_mut().for_each(|array| *array = A::default());
+        self.held.iter_mut().for_each(|array| *array = B::Array::default());
         self.schedule.forget();
     }
 
-    /// Begins to sum the gradients of a group, which `gradients` begins with; none where nothing of it
-    /// is trained.
-    pub fn reduce<B: Blocks<Array = A>>(
+    /// Begins to sum the gradients of a group, which `gradients` begins with: the own part goes to
+    /// `into`, as many elements from `first` on. Nothing where nothing of the group is trained.
+    pub fn reduce(
         &mut self,
         blocks: &mut B,
-        layout: &ParameterLayout,
-        index: usize,
-        gradients: &A,
+        group: usize,
+        gradients: &mut B::Array,
+        (into, first, accumulate): (&mut B::Array, usize, bool),
     ) -> Result<(), NnError> {
-        let group = &layout.groups()[index];
-        if group.place.is_empty() {
+        let cut = &self.cuts[group];
+        if cut.trained() == 0 {
             return Ok(());
         }
-        let mut values = vec![0.0; group.place.len()];
-        blocks.download(Part { array: gradients, place: 0..values.len() }, &mut values)?;
-        let part = |part| {
-            let [trained, _] = owned(group, part, self.cutting.parts);
-            trained.start - group.place.start..trained.end - group.place.start
-        };
-        let parts: Vec<_> = (0..self.cutting.parts).map(part).collect();
-        self.summing.push_back(index);
-        self.transfers.reduce(values, &parts)
+        self.summing.push_back(group);
+        let place = first..first + cut.own().len();
+        self.transfers.reduce(blocks, gradients, cut, PartMut { array: into, place, accumulate })
     }
 
-    /// Waits for the sum that began first, where more than `most` are under way.
-    pub fn reduced(&mut self, most: usize) -> Result<Option<(usize, Vec<f32>)>, NnError> {
-        if self.summing.len() <= most {
-            return Ok(None);
-        }
+    /// The group whose sum began first, where more than `most` are under way: [`Gathering::reduced`] is
+    /// next.
+    pub fn summed(&self, most: usize) -> Option<usize> {
+        self.summing.front().copied().filter(|_| self.summing.len() > most)
+    }
+
+    /// Waits for the sum that began first, with `into` as it began.
+    pub fn reduced(
+        &mut self,
+        blocks: &mut B,
+        (into, first, accumulate): (&mut B::Array, usize, bool),
+    ) -> Result<(), NnError> {
         let group = self.summing.pop_front().expect("one is under way");
-        Ok(Some((group, self.transfers.reduced()?)))
+        let cut = &self.cuts[group];
+        let place = first..first + cut.own().len();
+        self.transfers.reduced(blocks, cut, PartMut { array: into, place, accumulate })
     }
 
     /// The sum of a number over the ranks that own different parts.

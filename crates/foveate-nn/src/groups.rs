@@ -1,6 +1,9 @@
 //! Parameters and gradients a group at a time: gathered from ranks, or updated in the backward pass.
 
-use crate::backend::{Array, Blocks, Moments, Part, PartMut, SumOverRanks, Weights};
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use crate::backend::{Array, Blocks, Moments, PartMut, SumOverRanks, Weights};
 use crate::error::NnError;
 use crate::gathering::{Gathering, Phase};
 use crate::held::{Held, Target};
@@ -32,47 +35,78 @@ impl<A: Array> PassingGradients<A> {
         blocks.resize("gradients of a group", &mut self.group, dtype, group)
     }
 
+    /// Makes room for the gradients of a group, which are written over; what belongs to no parameter is
+    /// 0.
     fn begin<B: Blocks<Array = A>>(
         &mut self,
         blocks: &mut B,
         layout: &ParameterLayout,
         group: usize,
     ) -> Result<(), NnError> {
-        blocks.clear(&mut self.group)?;
-        if group + 1 == layout.groups().len() {
-            blocks.clear(&mut self.embedding)?;
+        self.fit(blocks, layout)?;
+        let tied = layout.head == layout.embedding;
+        // That of a tied embedding begins with the head.
+        if tied && group + 1 == layout.groups().len() {
+            clear_between(blocks, layout, 0, &mut self.embedding)?;
         }
-        Ok(())
+        if tied && group == 0 {
+            return Ok(());
+        }
+        // As long as the group, whose norm is that of all elements.
+        let (dtype, elems) = (blocks.precision().gradients, layout.groups()[group].place.len());
+        blocks.resize("gradients of a group", &mut self.group, dtype, elems)?;
+        clear_between(blocks, layout, group, &mut self.group)
     }
 
     fn target(&mut self, layout: &ParameterLayout, group: usize) -> Target<'_, A> {
         let (groups, tied) = (layout.groups(), layout.head == layout.embedding);
         let embedding = tied.then_some((&mut self.embedding, groups[0].place.end));
         let (array, first) = (&mut self.group, groups[group].place.start);
-        Target { array, first, embedding, accumulate: true }
+        Target { array, first, embedding, accumulate: false }
     }
 
     /// Those of a group, which begin the array.
-    fn of(&self, layout: &ParameterLayout, group: usize) -> &A {
+    fn of(&mut self, layout: &ParameterLayout, group: usize) -> &mut A {
         match layout.head == layout.embedding && group == 0 {
-            true => &self.embedding,
-            false => &self.group,
+            true => &mut self.embedding,
+            false => &mut self.group,
         }
     }
 }
 
+/// Sets to 0 what of the gradients of a group belongs to no parameter.
+fn clear_between<B: Blocks>(
+    blocks: &mut B,
+    layout: &ParameterLayout,
+    group: usize,
+    array: &mut B::Array,
+) -> Result<(), NnError> {
+    let group = &layout.groups()[group];
+    let trained = layout.parameters()[group.parameters.clone()].iter().map(|p| &p.place);
+    let places = trained.filter(|place| layout.trains(place)).cloned();
+    let mut end = group.place.start;
+    for place in places.chain(std::iter::once(group.place.end..group.place.end)) {
+        let gap: Range<usize> = end - group.place.start..place.start - group.place.start;
+        if !gap.is_empty() {
+            blocks.clear_part(PartMut { array, place: gap, accumulate: false })?;
+        }
+        end = place.end;
+    }
+    Ok(())
+}
+
 /// A model whose parameters are cut over ranks, and whose gradients nobody wants.
-pub(crate) struct Cut<'a, A> {
+pub(crate) struct Cut<'a, B: Blocks> {
     pub layout: &'a ParameterLayout,
     pub share: &'a Share,
     /// Of this rank.
-    pub weights: &'a Weights<A>,
-    pub gathering: &'a mut Gathering<A>,
+    pub weights: &'a Weights<B::Array>,
+    pub gathering: &'a mut Gathering<B>,
 }
 
-impl<B: Blocks> Parameters<B> for Cut<'_, B::Array> {
+impl<B: Blocks> Parameters<B> for Cut<'_, B> {
     fn need(&mut self, blocks: &mut B, stage: (usize, Phase)) -> Result<(), NnError> {
-        self.gathering.need(blocks, self.weights, self.layout, self.share, stage)
+        self.gathering.need(blocks, self.weights, self.layout, stage)
     }
 
     fn held(&self) -> Held<'_, B::Array> {
@@ -81,18 +115,18 @@ impl<B: Blocks> Parameters<B> for Cut<'_, B::Array> {
 }
 
 /// [`Cut`], with the own part of the sum of the gradients of all ranks.
-pub(crate) struct Summed<'a, A> {
-    pub cut: Cut<'a, A>,
-    pub room: &'a mut PassingGradients<A>,
+pub(crate) struct Summed<'a, B: Blocks> {
+    pub cut: Cut<'a, B>,
+    pub room: &'a mut PassingGradients<B::Array>,
     /// The group that the pass is at.
     pub at: usize,
     /// The own part.
-    pub into: &'a mut A,
+    pub into: &'a mut B::Array,
     /// Whether it is added to what is there.
     pub accumulate: bool,
 }
 
-impl<B: Blocks> Parameters<B> for Summed<'_, B::Array> {
+impl<B: Blocks> Parameters<B> for Summed<'_, B> {
     fn need(&mut self, blocks: &mut B, stage: (usize, Phase)) -> Result<(), NnError> {
         self.cut.need(blocks, stage)
     }
@@ -102,7 +136,7 @@ impl<B: Blocks> Parameters<B> for Summed<'_, B::Array> {
     }
 }
 
-impl<B: Blocks> Trained<B> for Summed<'_, B::Array> {
+impl<B: Blocks> Trained<B> for Summed<'_, B> {
     fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError> {
         self.at = group;
         self.room.begin(blocks, self.cut.layout, group)
@@ -115,16 +149,11 @@ impl<B: Blocks> Trained<B> for Summed<'_, B::Array> {
 
     fn complete(&mut self, blocks: &mut B, group: usize, _: &mut B::Totals) -> Result<(), NnError> {
         let Self { cut: Cut { layout, share, gathering, .. }, room, into, accumulate, .. } = self;
-        gathering.reduce(blocks, layout, group, room.of(layout, group))?;
-        while let Some((group, mut sums)) = gathering.reduced(usize::from(group > 0))? {
-            let first = share.groups()[group].first_trained();
-            let place = first..first + sums.len();
-            if *accumulate {
-                let mut before = vec![0.0; sums.len()];
-                blocks.download(Part { array: into, place: place.clone() }, &mut before)?;
-                sums.iter_mut().zip(&before).for_each(|(sum, before)| *sum += before);
-            }
-            blocks.fill(PartMut { array: into, place, accumulate: false }, &sums)?;
+        let first = |group: usize| share.groups()[group].first_trained();
+        let gradients = room.of(layout, group);
+        gathering.reduce(blocks, group, gradients, (into, first(group), *accumulate))?;
+        while let Some(summed) = gathering.summed(usize::from(group > 0)) {
+            gathering.reduced(blocks, (into, first(summed), *accumulate))?;
         }
         Ok(())
     }
@@ -136,7 +165,9 @@ pub(crate) struct Updated<'a, B: Blocks> {
     pub layout: &'a ParameterLayout,
     pub share: &'a Share,
     pub weights: &'a mut Weights<B::Array>,
-    pub gathering: Option<&'a mut Gathering<B::Array>>,
+    pub gathering: Option<&'a mut Gathering<B>>,
+    /// The own parts of gradients that are being summed, in order.
+    pub summing: VecDeque<B::Array>,
     pub room: &'a mut PassingGradients<B::Array>,
     /// The group that the pass is at.
     pub at: usize,
@@ -150,9 +181,9 @@ pub(crate) struct Updated<'a, B: Blocks> {
 
 impl<B: Blocks> Parameters<B> for Updated<'_, B> {
     fn need(&mut self, blocks: &mut B, stage: (usize, Phase)) -> Result<(), NnError> {
-        let Self { layout, share, weights, gathering, .. } = self;
+        let Self { layout, weights, gathering, .. } = self;
         match gathering {
-            Some(gathering) => gathering.need(blocks, weights, layout, share, stage),
+            Some(gathering) => gathering.need(blocks, weights, layout, stage),
             None => Ok(()),
         }
     }
@@ -185,7 +216,19 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
         group: usize,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let Self { layout, share, weights, gathering, room, step, spans, moments, more, .. } = self;
+        let Self {
+            layout,
+            share,
+            weights,
+            gathering,
+            summing,
+            room,
+            step,
+            spans,
+            moments,
+            more,
+            ..
+        } = self;
         let Some(gathering) = gathering else {
             let place = &layout.groups()[group].place;
             if place.is_empty() {
@@ -194,16 +237,20 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             let gradients = room.of(layout, group);
             blocks.clip(step, gradients, *more, None, totals)?;
             *more = true;
-            let gradients = (gradients, place.start);
+            let gradients = (&*gradients, place.start);
             let (spans, trained) = (&spans[group], share.trained());
             return blocks.update(step, spans, weights, gradients, moments, trained, totals);
         };
-        gathering.reduce(blocks, layout, group, room.of(layout, group))?;
-        while let Some((group, sums)) = gathering.reduced(usize::from(group > 0))? {
-            let (mut array, dtype) = (B::Array::default(), blocks.precision().gradients);
-            blocks.resize("gradients of a part", &mut array, dtype, sums.len())?;
-            let place = 0..sums.len();
-            blocks.fill(PartMut { array: &mut array, place, accumulate: false }, &sums)?;
+        let (mut own, dtype) = (B::Array::default(), blocks.precision().gradients);
+        let elems = share.groups()[group].trained.len();
+        blocks.resize("gradients of a part", &mut own, dtype, elems)?;
+        gathering.reduce(blocks, group, room.of(layout, group), (&mut own, 0, false))?;
+        if !layout.groups()[group].place.is_empty() {
+            summing.push_back(own);
+        }
+        while let Some(group) = gathering.summed(usize::from(group > 0)) {
+            let mut array = summing.pop_front().expect("it is being summed");
+            gathering.reduced(blocks, (&mut array, 0, false))?;
             let first = share.groups()[group].first_trained();
             let elsewhere = counted_elsewhere(blocks, layout, share, &array, first)?;
             let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own - elsewhere);

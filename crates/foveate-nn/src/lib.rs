@@ -73,19 +73,21 @@ mod process;
 mod program;
 mod rope;
 mod share;
+mod sharing;
 mod step;
 mod stream;
 mod tape;
 mod tensor;
 #[cfg(test)]
 mod tests;
+mod through_host;
 
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape,
     LossGradients, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums,
-    Weights,
+    Transfers, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
@@ -96,7 +98,7 @@ pub use context::{ContextAttention, ContextLayer};
 pub use cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals};
 pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};
-pub use gathering::{GroupTransfer, GroupTransferKind, Transfers};
+pub use gathering::{GroupTransfer, GroupTransferKind};
 pub use generate::{Generator, Sampling};
 pub use groups::PassingGradients;
 pub use matmul::{Matrix, matmul};
@@ -108,5 +110,7 @@ pub use precision::{MomentDtype, ParameterState, Precision, join_master, split_m
 pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
 pub use share::{Cutting, Owned, Reshard, Share};
+pub use sharing::{Carrier, CutGroup, HostTransfers, Peers, Sharing};
 pub use tape::{Recomputation, Recompute};
 pub use tensor::{Copied, Copies, TensorPart, TensorTransfers, VocabularyPart};
+pub use through_host::ThroughHost;

@@ -14,7 +14,7 @@ use crate::backend::{
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
 use crate::error::NnError;
-use crate::gathering::{Gathering, Transfers};
+use crate::gathering::Gathering;
 use crate::groups::PassingGradients;
 use crate::moments::Moment;
 use crate::optimizer::{Rule, Span, Treatment};
@@ -23,6 +23,7 @@ use crate::plans::{Plans, Programs};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 use crate::share::{Cutting, Share};
+use crate::sharing::Sharing;
 use crate::tape::Workspace;
 use crate::tensor::{TensorPart, TensorTransfers};
 
@@ -51,7 +52,7 @@ pub(crate) struct Running<B: Blocks> {
     plans: Plans<B>,
     tables: Vec<Arc<RopeTable>>,
     /// Where parameters are cut over ranks.
-    gathering: Option<Gathering<B::Array>>,
+    gathering: Option<Gathering<B>>,
     /// Between ranks of `tensor`.
     tensor: Option<Box<dyn TensorTransfers>>,
     /// Room for gradients of groups whose sums are kept.
@@ -230,15 +231,15 @@ impl<B: Blocks> Model<B> {
     }
 
     /// Cuts the parameters over ranks: this one, `part` of `cutting.parts`, holds its [`Share`], and
-    /// gathers the rest when a pass needs it. Every rank makes the same passes and updates.
+    /// gathers the rest from `ranks` when a pass needs it. Every rank makes the same passes and updates.
     ///
     /// # Errors
-    /// When parameters have values already.
+    /// When parameters have values already, or the ranks cannot reach each other.
     pub fn cut(
         &mut self,
         cutting: Cutting,
         part: usize,
-        transfers: Box<dyn Transfers>,
+        ranks: &dyn Sharing,
     ) -> Result<(), NnError> {
         let mut running = lock(&self.running);
         if self.weights.array.elems() > 0 {
@@ -246,7 +247,8 @@ impl<B: Blocks> Model<B> {
             return Err(NnError::parameter("parameters", reason));
         }
         self.share = self.layout.share(part, cutting.parts);
-        running.gathering = Some(Gathering::new(&self.layout, cutting, transfers));
+        let transfers = running.blocks.transfers(ranks)?;
+        running.gathering = Some(Gathering::new(&self.layout, cutting, part, transfers));
         Ok(())
     }
 

@@ -50,10 +50,6 @@ pub struct Owned {
 }
 
 impl Owned {
-    pub(crate) fn len(&self) -> usize {
-        self.trained.len() + self.frozen.len()
-    }
-
     /// Where what is trained begins in the arrays of the rank.
     pub(crate) fn first_trained(&self) -> usize {
         self.first[0]

@@ -7,16 +7,70 @@
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use foveate_nn::{NnError, NnErrorKind, Transfers};
+use foveate::DType;
+use foveate_nn::{Carrier, HostTransfers, NnError, NnErrorKind, Peers, Sharing};
 use foveate_shard::collectives::{Collectives, Kind};
 use foveate_shard::{Cut, MeshAxis, ShardError};
 use half::bf16;
 
-use crate::error::TrainError;
+use crate::error::{TrainError, TrainErrorKind};
 use crate::ranks::{ELEMENTS, PARAMETERS, Ranks};
-use crate::recipe::ReduceDtype;
+use crate::recipe::{MeshSection, ReduceDtype};
 
-/// Transfers between the ranks that share parameters.
+/// The ranks that share parameters with this one.
+pub(crate) struct ParameterRanks<'a> {
+    pub ranks: Ranks<'a>,
+    /// What gradients travel as, and by what.
+    pub mesh: &'a MeshSection,
+    /// Whether gradients of ranks that hold copies are summed with those of a group.
+    pub copies: bool,
+}
+
+impl Sharing for ParameterRanks<'_> {
+    fn peers(&self) -> Result<Box<dyn Peers>, NnError> {
+        let group = self.ranks.group(&PARAMETERS).map_err(|e| of_group(&e))?;
+        Ok(Box::new(GroupPeers(group)))
+    }
+
+    fn reduce_dtype(&self) -> DType {
+        match self.mesh.reduce_dtype {
+            ReduceDtype::F32 => DType::F32,
+            ReduceDtype::Bf16 => DType::BF16,
+        }
+    }
+
+    fn sums_copies(&self) -> bool {
+        self.copies
+    }
+
+    fn carrier(&self) -> Carrier {
+        self.mesh.transfers
+    }
+
+    fn through_host(&self) -> Result<Box<dyn HostTransfers>, NnError> {
+        let host = GroupTransfers::new(self.ranks, self.mesh.reduce_dtype, self.copies);
+        Ok(Box::new(host.map_err(|e| of_group(&e))?))
+    }
+}
+
+/// A group of ranks of parameters, for what a device moves.
+struct GroupPeers(Box<dyn Collectives>);
+
+impl Peers for GroupPeers {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.0.ranks()
+    }
+
+    fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, NnError> {
+        self.0.all_gather(own).map_err(|e| of_ranks(&e))
+    }
+}
+
+/// Transfers between the ranks that share parameters, through the memory of the host.
 pub(crate) struct GroupTransfers {
     gathers: Worker<Vec<f32>, Vec<Vec<f32>>>,
     sums: Worker<(Vec<f32>, Vec<usize>), Vec<f32>>,
@@ -81,7 +135,7 @@ fn reduce_scatter_bf16(
     Ok(sums)
 }
 
-impl Transfers for GroupTransfers {
+impl HostTransfers for GroupTransfers {
     fn gather(&mut self, own: Vec<f32>) -> Result<(), NnError> {
         self.gathers.begin(own)
     }
@@ -156,6 +210,15 @@ impl<T: Send + 'static, R: Send + 'static> Worker<T, R> {
         let ended = || ShardError::new("the thread of the transfers has ended");
         self.done.recv().map_err(|_| ended()).flatten().map_err(|e| of_ranks(&e))
     }
+}
+
+/// No group of ranks, or no thread for its transfers.
+fn of_group(e: &TrainError) -> NnError {
+    let lost = matches!(
+        e.kind(),
+        TrainErrorKind::Ranks { lost: true, .. } | TrainErrorKind::Elsewhere { lost: true, .. }
+    );
+    NnErrorKind::Ranks { message: e.to_string(), lost }.into()
 }
 
 pub(crate) fn of_ranks(e: &ShardError) -> NnError {

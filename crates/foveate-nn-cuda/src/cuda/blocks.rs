@@ -11,7 +11,7 @@ use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
     KvCache, LayerAttention, LinearShape, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
     OptimizerStep, PackedHeads, Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable,
-    Rotation, Span, SumOverRanks, Sums, Weights,
+    Rotation, Sharing, Span, SumOverRanks, Sums, Transfers, Weights,
 };
 use foveate_tensor::DType;
 
@@ -21,7 +21,7 @@ use super::batch::{CudaBatch, Rotations};
 use super::clock::Timed;
 use super::totals::CudaTotals;
 use super::updates::CudaSpans;
-use super::{Cuda, beta, failed, logits_tokens_of, transfer};
+use super::{Cuda, beta, failed, logits_tokens_of, sharing, transfer};
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
@@ -88,6 +88,14 @@ impl Blocks for Cuda {
 
     fn clear(&mut self, array: &mut CudaArray) -> Result<(), NnError> {
         array.memory.as_ref().map_or(Ok(()), |memory| memory.fill(0)).map_err(|e| failed(&e))
+    }
+
+    fn clear_part(&mut self, part: PartMut<'_, CudaArray>) -> Result<(), NnError> {
+        self.begin_sums(&PartMut { accumulate: false, ..part })
+    }
+
+    fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError> {
+        sharing::transfers(ranks, self.ordinal)
     }
 
     fn profile(&mut self, on: bool) -> Result<(), NnError> {

@@ -14,6 +14,7 @@ mod batch;
 mod blocks;
 mod clock;
 mod loss;
+mod sharing;
 #[cfg(test)]
 mod tests;
 mod totals;
@@ -115,9 +116,16 @@ impl Cuda {
 
     /// Queues a block.
     fn run(&self, block: &impl Block) -> Result<(), NnError> {
+        self.run_on(&self.queue, block)
+    }
+
+    /// Queues a block on another queue of the device, which waits for the queue of its operands before,
+    /// and which that waits for behind.
+    fn run_on(&self, queue: &Queue, block: &impl Block) -> Result<(), NnError> {
         // SAFETY: operands are allocations of the queue's own pool, which gives their memory to later
-        // work of this queue alone, and frees it only when that is done.
-        unsafe { self.kernels.queue(&self.queue, block) }.map_err(|e| failed(&e))
+        // work of this queue alone, and frees it only when that is done; or of one that has waited for the
+        // other.
+        unsafe { self.kernels.queue(queue, block) }.map_err(|e| failed(&e))
     }
 
     fn product(&self, matmul: &Matmul) -> Result<(), NnError> {

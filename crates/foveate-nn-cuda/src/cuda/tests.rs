@@ -2,6 +2,7 @@
 //! device. They need a GPU, and say so where there is none.
 
 mod rotations;
+mod sharing;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

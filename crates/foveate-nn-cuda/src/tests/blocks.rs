@@ -7,6 +7,7 @@ use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::loss::{AddLosses, CrossEntropy};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::optimizer::{TOTALS_LEN, Totals};
+use crate::ranks::{Narrow, SumRanks};
 use crate::rope::{Pairing, Rope};
 use crate::vectors::{self, Add, AddRows, ColumnSums, CopyRows, Widen};
 
@@ -685,4 +686,59 @@ fn rows_are_copied_and_vectors_widened_and_added_to_the_bit() {
     assert_eq!(said, "to has shape [2, 6]; it must be [2, 8]");
     let one = Placing::dense(DType::BF16).empty([1, 8]);
     assert!(refusal(&Widen { from: one.vector(), to: one.vector() }).contains("to is bf16"));
+}
+
+#[test]
+fn gradients_of_ranks_are_narrowed_and_summed_in_order_to_the_bit() {
+    let mut random = Random::new(18);
+    for (dtype, elems) in
+        [(DType::F32, 768), (DType::BF16, 768), (DType::BF16, 517), (DType::F16, 31)]
+    {
+        let (own, f32s) = (Placing::dense(dtype), Placing::dense(DType::F32));
+        let parts: Vec<_> = (0..35).map(|_| own.random([1, elems], &mut random, 2.0)).collect();
+        let bits = |x: &Matrix| x.values().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        for (ranks, accumulate) in [(1, false), (2, true), (3, false), (32, true), (35, false)] {
+            let from: Vec<_> = parts[..ranks].iter().map(Matrix::vector).collect();
+            let before = f32s.random([1, elems], &mut random, 2.0);
+            let to = f32s.matrix([1, elems], &before.values());
+            if !run(&SumRanks { from: &from, to: to.vector(), accumulate }) {
+                return;
+            }
+            let mut sums: Vec<f32> = before.values().into_iter().map(|x| x as f32).collect();
+            // Of 32 ranks at once, and then of the others.
+            for (number, some) in parts[..ranks].chunks(32).enumerate() {
+                let mut all = vec![0f32; elems];
+                for part in some {
+                    all.iter_mut().zip(part.values()).for_each(|(sum, x)| *sum += x as f32);
+                }
+                let adds = accumulate || number > 0;
+                sums.iter_mut()
+                    .zip(all)
+                    .for_each(|(to, sum)| *to = if adds { sum + *to } else { sum });
+            }
+            let expected =
+                f32s.matrix([1, elems], &sums.iter().map(|&x| f64::from(x)).collect::<Vec<_>>());
+            assert_eq!(bits(&to), bits(&expected), "{ranks} ranks of {dtype}");
+            if dtype == DType::F32 || ranks > 32 {
+                continue;
+            }
+            // Narrow sums are rounded once.
+            let (sum, narrow) = (own.empty([1, elems]), own.empty([1, elems]));
+            run(&SumRanks { from: &from, to: sum.vector(), accumulate: false });
+            let whole = f32s.empty([1, elems]);
+            run(&SumRanks { from: &from, to: whole.vector(), accumulate: false });
+            run(&Narrow { from: whole.vector(), to: narrow.vector() });
+            assert_eq!(bits(&sum), bits(&narrow), "{ranks} ranks of {dtype}");
+        }
+    }
+    let (narrow, wide) =
+        (Placing::dense(DType::BF16).empty([1, 8]), Placing::dense(DType::F32).empty([1, 8]));
+    let many = vec![narrow.vector(); 33];
+    let said = refusal(&SumRanks { from: &many, to: narrow.vector(), accumulate: false });
+    assert_eq!(said, "33 ranks are summed in f32, at most 32 in bf16");
+    let none = refusal(&SumRanks { from: &[], to: wide.vector(), accumulate: false });
+    assert_eq!(none, "there is no rank whose gradients are summed");
+    let mixed = [narrow.vector(), wide.vector()];
+    let said = refusal(&SumRanks { from: &mixed, to: wide.vector(), accumulate: false });
+    assert_eq!(said, "from is f32; it must be bf16");
 }

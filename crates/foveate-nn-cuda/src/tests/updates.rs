@@ -565,4 +565,9 @@ fn pieces_that_overlap_or_end_late_are_refused() {
     assert_eq!(refusal(&apart), "pieces are of 0 to 8, gradients of 4 to 12");
     let kept = Update { pieces: &pieces, rule: Rule::Momentum(0.9), ..update };
     assert_eq!(refusal(&kept), "AdamW has squares of gradients, and momentum has none");
+    // A rank of many may own nothing of a group, wherever the group begins.
+    let (none, no_len) = (Pieces::new(&[]).unwrap(), [0]);
+    let piece_table = table.array(ElementType::F64, &no_len);
+    let nothing = Update { pieces: &none, piece_table, first_gradient: 4, ..update };
+    assert!(nothing.launches(&mut Accesses::default()).unwrap().is_empty());
 }

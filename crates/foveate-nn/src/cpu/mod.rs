@@ -26,7 +26,7 @@ use rayon::prelude::*;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
-    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Weights,
+    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Transfers, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -37,7 +37,9 @@ use crate::optimizer::{OptimizerStep, Span, clip_factor};
 use crate::precision::{MomentDtype, ParameterState, Precision};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
+use crate::sharing::Sharing;
 use crate::tensor::VocabularyPart;
+use crate::through_host::ThroughHost;
 pub use plan::CpuPlan;
 
 /// The processor, which keeps all in f32 but for moments where it is told so.
@@ -203,6 +205,15 @@ impl Blocks for Cpu {
     fn clear(&mut self, array: &mut Vec<f32>) -> Result<(), NnError> {
         array.fill(0.0);
         Ok(())
+    }
+
+    fn clear_part(&mut self, part: PartMut<'_, Vec<f32>>) -> Result<(), NnError> {
+        part.values().fill(0.0);
+        Ok(())
+    }
+
+    fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError> {
+        Ok(Box::new(ThroughHost::new(ranks.through_host()?)))
     }
 
     fn fill(&mut self, into: PartMut<'_, Vec<f32>>, values: &[f32]) -> Result<(), NnError> {

@@ -1,5 +1,6 @@
 //! Losses, gradients and updates of a model.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use foveate::DType;
@@ -95,7 +96,7 @@ impl<B: Blocks> Model<B> {
         Sizes { config: &self.config, local: &self.local, part: &self.part }
     }
 
-    fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B::Array>) -> Cut<'a, B::Array> {
+    fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B>) -> Cut<'a, B> {
         Cut { layout: &self.layout, share: &self.share, weights: &self.weights, gathering }
     }
 
@@ -174,6 +175,7 @@ impl<B: Blocks> Model<B> {
             share,
             weights,
             gathering: gathering.as_mut(),
+            summing: VecDeque::new(),
             room: gradients,
             at: 0,
             step,

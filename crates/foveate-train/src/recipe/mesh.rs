@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use foveate_nn::{Cutting, Reshard};
+use foveate_nn::{Carrier, Cutting, Reshard};
 use foveate_shard::{Axis, Map, Mesh, MeshAxis, Strategy};
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -36,6 +36,8 @@ pub struct MeshSection {
     pub reshard: Reshard,
     /// What gradients of parameters that are cut travel as to be summed in f32: `f32` or `bf16`.
     pub reduce_dtype: ReduceDtype,
+    /// What carries parameters and gradients between GPUs: `auto`, `nccl` or `host`.
+    pub transfers: Carrier,
 }
 
 /// What gradients travel as between ranks.

@@ -16,7 +16,7 @@ use crate::checkpoint::{self, Checksums, Content, Save, Snapshot};
 use crate::ranks::PARAMETERS;
 use crate::recipe::{MeshSection, Recipe, SaveDtype};
 use crate::tokens::Tokenizer;
-use crate::transfers::GroupTransfers;
+use crate::transfers::ParameterRanks;
 
 /// The part of a model that this rank of `section`'s mesh has, ready to run.
 fn part(
@@ -31,9 +31,9 @@ fn part(
     let mut model = Model::unfilled_part(blocks, config.clone(), &attention, &|_| false, part)?;
     let group = TensorGroup::new(ranks, model.tensor_part())?;
     model.tensor(Box::new(group));
-    let transfers = GroupTransfers::new(ranks, Default::default(), false)?;
+    let sharing = ParameterRanks { ranks, mesh: section, copies: false };
     let cutting: Cutting = section.cutting(&ranks.mesh());
-    model.cut(cutting, ranks.coordinate(&PARAMETERS), Box::new(transfers))?;
+    model.cut(cutting, ranks.coordinate(&PARAMETERS), &sharing)?;
     Ok(model)
 }
 

@@ -33,7 +33,7 @@ use crate::recipe::{Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tensor::{TensorGroup, copied_heads};
 use crate::tokens::{Ends, Tokenizer};
-use crate::transfers::GroupTransfers;
+use crate::transfers::ParameterRanks;
 use crate::whole;
 
 /// A run between two steps.
@@ -507,9 +507,9 @@ fn share_parameters<B: Blocks>(
     let copies = in_backward && !ranks.alone();
     share_tensor(ranks, recipe, model, gpu)?;
     if cutting.parts > 1 || cutting.tensor > 1 || copies {
-        let transfers = GroupTransfers::new(ranks, recipe.mesh.reduce_dtype, copies)?;
+        let sharing = ParameterRanks { ranks, mesh: &recipe.mesh, copies };
         let part = ranks.coordinate(&PARAMETERS);
-        model.cut(cutting, part, Box::new(transfers))?;
+        model.cut(cutting, part, &sharing)?;
     }
     Ok(())
 }

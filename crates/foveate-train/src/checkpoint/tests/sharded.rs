@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use foveate_nn::{Cutting, NnError, Transfers};
+use foveate::DType;
+use foveate_nn::{Carrier, Cutting, HostTransfers, NnError, Peers, Sharing};
 
 use super::super::content::{Content, HostCopy, Kept, Values};
 use super::super::layout;
@@ -137,7 +138,29 @@ fn every_mesh_reads_what_every_other_one_wrote_bit_for_bit() {
 /// Nothing is sent while a checkpoint is read.
 struct Silent;
 
-impl Transfers for Silent {
+impl Sharing for Silent {
+    fn peers(&self) -> Result<Box<dyn Peers>, NnError> {
+        unreachable!("a CPU moves parameters through its own memory")
+    }
+
+    fn reduce_dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn sums_copies(&self) -> bool {
+        false
+    }
+
+    fn carrier(&self) -> Carrier {
+        Carrier::Auto
+    }
+
+    fn through_host(&self) -> Result<Box<dyn HostTransfers>, NnError> {
+        Ok(Box::new(Self))
+    }
+}
+
+impl HostTransfers for Silent {
     fn gather(&mut self, _: Vec<f32>) -> Result<(), NnError> {
         unreachable!("no pass runs")
     }
@@ -163,7 +186,7 @@ impl Transfers for Silent {
 fn share(parts: usize, part: usize) -> Model {
     let mut model = Model::unfilled(config(), &attention()).unwrap();
     let cutting = Cutting { parts, tensor: 1, reshard: Default::default() };
-    model.cut(cutting, part, Box::new(Silent)).unwrap();
+    model.cut(cutting, part, &Silent).unwrap();
     model
 }
 

@@ -11,7 +11,7 @@ use foveate_shard::collectives::{Meeting, connect, run_threads};
 
 use super::*;
 use crate::checkpoint::State;
-use crate::transfers::GroupTransfers;
+use crate::transfers::ParameterRanks;
 
 /// What every rank came to.
 pub(super) fn on_ranks(
@@ -537,9 +537,9 @@ fn held(parts: usize, reshard: Reshard) -> Vec<[usize; 2]> {
     let section = crate::recipe::MeshSection { reshard, ..Default::default() };
     run_threads(parts, Duration::from_secs(60), |world| {
         let ranks = Ranks::in_mesh(world, &section).unwrap();
-        let transfers = GroupTransfers::new(ranks, Default::default(), false).unwrap();
+        let sharing = ParameterRanks { ranks, mesh: &section, copies: false };
         let mut model = wide();
-        model.cut(section.cutting(&ranks.mesh()), world.rank(), Box::new(transfers)).unwrap();
+        model.cut(section.cutting(&ranks.mesh()), world.rank(), &sharing).unwrap();
         model.draw_missing(3).unwrap();
         let rule = foveate_nn::Rule::AdamW(foveate_nn::AdamW {
             beta1: 0.9,

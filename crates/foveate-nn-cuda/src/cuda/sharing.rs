@@ -1,0 +1,255 @@
+//! Parameters that are cut over ranks on GPUs: groups are gathered on one queue and gradients summed on
+//! another, both beside the queue of the blocks.
+//!
+//! A transfer begins behind what the blocks' queue has been given so far, and the blocks' queue waits for
+//! it where its result is needed; the host waits for other hosts alone. Memory that the blocks' queue
+//! gives out is written by a transfer only between the two. Gradients are summed by our own kernel, in
+//! order of rank and in f32, whatever carries them, so the same mesh has the same bits.
+
+mod copies;
+mod nccl;
+
+use std::collections::VecDeque;
+
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::{Allocation, Event, Stream};
+use foveate_gpu::{DeviceTensor, Engine, Queue};
+use foveate_nn::{
+    Carrier, CutGroup, NnError, Part, PartMut, Peers, Sharing, ThroughHost, Transfers,
+};
+use foveate_tensor::DType;
+
+use super::array::{CudaArray, Place};
+use super::{Cuda, failed};
+use crate::ranks::{Narrow, SumRanks};
+use copies::Copies;
+use nccl::Nccl;
+
+/// Bytes of device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Span {
+    address: Address,
+    bytes: usize,
+}
+
+/// Of each rank, in order of rank.
+type Spans = Vec<Vec<Span>>;
+
+/// What carries bytes between the GPUs of a group of ranks.
+trait Exchange: Send {
+    /// Queues that what each rank has in `outgoing` for another goes to where that has it in `incoming`,
+    /// as many bytes in as many pieces, once the work before `ready` is done. What a rank sends itself is
+    /// not looked at.
+    fn begin(
+        &mut self,
+        queue: &Queue,
+        ready: &Event,
+        outgoing: Spans,
+        incoming: &Spans,
+    ) -> Result<(), NnError>;
+
+    /// Makes `behind` wait until the exchange that began first is `done`, and what this rank sent was read.
+    fn end(&mut self, done: Event, behind: &Stream) -> Result<(), NnError>;
+}
+
+/// Transfers of one kind.
+struct Way {
+    exchange: Box<dyn Exchange>,
+    queue: Queue,
+}
+
+impl Way {
+    fn new(peers: Box<dyn Peers>, ordinal: usize, in_process: bool) -> Result<Self, NnError> {
+        let queue = Engine::get(ordinal).and_then(|e| e.new_queue()).map_err(|e| failed(&e))?;
+        let exchange: Box<dyn Exchange> = match in_process {
+            true => Box::new(Copies::new(peers)?),
+            false => Box::new(Nccl::new(&*peers, ordinal)?),
+        };
+        Ok(Self { exchange, queue })
+    }
+
+    fn done(&self) -> Result<Event, NnError> {
+        mark(self.queue.stream())
+    }
+}
+
+/// The present end of a stream's work.
+fn mark(stream: &Stream) -> Result<Event, NnError> {
+    let mark = || {
+        let event = Event::new(stream.device())?;
+        event.record(stream).map(|()| event)
+    };
+    mark().map_err(|e| failed(&e))
+}
+
+/// Gradients that are being summed.
+struct Summing {
+    done: Event,
+    /// What others read.
+    _gradients: CudaArray,
+    _narrow: Option<Allocation>,
+}
+
+/// Between GPUs.
+pub(super) struct GpuTransfers {
+    gathers: Way,
+    sums: Way,
+    numbers: Box<dyn Peers>,
+    /// What gradients travel as, where they are f32.
+    reduce_dtype: DType,
+    gathering: VecDeque<Event>,
+    summing: VecDeque<Summing>,
+}
+
+/// Transfers of `ranks` on GPU `ordinal`, by what they say; through the host where it sums more than groups.
+pub(super) fn transfers(
+    ranks: &dyn Sharing,
+    ordinal: usize,
+) -> Result<Box<dyn Transfers<Cuda>>, NnError> {
+    if ranks.sums_copies() || ranks.carrier() == Carrier::Host {
+        return Ok(Box::new(ThroughHost::new(ranks.through_host()?)));
+    }
+    let numbers = ranks.peers()?;
+    let in_process = copies::in_process(&*numbers)? && ranks.carrier() == Carrier::Auto;
+    let way = || Way::new(ranks.peers()?, ordinal, in_process);
+    Ok(Box::new(GpuTransfers {
+        gathers: way()?,
+        sums: way()?,
+        numbers,
+        reduce_dtype: ranks.reduce_dtype(),
+        gathering: VecDeque::new(),
+        summing: VecDeque::new(),
+    }))
+}
+
+/// The bytes of part of an array.
+fn span(array: &CudaArray, place: std::ops::Range<usize>) -> Span {
+    let (address, dtype, elems) = Part { array, place }.place();
+    Span { address, bytes: elems * dtype.bytes() }
+}
+
+impl Transfers<Cuda> for GpuTransfers {
+    fn gather(
+        &mut self,
+        blocks: &mut Cuda,
+        own: &CudaArray,
+        group: &CutGroup,
+        into: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let Way { exchange, queue } = &mut self.gathers;
+        let ready = mark(blocks.queue.stream())?;
+        let given: Vec<Span> = group.places().into_iter().map(|place| span(own, place)).collect();
+        let places = |rank| group.of(rank).iter().map(|place| span(into, place.clone())).collect();
+        let incoming: Spans = (0..group.ranks()).map(places).collect();
+        exchange.begin(queue, &ready, vec![given.clone(); group.ranks()], &incoming)?;
+        let stream = queue.stream();
+        for (from, to) in given.iter().zip(&incoming[group.rank()]) {
+            // SAFETY: both are parts of arrays of this device, of as many bytes; the blocks' queue gives
+            // their memory to nobody before it has waited for what is done here.
+            unsafe { stream.copy(to.address, from.address, stream.device(), from.bytes) }
+                .map_err(|e| failed(&e))?;
+        }
+        self.gathering.push_back(self.gathers.done()?);
+        Ok(())
+    }
+
+    fn gathered(
+        &mut self,
+        blocks: &mut Cuda,
+        _: &CutGroup,
+        _: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let done = self.gathering.pop_front().expect("a gathering has begun");
+        self.gathers.exchange.end(done, blocks.queue.stream())
+    }
+
+    fn reduce(
+        &mut self,
+        blocks: &mut Cuda,
+        gradients: &mut CudaArray,
+        group: &CutGroup,
+        into: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let Way { exchange, queue } = &mut self.sums;
+        let ready = mark(blocks.queue.stream())?;
+        queue.stream().after(&ready).map_err(|e| failed(&e))?;
+        let take = |bytes| queue.pool().take(bytes).map_err(|e| failed(&e));
+        let all = Part { array: &*gradients, place: 0..group.trained() }.vector();
+        let narrow = (self.reduce_dtype.bytes() < all.dtype.bytes())
+            .then(|| take(group.trained() * self.reduce_dtype.bytes()))
+            .transpose()?;
+        let (from, ready) = match &narrow {
+            None => (all, ready),
+            Some(memory) => {
+                let [elems] = all.layout.shape;
+                let to = DeviceTensor::contiguous(memory.address(), self.reduce_dtype, [elems]);
+                blocks.run_on(queue, &Narrow { from: all, to })?;
+                (to, mark(queue.stream())?)
+            }
+        };
+        let (own, size) = (group.own().len(), from.dtype.bytes());
+        let part = |rank: usize| {
+            let place = &group.of(rank)[0];
+            let address = from.start() + (place.start * size) as Address;
+            Span { address, bytes: place.len() * size }
+        };
+        let ranks = 0..group.ranks();
+        let outgoing = ranks.clone().map(|rank| vec![part(rank)]).collect();
+        let others = group.ranks() - 1;
+        let scratch = take(others * own * size)?;
+        // Those of other ranks lie one after another.
+        let place = |rank: usize| match rank == group.rank() {
+            true => part(rank),
+            false => {
+                let number = rank - usize::from(rank > group.rank());
+                let address = scratch.address() + (number * own * size) as Address;
+                Span { address, bytes: own * size }
+            }
+        };
+        let incoming: Spans = ranks.map(|rank| vec![place(rank)]).collect();
+        exchange.begin(queue, &ready, outgoing, &incoming)?;
+        if own > 0 {
+            let vector =
+                |spans: &Vec<Span>| DeviceTensor::contiguous(spans[0].address, from.dtype, [own]);
+            let sources: Vec<_> = incoming.iter().map(vector).collect();
+            let (to, accumulate) = (into.vector(), into.accumulate);
+            blocks.run_on(queue, &SumRanks { from: &sources, to, accumulate })?;
+        }
+        self.summing.push_back(Summing {
+            done: self.sums.done()?,
+            _gradients: std::mem::take(gradients),
+            _narrow: narrow,
+        });
+        Ok(())
+    }
+
+    fn reduced(
+        &mut self,
+        blocks: &mut Cuda,
+        _: &CutGroup,
+        _: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let Summing { done, _gradients, _narrow } =
+            self.summing.pop_front().expect("a sum has begun");
+        // What was read goes back behind the wait.
+        self.sums.exchange.end(done, blocks.queue.stream())
+    }
+
+    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
+        let parts = self.numbers.all_gather(&own.to_le_bytes())?;
+        Ok(parts.iter().flat_map(|part| part.as_chunks().0).map(|&b| f64::from_le_bytes(b)).sum())
+    }
+}
+
+impl Drop for GpuTransfers {
+    /// Arrays that are being written, or that others read, go back only when that is over.
+    fn drop(&mut self) {
+        for way in [&self.gathers, &self.sums] {
+            // Where the device has failed there is nobody to tell.
+            let _ = way.queue.stream().wait(FAREWELL, "transfers between ranks");
+        }
+    }
+}
+
+/// How long a rank that ends waits for its transfers.
+const FAREWELL: std::time::Duration = std::time::Duration::from_secs(5);

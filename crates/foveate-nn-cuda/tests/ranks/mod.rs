@@ -1,0 +1,140 @@
+//! Ranks that are threads of a test.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use foveate_nn::{Carrier, HostTransfers, NnError, NnErrorKind, Peers, Sharing};
+use foveate_tensor::DType;
+
+/// How long a rank waits for another, which may have panicked.
+const LATE: Duration = Duration::from_secs(100);
+
+/// Where ranks meet: what each has brought to this meeting and to the one before.
+#[derive(Debug, Default)]
+struct Place {
+    /// Meetings that are over.
+    over: usize,
+    brought: [Vec<Option<Vec<u8>>>; 2],
+}
+
+/// A rank.
+#[derive(Clone, Debug)]
+pub struct TestRank {
+    place: Arc<(Mutex<Place>, Condvar)>,
+    rank: usize,
+    ranks: usize,
+    pub carrier: Carrier,
+    pub reduce_dtype: DType,
+}
+
+impl TestRank {
+    /// All of `ranks`.
+    pub fn all(ranks: usize, carrier: Carrier, reduce_dtype: DType) -> Vec<Self> {
+        let brought = [vec![None; ranks], vec![None; ranks]];
+        let place = Arc::new((Mutex::new(Place { over: 0, brought }), Condvar::new()));
+        let rank = |rank| Self { place: place.clone(), rank, ranks, carrier, reduce_dtype };
+        (0..ranks).map(rank).collect()
+    }
+}
+
+impl Peers for TestRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, NnError> {
+        let (place, moved) = &*self.place;
+        let mut here = place.lock().unwrap();
+        let round = here.over;
+        here.brought[round % 2][self.rank] = Some(own.to_vec());
+        if here.brought[round % 2].iter().all(Option::is_some) {
+            here.over += 1;
+            // Of the next meeting; what this one has brought stays until that is over.
+            here.brought[(round + 1) % 2].fill(None);
+            moved.notify_all();
+        }
+        let waits = |here: &mut Place| here.over == round;
+        let (here, waited) = moved.wait_timeout_while(here, LATE, waits).unwrap();
+        if waited.timed_out() {
+            let message = "a rank of the test did not come".to_owned();
+            return Err(NnErrorKind::Ranks { message, lost: false }.into());
+        }
+        Ok(here.brought[round % 2].iter().flatten().cloned().collect())
+    }
+}
+
+impl Sharing for TestRank {
+    fn peers(&self) -> Result<Box<dyn Peers>, NnError> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn reduce_dtype(&self) -> DType {
+        self.reduce_dtype
+    }
+
+    fn sums_copies(&self) -> bool {
+        false
+    }
+
+    fn carrier(&self) -> Carrier {
+        self.carrier
+    }
+
+    fn through_host(&self) -> Result<Box<dyn HostTransfers>, NnError> {
+        let (gathered, sums) = Default::default();
+        Ok(Box::new(Host { peers: self.clone(), gathered, sums }))
+    }
+}
+
+/// Everything is done at once.
+struct Host {
+    peers: TestRank,
+    gathered: VecDeque<Vec<Vec<f32>>>,
+    sums: VecDeque<Vec<f32>>,
+}
+
+impl Host {
+    fn all(&self, own: &[f32]) -> Result<Vec<Vec<f32>>, NnError> {
+        let parts = self.peers.all_gather(bytemuck::cast_slice(own))?;
+        let number = |&bytes: &[u8; 4]| f32::from_ne_bytes(bytes);
+        Ok(parts.iter().map(|part| part.as_chunks().0.iter().map(number).collect()).collect())
+    }
+}
+
+impl HostTransfers for Host {
+    fn gather(&mut self, own: Vec<f32>) -> Result<(), NnError> {
+        self.gathered.push_back(self.all(&own)?);
+        Ok(())
+    }
+
+    fn gathered(&mut self) -> Result<Vec<Vec<f32>>, NnError> {
+        Ok(self.gathered.pop_front().unwrap())
+    }
+
+    fn reduce(&mut self, gradients: Vec<f32>, parts: &[Range<usize>]) -> Result<(), NnError> {
+        let own = parts[self.peers.rank].clone();
+        let narrow = self.peers.reduce_dtype == DType::BF16;
+        let mut sums = vec![0.0; own.len()];
+        for theirs in self.all(&gradients)? {
+            let rounded = |x: f32| if narrow { half::bf16::from_f32(x).to_f32() } else { x };
+            sums.iter_mut().zip(&theirs[own.clone()]).for_each(|(sum, &x)| *sum += rounded(x));
+        }
+        self.sums.push_back(sums);
+        Ok(())
+    }
+
+    fn reduced(&mut self) -> Result<Vec<f32>, NnError> {
+        Ok(self.sums.pop_front().unwrap())
+    }
+
+    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
+        let parts = self.peers.all_gather(&own.to_le_bytes())?;
+        Ok(parts.iter().map(|part| f64::from_le_bytes(part[..].try_into().unwrap())).sum())
+    }
+}
