@@ -1,5 +1,5 @@
-//! What the scheduler of the Hopper backward walks, `LiveQueries` of
-//! `kernels/hopper/backward_keys.cuh`, compiled for the host and compared with plain loops.
+//! What the Hopper kernels walk, `LiveQueries` of `kernels/hopper/backward_keys.cuh` and `LiveKeys` of
+//! `kernels/hopper/forward_device.cuh`, compiled for the host and compared with plain loops.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -9,6 +9,7 @@ use foveate_tensor::random::Random;
 
 const PARAMS: &str = include_str!("../kernels/params.cuh");
 const KEYS: &str = include_str!("../kernels/hopper/backward_keys.cuh");
+const FORWARD: &str = include_str!("../kernels/hopper/forward_device.cuh");
 const TILE_Q: usize = 64;
 const TILE_KV: usize = 128;
 
@@ -51,25 +52,60 @@ int main() {
 }
 ";
 
+/// Reads items of a forward: queries and keys of the sequence, the tile, and its runs. Prints the tiles of keys, from the
+/// last one, and the cell of each consumer.
+const FORWARD_MAIN: &str = "
+static int number() { int x; if (std::scanf(\"%d\", &x) != 1) std::abort(); return x; }
+int main() {
+    for (int items = number(); items > 0; --items) {
+        Sequence sequence = {};
+        sequence.q_len = number(), sequence.k_len = number(), sequence.first_row = 2;
+        const int tile = number();
+        const int count = number();
+        ForwardParams p = {};
+        p.lists.capacity = count;
+        p.lists.head_stride = 3;
+        // The rows before that of head 1 are none that there are.
+        std::vector<Run> runs((2 + tile + 3) * count, Run{-1, -1});
+        for (int i = 0; i < count; ++i) {
+            const int first = number();
+            runs.push_back({first, number()});
+        }
+        p.lists.runs = runs.data();
+        LiveKeys keys(p, sequence, tile, 1, count, count == 0 ? Run{} : runs.back());
+        while (keys.next()) {
+            std::printf(\"%d \", keys.tile);
+            for (int c = 0; c < CONSUMERS; ++c) std::printf(\"%u \", Step::cell(keys.cells << Step::CELLS, c));
+        }
+        std::printf(\"\\n\");
+    }
+}
+";
+
 /// A struct of the kernels, as text.
-fn declaration(name: &str) -> &'static str {
-    let at = KEYS.find(&format!("struct {name} {{")).expect("it is declared");
-    let end = KEYS[at..].find("\n};\n").expect("a declaration ends");
-    &KEYS[at..at + end + 4]
+fn declaration<'a>(file: &'a str, name: &str) -> &'a str {
+    let at = file.find(&format!("struct {name} {{")).expect("it is declared");
+    let end = file[at..].find("\n};\n").expect("a declaration ends");
+    &file[at..at + end + 4]
 }
 
 /// What the walks print for the problems of `input`; nothing without a host compiler.
 fn printed(group: usize, mask: bool, input: &str) -> Option<String> {
+    let macros = [("GROUP", group), ("MASK", mask.into()), ("BM", TILE_Q), ("BN", TILE_KV)];
+    output(&macros, &[PARAMS, declaration(KEYS, "LiveQueries"), MAIN].join("\n"), input)
+}
+
+/// What a program with these macros prints; nothing without a host compiler.
+fn output(macros: &[(&str, usize)], code: &str, input: &str) -> Option<String> {
     let mut text = String::from(
         "#include <cstdio>\n#include <cstdlib>\n#include <vector>\n#include <algorithm>\n\
          #define __device__\nusing std::max;\nusing std::min;\n\
          constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }\n",
     );
-    for (name, value) in [("GROUP", group), ("MASK", mask.into()), ("BM", TILE_Q), ("BN", TILE_KV)]
-    {
+    for (name, value) in macros {
         writeln!(text, "#define FV_{name} {value}").unwrap();
     }
-    text += &[PARAMS, declaration("LiveQueries"), MAIN].join("\n");
+    text += code;
     let folder = tempfile::tempdir().unwrap();
     let (code, program) = (folder.path().join("walks.cpp"), folder.path().join("walks"));
     std::fs::write(&code, text).unwrap();
@@ -212,5 +248,64 @@ fn items_of_keys_walk_every_live_tile_of_queries_of_every_head_and_sequence() {
             }
         }
         assert_eq!(lines.next(), None);
+    }
+}
+
+#[test]
+fn items_of_queries_walk_their_runs_from_the_last_tile_with_a_cell_for_each_consumer() {
+    for (consumers, mask) in (1..4).flat_map(|n| [(n, false), (n, true)]) {
+        let tile_q = 64 * consumers;
+        let mut random = Random::new(consumers as u64);
+        let (mut input, mut wanted) = ("500\n".to_owned(), Vec::new());
+        for _ in 0..500 {
+            let (q_len, k_len) = (1 + random.below(900), random.below(900));
+            let tile = random.below(q_len.div_ceil(tile_q));
+            let (mut runs, mut first) = (Vec::new(), 0);
+            for _ in 0..random.below(5) {
+                let (start, count) = (first + random.below(3), 1 + random.below(4));
+                // Whether a consumer's cell is live, and whether its mask is evaluated.
+                let mut cells: Vec<[bool; 2]> =
+                    (0..consumers).map(|_| [random.below(3) > 0, random.below(2) == 0]).collect();
+                cells[0][0] |= consumers == 1;
+                runs.push((start, count, cells));
+                first = start + count;
+            }
+            write!(input, "{q_len} {k_len} {tile} {} ", runs.len()).unwrap();
+            for (start, count, cells) in &runs {
+                let bit = |i: usize| usize::from(cells[i / 2][i % 2]) << i;
+                let kind = match consumers {
+                    1 => count << 1 | usize::from(cells[0][1]),
+                    _ => count << (2 * consumers) | (0..2 * consumers).map(bit).sum::<usize>(),
+                };
+                write!(input, "{start} {kind} ").unwrap();
+            }
+            if !mask {
+                let has_rows = |c: usize| [tile * tile_q + c * 64 < q_len, false];
+                let cells = (0..consumers).map(has_rows).collect();
+                runs = vec![(0, k_len.div_ceil(TILE_KV), cells)];
+            }
+            let mut line = String::new();
+            for (start, count, cells) in runs.iter().rev() {
+                for tile in (*start..start + count).rev() {
+                    write!(line, "{tile} ").unwrap();
+                    for [live, evaluates] in cells {
+                        write!(line, "{} ", u8::from(*live) + 2 * u8::from(*evaluates)).unwrap();
+                    }
+                }
+            }
+            wanted.push(line);
+        }
+        let macros = [
+            ("GROUP", 1),
+            ("MASK", mask.into()),
+            ("BM", tile_q),
+            ("BN", TILE_KV),
+            ("CONSUMERS", consumers),
+        ];
+        let structs = ["Cells", "Step", "LiveKeys"].map(|name| declaration(FORWARD, name));
+        let constants = "constexpr int CONSUMERS = FV_CONSUMERS;\n";
+        let code = [&[PARAMS, constants][..], &structs, &[FORWARD_MAIN]].concat().join("\n");
+        let Some(text) = output(&macros, &code, &input) else { return };
+        assert_eq!(text.lines().collect::<Vec<_>>(), wanted, "{consumers} consumers, mask {mask}");
     }
 }
