@@ -529,7 +529,8 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
         of_kind.map(|e| e["times"].as_u64().unwrap()).sum::<u64>()
     };
     assert_eq!((times("all-gather"), times("reduce-scatter")), (4 * 6 + 3, 4 * 4 + 2));
-    assert!(memory(&tensor) < memory(&whole));
+    // Of as many rows, the largest part of weights, their state and activations is half.
+    assert!(3 * memory(&tensor) < 2 * memory(&json("shard=1", &[])));
     let edge = &tensor["edges"][2];
     assert_eq!(edge["from"], "f32[batch, stream@tensor, hidden]", "{tensor}");
     assert_eq!(edge["to"], "f32[batch, seq, hidden]", "{tensor}");

@@ -532,6 +532,7 @@ fn choose(
         return Ok((Strategy::HeadsForTokens, reason));
     }
     let reason = match divides {
+        false if kv_heads == 0 => "ranks of tensor hold copies of key/value heads".to_owned(),
         true => "it receives no more than giving heads for tokens would".to_owned(),
         false => {
             let (kv_heads, ranks) = (Count(kv_heads, "key/value head"), Count(ranks, "rank"));
