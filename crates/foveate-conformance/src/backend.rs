@@ -74,8 +74,8 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 /// The backends on GPU 0: its engine with the tiles it chooses and with small ones that leave most
 /// cases several tiles, made deterministic, with block lists that the host made, with captured
 /// buffers that lie in device memory, and the crate `foveate` on it; on compute capability 9.0 also
-/// with the forward and with the backward of the Hopper family, also deterministic, of problems too small
-/// for them to be chosen too.
+/// with the forward and with the backward of the Hopper family, also deterministic, with dq as the planner
+/// has it and added in order, of problems too small for them to be chosen too.
 ///
 /// # Errors
 /// Why there is no GPU to run on.
@@ -114,8 +114,11 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     if has_hopper {
         backends.push(cuda("cuda, hopper", forward));
         let fixed_order = CudaOptions { deterministic: true, ..backward.clone() };
+        let mut in_order = fixed_order.clone();
+        in_order.kernels.backward.ordered_dq = Some(true);
         backends.push(cuda("cuda, hopper backward", backward));
         backends.push(cuda("cuda, deterministic on hopper", fixed_order));
+        backends.push(cuda("cuda, dq in order", in_order));
     }
     Ok(backends)
 }

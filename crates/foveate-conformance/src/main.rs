@@ -40,9 +40,9 @@ foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--bac
     N, evenly chosen, or the smallest that together have every feature of all (cover). Cases in f32
     run in the dtype given. With
     --workers 0 in this process.
-foveate-conformance determinism [--repeats N]
-    Runs deterministic passes again and again and compares every bit; reads and writes past 2^31
-    elements.
+foveate-conformance determinism [--repeats N] [--only TEXT]
+    Runs deterministic passes again and again and compares every bit, and the numbers with those of
+    sums in any order; reads and writes past 2^31 elements.
 foveate-conformance misuse
     Asks the GPU what it cannot do, and for each that one clear error says so.
 foveate-conformance placement
@@ -74,7 +74,7 @@ fn main() -> ExitCode {
         "work" => Options::parse(args).and_then(|options| work(&options)),
         "determinism" => Options::parse(args).and_then(|o| match o.repeats {
             0 | 1 => Err(format!("--repeats {}: bits of 2 runs or more are compared", o.repeats)),
-            repeats => determinism::run(repeats),
+            repeats => determinism::run(repeats, &o.only),
         }),
         "misuse" => nothing_more(args).and_then(|()| misuse::run()),
         "placement" => nothing_more(args).and_then(|()| placement::run()),

@@ -110,6 +110,10 @@ __device__ float* dq_accum_fragment(const BackwardParams& p, int head, i64 row, 
     return p.dq_accum + (head * p.sum_rows + row) * FV_DP + column * 128;
 }
 
+// How many tiles of keys have added to dq_accum, in the order of their ranks, for each 16 rows with which a tile of
+// queries begins: [heads_q, sum_rows / 16], behind dq_accum.
+__device__ u32* dq_added(const BackwardParams& p) { return reinterpret_cast<u32*>(p.dq_accum + p.heads_q * p.sum_rows * FV_DP); }
+
 __device__ void add_to_dq_accum(float* fragment, const float (&x)[4]) {
     int lane = threadIdx.x % 32;
     if constexpr (REDUCES_VECTOR) {

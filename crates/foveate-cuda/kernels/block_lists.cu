@@ -276,3 +276,25 @@ fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant
     else runs.write_joined(p.runs + at * p.capacity, count, p.capacity);
     if (lane == 0) p.counts[at] = min(count, p.capacity);
 }
+
+// The order in which tiles of keys add to a tile of queries, which is that of their numbers: how many of those that see
+// it come before, for each. A warp counts for one tile of queries of a sequence, 32 tiles of keys at a time, one a lane.
+extern "C" __global__ void __launch_bounds__(LIST_WARPS * 32)
+fv_dq_ranks(const __grid_constant__ BlockListsParams p) {
+    const int lane = threadIdx.x % 32, column = blockIdx.z * LIST_WARPS + threadIdx.x / 32;
+    const Sequence s = p.sequences[blockIdx.x];
+    const int tiles = s.k_len / p.tile_kv + (s.k_len % p.tile_kv != 0);
+    int before = 0;
+    for (int base = 0; base < tiles && column < p.columns; base += 32) {
+        const i64 row = s.first_row + base + lane + i64(blockIdx.y) * p.head_stride;
+        bool live = false;
+        if (base + lane < tiles) {
+            const Run* runs = p.runs + row * p.capacity;
+            for (int i = 0; i < p.counts[row] && !live; ++i)
+                live = runs[i].first <= column && column < runs[i].first + (runs[i].count_kind >> 1);
+        }
+        const unsigned all = __ballot_sync(ALL_LANES, live);
+        if (live) p.ranks[row * p.columns + column] = before + __popc(all & ((1u << lane) - 1));
+        before += __popc(all);
+    }
+}

@@ -123,6 +123,10 @@ struct BackwardParams {
     // with the strides of delta. Null unless HAS_ROW_WEIGHT_SUM.
     float* row_weight_sum;
     int interleaved_heads;       // KV heads that take turns at each tile of keys; see KeysItem
+    // Where dq is added in a fixed order: for each row of the lists and tile of queries, how many tiles of keys add to
+    // it before; null without a mask, where that is the tile's number.
+    int dq_rank_columns;
+    const int* dq_ranks;         // [rows, dq_rank_columns]
 };
 
 struct SequencesParams {
@@ -161,4 +165,7 @@ struct BlockListsParams {
     int of_keys;                 // 1 when the rows are tiles of keys
     int group;                   // query heads of a key/value head
     int strips;                  // cells of a tile; 1 when the rows are tiles of keys
+    // Of fv_dq_ranks, which reads counts and runs.
+    int columns;                 // tiles of the longest row
+    int* ranks;                  // [rows, columns] BackwardParams::dq_ranks to be written, where a tile is live
 };

@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(SEQUENCE_THREADS) fv_sequences(cons
 
     for (int slot = threadIdx.x; slot < p.tile_capacity; slot += SEQUENCE_THREADS) {
         Tile tile = {p.count, 0};
-        const int row = tiles - 1 - slot;
-        if (row >= 0) {
+        const int row = p.of_keys ? slot : tiles - 1 - slot;
+        if (row >= 0 && row < tiles) {
             // The last sequence that begins at the row or before it.
             int sequence = 0, end = p.count;
             while (end - sequence > 1) {

@@ -1,6 +1,8 @@
-//! What the Hopper kernels walk, `LiveQueries` of `kernels/hopper/backward_keys.cuh` and `LiveKeys` of
-//! `kernels/hopper/forward_device.cuh`, compiled for the host and compared with plain loops.
+//! What the Hopper kernels walk, `KeysItem` and `LiveQueries` of `kernels/hopper/backward_keys.cuh` and
+//! `LiveKeys` of `kernels/hopper/forward_device.cuh`, compiled for the host and compared with plain loops;
+//! and CTAs that wait for each other as the ordered backward does.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::{Command, Stdio};
@@ -13,8 +15,8 @@ const FORWARD: &str = include_str!("../kernels/hopper/forward_device.cuh");
 const TILE_Q: usize = 64;
 const TILE_KV: usize = 128;
 
-/// Reads problems from stdin as numbers: sequences, heads of KV, sharing, whether lists are a head's
-/// own, capacity, then sequences, lists and items.
+/// Reads problems from stdin as numbers: sequences, heads of KV, heads that take turns, sharing, whether
+/// lists are a head's own, capacity, then sequences, lists, ranks and items.
 const MAIN: &str = "
 static int number() { int x; if (std::scanf(\"%d\", &x) != 1) std::abort(); return x; }
 int main() {
@@ -22,6 +24,7 @@ int main() {
         BackwardParams p = {};
         std::vector<Sequence> sequences(number());
         p.heads_kv = number();
+        p.interleaved_heads = number();
         p.sharing = number();
         p.lists.head_stride = number();
         p.lists.capacity = number();
@@ -36,16 +39,21 @@ int main() {
                 run.count_kind = number();
             }
         }
+        p.dq_rank_columns = number();
+        std::vector<int> ranks(counts.size() * p.dq_rank_columns);
+        for (int& rank : ranks) rank = number();
+        p.dq_ranks = ranks.data();
         std::vector<Tile> tiles(number());
         for (Tile& tile : tiles) tile.sequence = number(), tile.tile = number();
         p.sequences = sequences.data(), p.tiles = tiles.data(), p.tile_count = tiles.size();
         p.lists.counts = counts.data(), p.lists.runs = runs.data();
-        for (int item = 0; item < p.tile_count * p.heads_kv; ++item) {
-            LiveQueries queries = {p, tiles[item % p.tile_count], item / p.tile_count};
-            while (queries.next()) {
-                std::printf(\"%d %d %d %d \", queries.sequence, queries.member, queries.tile, int(queries.evaluates));
-                ++queries.tile;
-            }
+        for (int number = 0; number < p.tile_count * p.heads_kv; ++number) {
+            const KeysItem item = KeysItem::number(p, number);
+            const Tile tile = p.tiles[item.tile];
+            std::printf(\"%d %d %d: \", tile.sequence, tile.tile, int(item.head_kv));
+            LiveQueries queries = {p, tile, int(item.head_kv)};
+            while (queries.next())
+                std::printf(\"%d %d %d %d %d \", queries.sequence, queries.member, queries.tile, int(queries.evaluates), rank(queries));
             std::printf(\"\\n\");
         }
     }
@@ -89,17 +97,45 @@ fn declaration<'a>(file: &'a str, name: &str) -> &'a str {
     &file[at..at + end + 4]
 }
 
+/// `LiveQueries` and what it takes, as text: up to the scheduler that uses them.
+fn declarations() -> &'static str {
+    let at = KEYS.find("struct KeysItem {").expect("it is declared");
+    let end = KEYS[at..].find("#endif").expect("both walks end");
+    &KEYS[at..at + end + 7]
+}
+
+/// Which kernel walks.
+#[derive(Clone, Copy, Debug)]
+struct Walk {
+    group: usize,
+    mask: bool,
+    /// `FV_ORDERED_DQ`.
+    ordered: bool,
+}
+
 /// What the walks print for the problems of `input`; nothing without a host compiler.
-fn printed(group: usize, mask: bool, input: &str) -> Option<String> {
-    let macros = [("GROUP", group), ("MASK", mask.into()), ("BM", TILE_Q), ("BN", TILE_KV)];
-    output(&macros, &[PARAMS, declaration(KEYS, "LiveQueries"), MAIN].join("\n"), input)
+fn printed(walk: Walk, input: &str) -> Option<String> {
+    let Walk { group, mask, ordered } = walk;
+    let macros = [
+        ("GROUP", group),
+        ("MASK", mask.into()),
+        ("BM", TILE_Q),
+        ("BN", TILE_KV),
+        ("ORDERED_DQ", ordered.into()),
+    ];
+    let rank = match ordered {
+        true => "static int rank(const LiveQueries& queries) { return queries.rank(); }",
+        false => "static int rank(const LiveQueries&) { return 0; }",
+    };
+    output(&macros, &[PARAMS, declarations(), rank, MAIN].join("\n"), input)
 }
 
 /// What a program with these macros prints; nothing without a host compiler.
 fn output(macros: &[(&str, usize)], code: &str, input: &str) -> Option<String> {
     let mut text = String::from(
         "#include <cstdio>\n#include <cstdlib>\n#include <vector>\n#include <algorithm>\n\
-         #define __device__\nusing std::max;\nusing std::min;\n\
+         #define __device__\nusing std::max;\n\
+         template <typename A, typename B> static auto min(A a, B b) { return a < b ? a : b; }\n\
          constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }\n",
     );
     for (name, value) in macros {
@@ -131,8 +167,13 @@ fn output(macros: &[(&str, usize)], code: &str, input: &str) -> Option<String> {
 /// Consecutive tiles of queries, and whether the mask is evaluated in them.
 type Run = (usize, usize, bool);
 
+/// An item's step: the sequence, of those that share keys; the head, of its group; the tile of queries;
+/// whether the mask is evaluated; and how many tiles of keys add to it before.
+type Step = (usize, usize, usize, bool, usize);
+
 struct Problem {
     heads_kv: usize,
+    interleaved_heads: usize,
     sharing: usize,
     /// Queries and keys of each sequence.
     lens: Vec<[usize; 2]>,
@@ -150,12 +191,15 @@ impl Problem {
             .map(|_| [random.below(600), if shared { keys } else { random.below(700) }])
             .collect();
         let (sharing, by_head) = (if shared { lens.len() } else { 1 }, random.below(2) == 0);
-        let mut problem = Self { heads_kv, sharing, lens, runs: Vec::new(), by_head };
+        let interleaved_heads = 1 + random.below(heads_kv);
+        let mut problem =
+            Self { heads_kv, interleaved_heads, sharing, lens, runs: Vec::new(), by_head };
         let rows = problem.rows() * if by_head { heads_kv * group } else { 1 };
         problem.runs = (0..rows).map(|_| Self::runs(random)).collect();
         problem
     }
 
+    /// Runs in the first eight tiles, in order and apart.
     fn runs(random: &mut Random) -> Vec<Run> {
         let (mut runs, mut first) = (Vec::new(), 0);
         for _ in 0..random.below(4) {
@@ -179,14 +223,53 @@ impl Problem {
     }
 
     /// The tiles of keys: of the first sequence alone where all share its keys.
-    fn items(&self) -> Vec<(usize, usize)> {
+    fn tiles_of_keys(&self) -> Vec<(usize, usize)> {
         let owners = self.lens.len() / self.sharing;
         (0..owners).flat_map(|s| (0..self.tiles(s)).map(move |tile| (s, tile))).collect()
     }
 
-    fn write(&self, text: &mut String) {
+    /// Those with a KV head, in the order in which CTAs take them.
+    fn items(&self, walk: Walk) -> Vec<(usize, usize, usize)> {
+        let heads: Vec<_> = (0..self.heads_kv).collect();
+        let together = if walk.mask || walk.ordered { self.interleaved_heads } else { 1 };
+        let turns = heads.chunks(together);
+        let of_turn = |heads: &[usize]| -> Vec<_> {
+            let of_tile = |(s, tile)| heads.iter().map(move |&head| (s, tile, head));
+            self.tiles_of_keys().into_iter().flat_map(of_tile).collect()
+        };
+        turns.flat_map(of_turn).collect()
+    }
+
+    /// Tiles of queries that see a tile of keys, in order, and whether the mask is evaluated there.
+    fn live(&self, mask: bool, sequence: usize, tile: usize, head: usize) -> Vec<(usize, bool)> {
+        if !mask {
+            return (0..self.lens[sequence][0].div_ceil(TILE_Q)).map(|i| (i, false)).collect();
+        }
+        let row =
+            self.first_row(sequence) + tile + if self.by_head { head * self.rows() } else { 0 };
+        let of_run = |&(start, count, evaluates): &Run| {
+            (start..start + count).map(move |i| (i, evaluates)).collect::<Vec<_>>()
+        };
+        self.runs[row].iter().flat_map(of_run).collect()
+    }
+
+    /// Tiles of keys before `tile` that tile `i` of queries sees.
+    fn rank(&self, mask: bool, sequence: usize, tile: usize, head: usize, i: usize) -> usize {
+        let sees = |&j: &usize| self.live(mask, sequence, j, head).iter().any(|of| of.0 == i);
+        (0..tile).filter(sees).count()
+    }
+
+    fn write(&self, group: usize, text: &mut String) {
         let stride = if self.by_head { self.rows() } else { 0 };
-        write!(text, "{} {} {} {stride} 4 ", self.lens.len(), self.heads_kv, self.sharing).unwrap();
+        let numbers = [
+            self.lens.len(),
+            self.heads_kv,
+            self.interleaved_heads,
+            self.sharing,
+            stride,
+            LONGEST_ROW,
+        ];
+        numbers.iter().for_each(|n| write!(text, "{n} ").unwrap());
         for (i, [q, k]) in self.lens.iter().enumerate() {
             write!(text, "{q} {k} {} ", self.first_row(i)).unwrap();
         }
@@ -197,54 +280,83 @@ impl Problem {
                 write!(text, "{first} {} ", 2 * count + usize::from(*evaluates)).unwrap();
             }
         }
-        write!(text, "{} ", self.items().len()).unwrap();
-        for (sequence, tile) in self.items() {
+        write!(text, "{COLUMNS} ").unwrap();
+        let heads = if self.by_head { self.heads_kv * group } else { 1 };
+        for head in 0..heads {
+            for sequence in 0..self.lens.len() {
+                for tile in 0..self.tiles(sequence) {
+                    for i in 0..COLUMNS {
+                        write!(text, "{} ", self.rank(true, sequence, tile, head, i)).unwrap();
+                    }
+                }
+            }
+        }
+        write!(text, "{} ", self.tiles_of_keys().len()).unwrap();
+        for (sequence, tile) in self.tiles_of_keys() {
             write!(text, "{sequence} {tile} ").unwrap();
         }
         text.push('\n');
     }
 
-    /// The steps of each item, as the program prints them.
-    fn steps(&self, group: usize, mask: bool) -> Vec<String> {
-        let mut lines = Vec::new();
-        for head_kv in 0..self.heads_kv {
-            for (first, tile) in self.items() {
-                let mut line = String::new();
-                for i in 0..self.sharing {
-                    let of_queries = self.lens[first + i][0].div_ceil(TILE_Q);
-                    for member in 0..group {
-                        let head = if self.by_head { head_kv * group + member } else { 0 };
-                        let row = self.first_row(first + i) + tile + head * self.rows();
-                        let whole = [(0, of_queries, false)];
-                        let runs = if mask { &self.runs[row][..] } else { &whole };
-                        for &(start, count, evaluates) in runs {
-                            for tile in start..start + count {
-                                write!(line, "{i} {member} {tile} {} ", i32::from(evaluates))
-                                    .unwrap();
-                            }
-                        }
+    /// The steps of each item.
+    fn steps(&self, walk: Walk) -> Vec<Vec<Step>> {
+        let Walk { group, mask, ordered } = walk;
+        let of_item = |(first, tile, head_kv): (usize, usize, usize)| {
+            let mut steps = Vec::new();
+            for i in 0..self.sharing {
+                let mut of_sequence = Vec::new();
+                for member in 0..group {
+                    let head = head_kv * group + member;
+                    let mut live = self.live(mask, first + i, tile, head);
+                    if ordered {
+                        live.reverse();
                     }
+                    of_sequence.extend(live.into_iter().map(|(at, evaluates)| {
+                        let rank = match ordered {
+                            true => self.rank(mask, first + i, tile, head, at),
+                            false => 0,
+                        };
+                        (i, member, at, evaluates, rank)
+                    }));
                 }
-                lines.push(line);
+                // One tile of each head in turn.
+                if ordered && !(mask && self.by_head) {
+                    of_sequence.sort_by_key(|step| std::cmp::Reverse(step.2));
+                }
+                steps.extend(of_sequence);
             }
-        }
-        lines
+            steps
+        };
+        self.items(walk).into_iter().map(of_item).collect()
     }
 }
 
+/// Runs that a row has memory for, and tiles of queries that ranks have.
+const LONGEST_ROW: usize = 4;
+const COLUMNS: usize = 16;
+
+const WALKS: [(usize, bool); 4] = [(1, false), (1, true), (3, false), (3, true)];
+
 #[test]
 fn items_of_keys_walk_every_live_tile_of_queries_of_every_head_and_sequence() {
-    for (group, mask) in [(1, false), (1, true), (3, false), (3, true)] {
+    for ((group, mask), ordered) in WALKS.into_iter().flat_map(|w| [(w, false), (w, true)]) {
+        let walk = Walk { group, mask, ordered };
         let mut random = Random::new(group as u64);
         let problems: Vec<_> = (0..300).map(|_| Problem::random(&mut random, group)).collect();
         let mut input = format!("{}\n", problems.len());
-        problems.iter().for_each(|problem| problem.write(&mut input));
-        let Some(text) = printed(group, mask, &input) else { return };
+        problems.iter().for_each(|problem| problem.write(group, &mut input));
+        let Some(text) = printed(walk, &input) else { return };
         let mut lines = text.lines();
         for (number, problem) in problems.iter().enumerate() {
-            for (item, steps) in problem.steps(group, mask).into_iter().enumerate() {
-                let at = format!("group {group}, mask {mask}, problem {number}, item {item}");
-                assert_eq!(lines.next(), Some(&steps[..]), "{at}");
+            let items = problem.items(walk).into_iter().zip(problem.steps(walk));
+            for (item, ((sequence, tile, head_kv), steps)) in items.enumerate() {
+                let mut line = format!("{sequence} {tile} {head_kv}: ");
+                for (i, member, at, evaluates, rank) in steps {
+                    let evaluates = u8::from(evaluates);
+                    write!(line, "{i} {member} {at} {evaluates} {rank} ").unwrap();
+                }
+                let at = format!("{walk:?}, problem {number}, item {item}");
+                assert_eq!(lines.next(), Some(&line[..]), "{at}");
             }
         }
         assert_eq!(lines.next(), None);
@@ -308,4 +420,62 @@ fn items_of_queries_walk_their_runs_from_the_last_tile_with_a_cell_for_each_cons
         let Some(text) = output(&macros, &code, &input) else { return };
         assert_eq!(text.lines().collect::<Vec<_>>(), wanted, "{consumers} consumers, mask {mask}");
     }
+}
+
+/// Some CTAs, the next item of each from a counter, each step after those of lower rank: whatever CTA goes
+/// on first, all items end, and every tile of queries is added to in the same order.
+#[test]
+fn ctas_that_wait_for_their_rank_never_wait_for_each_other() {
+    let mut waited = 0;
+    for seed in 0..300 {
+        let mut random = Random::new(seed);
+        let (group, mask) = WALKS[random.below(WALKS.len())];
+        let walk = Walk { group, mask, ordered: true };
+        let problem = Problem::random(&mut random, group);
+        let (items, steps) = (problem.items(walk), problem.steps(walk));
+        let mut ctas = vec![(0, 0); 1 + random.below(7)];
+        let mut taken = 0;
+        // The item and step of each CTA; one that has taken the number after the last item is done.
+        let mut take = || {
+            taken += 1;
+            (taken - 1, 0)
+        };
+        ctas.iter_mut().for_each(|cta| *cta = take());
+        let mut added: BTreeMap<(usize, usize, usize), Vec<usize>> = BTreeMap::new();
+        loop {
+            let mut can_go = Vec::new();
+            for (number, (item, step)) in ctas.iter().enumerate().filter(|(_, c)| c.0 < items.len())
+            {
+                let Some(&(i, member, at, _, rank)) = steps[*item].get(*step) else {
+                    can_go.push((number, None));
+                    continue;
+                };
+                let (first, _, head_kv) = items[*item];
+                let key = (first + i, head_kv * group + member, at);
+                let before = added.get(&key).map_or(0, Vec::len);
+                assert!(before <= rank, "seed {seed}: item {item} is passed over at {key:?}");
+                if before == rank {
+                    can_go.push((number, Some(key)));
+                } else {
+                    waited += 1;
+                }
+            }
+            if ctas.iter().all(|cta| cta.0 >= items.len()) {
+                break;
+            }
+            assert!(!can_go.is_empty(), "seed {seed}: {ctas:?} wait for each other");
+            let (number, key) = can_go[random.below(can_go.len())];
+            match key {
+                Some(key) => {
+                    added.entry(key).or_default().push(items[ctas[number].0].1);
+                    ctas[number].1 += 1;
+                }
+                None => ctas[number] = take(),
+            }
+        }
+        for (key, tiles) in added {
+            assert!(tiles.is_sorted(), "seed {seed}: {tiles:?} add to {key:?}");
+        }
+    }
+    assert!(waited > 1000, "nobody waits: {waited}");
 }

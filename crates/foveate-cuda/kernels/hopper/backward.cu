@@ -29,28 +29,23 @@
 // What is slow beside products, and so is done before or after them: an access of smem waits until the products
 // that were started before it have been issued; a fence for the copy engine waits for the thread's stores.
 
-// The producer of lse and delta: one warp.
-__device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
-    const BackwardParams& p = copies.p;
-    const int lane = threadIdx.x % 32;
+// Writes lse and delta of one step after the other to smem. All lanes of a warp call it.
+struct RowWriter {
+    const BackwardParams& p;
+    char* const shared;
+    const Barriers& barriers;
     Ring<FV_STAGES> stage;
     int number = 0;
-    Ring<STEPS> ring;
-    #pragma unroll 1
-    for (;; ring.advance()) {
-        barriers.step_full(ring.stage).wait(ring.round);
-        const Step& step = step_in(copies.shared, ring);
-        const int kind = step.kind;
-        if (kind == Step::STOP) return;
-        float lse[FV_BM / 32], delta[FV_BM / 32];
-        if (!(kind & Step::EMPTY)) read_rows(p, step, lse, delta);
-        barriers.step_empty(ring.stage).arrive_warp();
-        if (kind & Step::EMPTY) continue;
+    float lse[FV_BM / 32], delta[FV_BM / 32];
+
+    __device__ void read(const Step& step) { read_rows(p, step, lse, delta); }
+    __device__ void write() {
         const Ring<FV_STAGES> before = ROW_STAGES == FV_STAGES ? Ring<FV_STAGES>{stage.stage, stage.round - 1} : stage.before().before();
         barriers.d_out_empty(before.stage).wait(before.round);
         #pragma unroll
         for (int i = 0; i < FV_BM / 32; ++i) {
-            float* const to = reinterpret_cast<float*>(copies.shared) + (ROW_STAGES == FV_STAGES ? stage.stage : number & 1) * FV_BM + i * 32 + lane;
+            const int row = (ROW_STAGES == FV_STAGES ? stage.stage : number & 1) * FV_BM + i * 32 + int(threadIdx.x % 32);
+            float* const to = reinterpret_cast<float*>(shared) + row;
             to[AT_LSE / 4] = subtracted(lse[i]);
             to[AT_DELTA / 4] = delta[i];
         }
@@ -58,7 +53,81 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
         stage.advance();
         ++number;
     }
+};
+
+#if FV_ORDERED_DQ
+// The producer of V, dO, lse and delta: one warp, whose first lane starts the copies.
+__device__ void copy_values_and_rows(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
+    ValueCopier<Barriers> values = {copies, barriers, map_v, map_d_out};
+    RowWriter rows = {copies.p, copies.shared, barriers};
+    Ring<STEPS> ring;
+    #pragma unroll 1
+    for (;; ring.advance()) {
+        barriers.step_full(ring.stage).wait(ring.round);
+        const Step& step = step_in(copies.shared, ring);
+        if (step.kind == Step::STOP) return;
+        if (!(step.kind & Step::EMPTY)) {
+            rows.read(step);
+            if (threadIdx.x % 32 == 0) values.copy(step);
+            __syncwarp();
+            rows.write();
+        }
+        barriers.step_empty(ring.stage).arrive_warp();
+    }
 }
+
+// Adds dQ of each step to dq_accum, after that of all tiles of keys of lower rank and before that of others: one thread.
+__device__ void add_dq(const Copies& copies, const Barriers& barriers) {
+    const BackwardParams& p = copies.p;
+    u32* const added = dq_added(p);
+    int number = 0;
+    bool due = false;                          // whether it was this step's turn when the one before was added
+    Ring<STEPS> ring;
+    barriers.step_full(0).wait(0);
+    #pragma unroll 1
+    for (;;) {
+        const Step& step = step_in(copies.shared, ring);
+        if (step.kind == Step::STOP) return;
+        Ring<STEPS> next = ring;
+        next.advance();
+        if (step.kind & Step::EMPTY) {
+            due = false;
+            barriers.step_full(next.stage).wait(next.round);
+        } else {
+            const u32 rows = min(ceil_div(step.queries, 16) * 16, FV_BM);
+            if (!due) await_count(added + step.dq, step.dq_rank);
+            barriers.dq_full().wait(number++);
+            add_bulk(p.dq_accum + i64(step.dq) * (16 * FV_DP), copies.base + AT_DQ, rows * FV_DP * 4);
+            // Looked up while smem is read.
+            barriers.step_full(next.stage).wait(next.round);
+            const Step& after = step_in(copies.shared, next);
+            due = !(after.kind & (Step::EMPTY | Step::STOP)) && read_count(added + after.dq) == after.dq_rank;
+            await_bulk_reads();
+            barriers.dq_empty().arrive();
+            await_bulk_writes();
+            publish_count(added + step.dq, step.dq_rank + 1);
+        }
+        barriers.step_empty(ring.stage).arrive();
+        ring = next;
+    }
+}
+#else
+// The producer of lse and delta: one warp.
+__device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
+    RowWriter rows = {copies.p, copies.shared, barriers};
+    Ring<STEPS> ring;
+    #pragma unroll 1
+    for (;; ring.advance()) {
+        barriers.step_full(ring.stage).wait(ring.round);
+        const Step& step = step_in(copies.shared, ring);
+        const int kind = step.kind;
+        if (kind == Step::STOP) return;
+        if (!(kind & Step::EMPTY)) rows.read(step);
+        barriers.step_empty(ring.stage).arrive_warp();
+        if (!(kind & Step::EMPTY)) rows.write();
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods, const __grid_constant__ PersistentParams persistent,
@@ -141,13 +210,18 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     auto finish_dq = [&] {
         if constexpr (FV_SEPARATE_DQ) return;
         pin(dq);
-        if (leads_warp()) await_bulk_reads();
-        __syncwarp();
+        if constexpr (FV_ORDERED_DQ) {
+            barriers.dq_empty().wait(number - 2);
+        } else {
+            if (leads_warp()) await_bulk_reads();
+            __syncwarp();
+        }
         store_dq(dq_at, dq);
     };
-    // After a fence.
+    // After a fence, of a step that is not the first of its item.
     auto send_dq = [&] {
-        if (!FV_SEPARATE_DQ && target) add_bulk(target, dq_at, bytes_of_dq);
+        if constexpr (FV_ORDERED_DQ) barriers.dq_full().arrive();
+        else if (!FV_SEPARATE_DQ && target) add_bulk(target, dq_at, bytes_of_dq);
     };
     auto finish_dk = [&](Ring<FV_STAGES> before) {
         pin(dk);
@@ -255,7 +329,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             __syncwarp();
             if (leads_warp()) {
                 barriers.ds_full(parity).arrive();
-                send_dq();
+                if (!FV_ORDERED_DQ || !(kind & Step::FIRST)) send_dq();
             }
             target = next_target;
             if constexpr (FV_CAPTURES) {
@@ -295,5 +369,5 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         store_gradient(p.dv, first_of(p.dv), done.keys, FV_DV, dv, 1.f, p.accumulate);
         release_step();
     }
-    if (leads_warp()) await_bulk_reads();
+    if (!FV_ORDERED_DQ && leads_warp()) await_bulk_reads();
 }

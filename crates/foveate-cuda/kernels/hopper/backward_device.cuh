@@ -2,7 +2,7 @@
 
 // The mbarriers.
 struct Barriers : StepBarriers {
-    static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 6, COUNT = RINGS + 3 * FV_STAGES;
+    static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 6, DQ = RINGS + 3 * FV_STAGES, COUNT = DQ + 2 * FV_ORDERED_DQ;
 
     __device__ CopyBarrier k_full() const { return at(OWN); }
     __device__ CopyBarrier v_full() const { return at(OWN + 1); }
@@ -14,6 +14,9 @@ struct Barriers : StepBarriers {
     __device__ CopyBarrier q_full(int stage) const { return full(stage); }
     __device__ CopyBarrier d_out_full(int stage) const { return full(stage); }
     __device__ CopyBarrier q_empty(int stage) const { return at(RINGS + FV_STAGES + stage); }
+    // Of dQ of a step, for the thread that adds it to dq_accum (FV_ORDERED_DQ).
+    __device__ CopyBarrier dq_full() const { return at(DQ); }
+    __device__ CopyBarrier dq_empty() const { return at(DQ + 1); }
     // Of dO, and of lse and delta, of which there are ROW_STAGES.
     __device__ CopyBarrier d_out_empty(int stage) const { return at(RINGS + 2 * FV_STAGES + stage); }
 
@@ -28,6 +31,10 @@ struct Barriers : StepBarriers {
             full(s).init(3);
             q_empty(s).init(CONSUMERS);
             d_out_empty(s).init(CONSUMERS);
+        }
+        if constexpr (FV_ORDERED_DQ) {
+            dq_full().init(4 * CONSUMERS);
+            dq_empty().init(1);
         }
         fence_barrier_init();
     }

@@ -1,5 +1,73 @@
 // The items of kernels that own tiles of keys: the scheduler that walks them, and the producers of their tiles.
 
+// A tile of keys and a KV head, as CTAs take them one after the other: where a mask makes some heavier than others,
+// p.interleaved_heads heads take turns at each tile, so that the heaviest items of all of them come first; and where CTAs
+// add dQ in order, so that few of those that start together add to the same.
+struct KeysItem {
+    u32 tile, head_kv;
+
+    __device__ static KeysItem number(const BackwardParams& p, u32 number) {
+        if constexpr (!FV_MASK && !FV_ORDERED_DQ) return {number % p.tile_count, number / p.tile_count};
+        const u32 together = p.interleaved_heads * p.tile_count, first = number / together * p.interleaved_heads;
+        const u32 heads = min(p.interleaved_heads, p.heads_kv - first), place = number % together;
+        return {place / heads, first + place % heads};
+    }
+};
+
+#if FV_ORDERED_DQ
+// Iterates over the live tiles of queries of an item, from the last to the first: of every sequence that reads its keys,
+// and of every query head of the group, one tile of each in turn where the mask does not tell heads apart. All items
+// of a sequence begin with the same tile and go the same way, so each follows those before it at a distance and adds to
+// dq_accum after them without having to wait for long.
+struct LiveQueries {
+    const BackwardParams& p;
+    const Tile keys;
+    const int head_kv;
+    int sequence = -1, member = FV_GROUP - 1;      // of those that read the keys, and head of the group
+    i64 row = 0;                        // of the lists
+    int runs = 0;                       // that remain
+    int tile = 0, first = 0;            // remaining tiles of the current run
+    bool evaluates = false;
+
+    // Whether the heads of the group have lists of their own.
+    __device__ bool by_head() const { return FV_MASK && p.lists.head_stride != 0; }
+
+    __device__ bool next() {
+        if (!by_head()) {
+            if (++member < FV_GROUP) return true;
+            member = 0;
+        }
+        --tile;
+        while (tile < first) {
+            if (FV_MASK && runs > 0) {
+                const Run run = p.lists.runs[row * p.lists.capacity + --runs];
+                first = run.first;
+                tile = first + (run.count_kind >> 1) - 1;
+                evaluates = run.count_kind & 1;
+                continue;
+            }
+            if (!by_head() || ++member == FV_GROUP) {
+                member = 0;
+                if (++sequence == p.sharing) return false;
+            }
+            const Sequence& s = p.sequences[keys.sequence + sequence];
+            first = 0;
+            tile = -1;
+            if constexpr (FV_MASK) {
+                row = s.first_row + keys.tile + (head_kv * FV_GROUP + member) * p.lists.head_stride;
+                runs = p.lists.counts[row];
+            } else {
+                tile = ceil_div(s.q_len, FV_BM) - 1;
+            }
+        }
+        return true;
+    }
+
+    // How many tiles of keys add to dq_accum of the tile of queries before this one. Those of a sequence stand in
+    // p.tiles in order.
+    __device__ int rank() const { return FV_MASK ? p.dq_ranks[row * p.dq_rank_columns + tile] : keys.tile; }
+};
+#else
 // Iterates over the live tiles of queries of an item: of every sequence that reads its keys, and of every query
 // head of the group.
 struct LiveQueries {
@@ -9,10 +77,11 @@ struct LiveQueries {
     int sequence = 0, member = -1;      // of those that read the keys, and head of the group
     const Run* at = nullptr;            // the remaining runs
     int runs = 0;
-    int tile = 0, end = 0;              // remaining tiles of the current run
+    int tile = -1, end = 0;             // remaining tiles of the current run
     bool evaluates = false;
 
     __device__ bool next() {
+        ++tile;
         while (tile == end) {
             if (runs == 0) {
                 if (++member == FV_GROUP) {
@@ -40,19 +109,7 @@ struct LiveQueries {
         return true;
     }
 };
-
-// A tile of keys and a KV head, as CTAs take them one after the other: where a mask makes some heavier than others,
-// p.interleaved_heads heads take turns at each tile, so that the heaviest items of all of them come first.
-struct KeysItem {
-    u32 tile, head_kv;
-
-    __device__ static KeysItem number(const BackwardParams& p, u32 number) {
-        if constexpr (!FV_MASK) return {number % p.tile_count, number / p.tile_count};
-        const u32 together = p.interleaved_heads * p.tile_count, first = number / together * p.interleaved_heads;
-        const u32 heads = min(p.interleaved_heads, p.heads_kv - first), place = number % together;
-        return {place / heads, first + place % heads};
-    }
-};
+#endif
 
 // The scheduler: one warp, whose lanes do the same.
 __device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared, StepBarriers barriers) {
@@ -60,7 +117,7 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
     Announcer ring = {shared, barriers};
     Step step = {};
     #pragma unroll 1
-    for (u32 number = blockIdx.x; number < items; number = next_item(persistent, items)) {
+    for (u32 number = first_item(persistent, items); number < items; number = next_item(persistent, items)) {
         const KeysItem item = KeysItem::number(p, number);
         const Tile tile = p.tiles[item.tile];
         const Sequence& own = p.sequences[tile.sequence];
@@ -86,9 +143,13 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
             step.b = s.b;
             step.q_len = s.q_len;
             step.k_len = s.k_len;
+#if FV_ORDERED_DQ
+            step.dq = (step.head * p.sum_rows + s.sum_row + step.query) / 16;
+            step.dq_rank = queries.rank();
+#else
             step.dq = (i64(step.head) * p.sum_rows + s.sum_row + step.query) * FV_DP;
+#endif
             const bool evaluates = queries.evaluates || step.queries < FV_BM || step.keys < FV_BN;
-            ++queries.tile;
             more = queries.next();
             step.kind = (evaluates ? Step::EVALUATES : 0) + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST);
             ring.announce(step);
@@ -117,13 +178,18 @@ __device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, con
     });
 }
 
-// The producer of V and dO: one thread.
+// Copies V and dO of one step after the other.
 template <typename Barriers>
-__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
-    const PersistentParams& at = copies.persistent;
+struct ValueCopier {
+    const Copies& copies;
+    const Barriers& barriers;
+    const TensorMap& map_v;
+    const TensorMap& map_d_out;
     Ring<FV_STAGES> d_out;
     int item = -1;
-    copies.for_each_step([&](const Step& step) {
+
+    __device__ void copy(const Step& step) {
+        const PersistentParams& at = copies.persistent;
         if (step.kind & Step::FIRST) {
             barriers.v_empty().wait(item++);
             barriers.v_full().arrive_expecting(V_BYTES);
@@ -134,5 +200,12 @@ __device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers,
         copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT + d_out.stage * D_OUT_BYTES, map_d_out, barriers.d_out_full(d_out.stage), step,
                                      at.d_out_head, at.d_out_group, at.d_out_batch);
         d_out.advance();
-    });
+    }
+};
+
+// The producer of V and dO: one thread.
+template <typename Barriers>
+__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
+    ValueCopier<Barriers> values = {copies, barriers, map_v, map_d_out};
+    copies.for_each_step([&](const Step& step) { values.copy(step); });
 }

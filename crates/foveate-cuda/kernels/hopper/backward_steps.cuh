@@ -11,7 +11,12 @@ struct Step {
     int head, b, q_len, k_len;
     int key, keys;              // the same of the keys
     int k_batch, k_row, head_kv;
+#if FV_ORDERED_DQ
+    int dq;                     // where dq_accum of the tile begins, in units of 16 rows
+    int dq_rank;                // tiles of keys that add to it before
+#else
     i64 dq;                     // where dq_accum of the tile begins
+#endif
 
     static constexpr int EVALUATES = 1;  // the mask is evaluated, or queries or keys are cut off at the end of the sequence
     static constexpr int FIRST = 2;      // of its item
@@ -46,12 +51,17 @@ struct StepBarriers {
 
 // The CTA's next item, from a counter. Whoever takes the last number that anybody takes sets it back.
 __device__ u32 next_item(const PersistentParams& persistent, u32 items) {
+    const u32 given = FV_ORDERED_DQ ? 0 : gridDim.x;       // items that nobody takes from the counter
     u32 taken = 0;
     if (threadIdx.x % 32 == 0) {
         taken = atomicAdd(persistent.taken, 1);
-        if (taken == items - 1) *persistent.taken = 0;
+        if (taken == items - given + gridDim.x - 1) *persistent.taken = 0;
     }
-    return gridDim.x + __shfl_sync(~0u, taken, 0);
+    return given + __shfl_sync(~0u, taken, 0);
+}
+// And its first one: a CTA that waits for earlier items must not have one before those are taken.
+__device__ u32 first_item(const PersistentParams& persistent, u32 items) {
+    return FV_ORDERED_DQ ? next_item(persistent, items) : blockIdx.x;
 }
 
 __device__ const Step& step_in(const char* shared, Ring<STEPS> place) { return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * place.stage); }
@@ -114,9 +124,14 @@ __device__ void produce(const Copies& copies, const Barriers& barriers, int warp
                         const TensorMap& map_v, const TensorMap& map_d_out) {
     give_registers<PRODUCER_REGISTERS>();
     if (warp == 0 && elect_one()) copy_k_and_q(copies, barriers, map_k, map_q);
-    if (warp == 1 && elect_one()) copy_v_and_d_out(copies, barriers, map_v, map_d_out);
     if (warp == 2) schedule(copies.p, copies.persistent, copies.shared, barriers);
+#if FV_ORDERED_DQ
+    if (warp == 1) copy_values_and_rows(copies, barriers, map_v, map_d_out);
+    if (warp == 3 && elect_one()) add_dq(copies, barriers);
+#else
+    if (warp == 1 && elect_one()) copy_v_and_d_out(copies, barriers, map_v, map_d_out);
     if (warp == 3) copy_rows(copies, barriers);
+#endif
 }
 
 // lse and delta of every 32nd query of a step from the lane's on; past the end of the sequence as of a row that sees

@@ -55,6 +55,24 @@ __device__ void add_bulk(float* target, u32 source, u32 bytes) {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 __device__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// And memory has been written.
+__device__ void await_bulk_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// A count in memory that tells other CTAs how many have written something by the copy engine, one after the other. What a
+// thread has awaited (await_bulk_writes) comes before the count that it publishes, and a count that a thread has read
+// before what it has the copy engine write.
+__device__ void publish_count(u32* at, u32 count) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(at), "r"(count) : "memory");
+}
+__device__ u32 read_count(const u32* at) {
+    u32 count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(at) : "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    return count;
+}
+__device__ void await_count(const u32* at, u32 count) {
+    while (read_count(at) != count) {}
+}
 
 // Orders this thread's stores to smem before what the copy engine and wgmma read afterwards.
 __device__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

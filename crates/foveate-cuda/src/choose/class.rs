@@ -122,10 +122,20 @@ impl Class {
         self.score || self.dtype == Elem::F32
     }
 
+    /// Whether `kernel` on Hopper adds dq in a fixed order, and no kernel of its own makes it.
+    /// Derivatives of scores and gradients of captured buffers leave too few registers; under a mask as
+    /// sparse as documents tiles of keys wait too long for each other.
+    pub(crate) fn orders_dq(&self, kernel: Kernel, sizes: &Sizes) -> bool {
+        let wide = self.dim.max(self.dim_v) > Tiles::MOST_DIM_OF_BOTH;
+        let registers = !wide && !self.dscore && !self.captures;
+        let sparse = self.mask && sizes.mean_loop_len(kernel) < Sizes::FEW;
+        kernel.owns_keys() && self.deterministic && registers && !sparse
+    }
+
     /// A kernel of this class. What the kernel does not read is left at its default, so that
     /// classes share what they can.
     pub(crate) fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap } = tiles;
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = tiles;
         let plain = Config {
             family,
             tile_q,
@@ -133,10 +143,12 @@ impl Class {
             warps,
             stages,
             overlap,
+            ordered_dq,
             align: self.align,
             ..Config::new(kernel, self.dtype, self.dim, self.dim_v)
         };
         let wide = tiles.are_wide_backward(kernel, self.dim.max(self.dim_v));
+        let separate_dq = wide || self.deterministic && !ordered_dq;
         let (group, mask, score, checked) = (self.group, self.mask, self.score, self.checked);
         match kernel {
             Kernel::Forward => Config {
@@ -165,7 +177,7 @@ impl Class {
                 dscore: self.dscore,
                 captures: kernel.owns_keys() && self.captures,
                 deterministic: self.deterministic,
-                separate_dq: kernel.owns_keys() && (self.deterministic || wide),
+                separate_dq: kernel.owns_keys() && separate_dq,
                 ..plain
             },
             Kernel::Dq => Config { grad_dtype: self.grad_dtype, ..plain },
@@ -175,6 +187,9 @@ impl Class {
 }
 
 impl Sizes {
+    /// Below so many [`Self::mean_loop_len`] a mask is as sparse as documents.
+    pub(crate) const FEW: f64 = 400.0;
+
     /// The sizes of a problem without a mask whose sequences are all as long as its operands, as
     /// finely as a choice can depend on them: a cache that grows by a key a step, or packed
     /// documents that are others in every step, are the same problem for a while, and are not

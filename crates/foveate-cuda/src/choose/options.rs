@@ -19,6 +19,9 @@ pub struct TileOptions {
     pub stages: Option<usize>,
     /// Hopper: whether softmax runs beside a product within a warpgroup.
     pub overlap: Option<bool>,
+    /// Hopper's backward: whether dq is added in a fixed order, where it must be in one; otherwise a
+    /// kernel of its own makes it.
+    pub ordered_dq: Option<bool>,
 }
 
 /// What a user asks of kernels. It is honoured, or refused with the numbers.
@@ -75,13 +78,8 @@ impl KernelOptions {
                     format!("{name} is {value:?}; it is {names}")
                 })?)
             }
-            "overlap" => {
-                of.overlap = Some(
-                    value
-                        .parse()
-                        .map_err(|_| format!("{name} is {value:?}; it is true or false"))?,
-                )
-            }
+            "overlap" => of.overlap = Some(truth(name, value)?),
+            "ordered_dq" => of.ordered_dq = Some(truth(name, value)?),
             "tile_q" => of.tile_q = Some(number(name, value)?),
             "tile_kv" => of.tile_kv = Some(number(name, value)?),
             "warps" => of.warps = Some(number(name, value)?),
@@ -114,11 +112,18 @@ impl TileOptions {
         self.family.is_none_or(|asked| asked == family)
     }
 
+    /// Whether what is asked for is the Hopper family's alone.
+    pub(super) fn is_of_hopper(&self) -> bool {
+        self.overlap == Some(true) || self.ordered_dq == Some(true)
+    }
+
     /// Asks for these.
     pub fn exactly(tiles: Tiles) -> Self {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap } = tiles;
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = tiles;
+        let family = Some(family);
         let [tile_q, tile_kv, warps, stages] = [tile_q, tile_kv, warps, stages].map(Some);
-        Self { family: Some(family), tile_q, tile_kv, warps, stages, overlap: Some(overlap) }
+        let [overlap, ordered_dq] = [overlap, ordered_dq].map(Some);
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
     }
 }
 
@@ -132,6 +137,7 @@ impl fmt::Display for TileOptions {
             ("warps", number(self.warps)),
             ("stages", number(self.stages)),
             ("overlap", self.overlap.map(|overlaps| overlaps.to_string())),
+            ("ordered_dq", self.ordered_dq.map(|ordered| ordered.to_string())),
         ];
         let given =
             parts.iter().filter_map(|(name, value)| Some(format!("{name} {}", value.as_ref()?)));
@@ -143,9 +149,13 @@ fn number(name: &str, value: &str) -> Result<usize, String> {
     value.parse().map_err(|_| format!("{name} is {value:?}; it is a number"))
 }
 
+fn truth(name: &str, value: &str) -> Result<bool, String> {
+    value.parse().map_err(|_| format!("{name} is {value:?}; it is true or false"))
+}
+
 fn unknown(name: &str) -> String {
     format!(
         "there is no kernel option `{name}`; there are kv_splits and, after forward., backward. or \
-         backward_dq., family, tile_q, tile_kv, warps, stages, overlap"
+         backward_dq., family, tile_q, tile_kv, warps, stages, overlap, ordered_dq"
     )
 }

@@ -187,7 +187,8 @@ mod tests {
     use crate::compile::source::source;
 
     /// What a plan queues before the launches of a pass, where a launch needs its results.
-    const HELPERS: [Entry; 3] = [Entry::BlockLists, Entry::RangeTable, Entry::Sequences];
+    const HELPERS: [Entry; 4] =
+        [Entry::BlockLists, Entry::DqRanks, Entry::RangeTable, Entry::Sequences];
 
     /// The passes that differ.
     fn passes() -> Vec<Pass> {

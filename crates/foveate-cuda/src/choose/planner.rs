@@ -199,15 +199,19 @@ pub fn choose(
     let mut all = candidates(kernel, &asked, sizes.queries * heads, heads);
     if Family::Hopper.has(kernel) && asked.allows(Family::Hopper) {
         match hopper_refusal(profile, class, options, kernel, pack_gqa) {
-            None => all.extend(hopper_candidates(kernel, class, &asked)),
+            None => all.extend(hopper_candidates(kernel, class, sizes, &asked)),
             Some(reason) => refused.push(Refused {
                 config: class.config(kernel, HOPPER_TILES),
                 refusal: Refusal::Family { reason: format!("hopper: {reason}") },
             }),
         }
     }
-    if asked.overlap == Some(true) && asked.allows(Family::Portable) {
-        let reason = "portable: it has no overlap of its own; leave the option out".to_owned();
+    if asked.is_of_hopper() && asked.allows(Family::Portable) {
+        let what = match asked.overlap {
+            Some(true) => "overlap of its own",
+            _ => "fixed order for dq",
+        };
+        let reason = format!("portable: it has no {what}; leave the option out");
         let config = class.config(kernel, Tiles::portable(64, 64, 4, 1));
         refused.push(Refused { config, refusal: Refusal::Family { reason } });
     }
@@ -237,7 +241,11 @@ pub fn choose(
     let fills = |at: &usize| !model::leaves_idle(profile, &fitting[*at].config, sizes);
     let measured = |tiles: Option<Tiles>| at(tiles).filter(fills);
     let portable = table::of(profile, class, sizes, kernel);
-    let first = measured(table::of_hopper(class, sizes, kernel)).or_else(|| measured(portable));
+    let hopper = table::of_hopper(class, sizes, kernel).map(|tiles| {
+        let ordered_dq = asked.ordered_dq.unwrap_or(tiles.ordered_dq);
+        Tiles { ordered_dq, ..tiles }
+    });
+    let first = measured(hopper).or_else(|| measured(portable));
     let (at, origin) = match (at(recorded), first) {
         (Some(at), _) => (at, Origin::Record),
         (None, Some(at)) => (at, Origin::Table),
@@ -297,7 +305,12 @@ fn hopper_refusal(
 
 /// Every candidate of the Hopper family, with the overlap within a warpgroup before those without.
 /// Tiles that it has not got are refused where the family is asked for, and else not its own.
-fn hopper_candidates(kernel: Kernel, class: &Class, asked: &TileOptions) -> Vec<Tiles> {
+fn hopper_candidates(
+    kernel: Kernel,
+    class: &Class,
+    sizes: &Sizes,
+    asked: &TileOptions,
+) -> Vec<Tiles> {
     let pick = |given: Option<usize>, usual: &[usize]| {
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
@@ -315,10 +328,12 @@ fn hopper_candidates(kernel: Kernel, class: &Class, asked: &TileOptions) -> Vec<
         if !own && asked.family != Some(Family::Hopper) {
             return Vec::new();
         }
+        let ordered_dq = asked.ordered_dq.unwrap_or_else(|| class.orders_dq(kernel, sizes));
         let mut all = Vec::new();
         for tile_q in pick(asked.tile_q, sides) {
             for stages in pick(asked.stages, &[2, 3]) {
-                let tiles = Tiles { warps, tile_kv, ..Tiles::hopper_backward(tile_q, stages) };
+                let tiles = Tiles::hopper_backward(tile_q, stages);
+                let tiles = Tiles { warps, tile_kv, ordered_dq, ..tiles };
                 all.extend(overlaps.iter().map(|overlap| Tiles { overlap: *overlap, ..tiles }));
             }
         }
@@ -362,7 +377,7 @@ pub(super) fn candidates(
     let pick = |given: Option<usize>, usual: &[usize]| {
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
-    if !asked.allows(Family::Portable) || asked.overlap == Some(true) {
+    if !asked.allows(Family::Portable) || asked.is_of_hopper() {
         return Vec::new();
     }
     // A pass over rows: a thread or a few of them for each, nothing to choose.
@@ -419,7 +434,7 @@ fn nothing_fits(
         false => format!(" with the options given ({asked})"),
     };
     let of_family = |r: &Refused| matches!(r.refusal, Refusal::Family { .. });
-    let asks_of_family = !asked.allows(Family::Portable) || asked.overlap == Some(true);
+    let asks_of_family = !asked.allows(Family::Portable) || asked.is_of_hopper();
     if !asks_of_family && refused.iter().all(of_family) {
         return CudaError::argument(format!(
             "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \

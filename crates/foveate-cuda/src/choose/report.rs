@@ -66,11 +66,14 @@ impl Choice {
         }
         writeln!(f)?;
         match (config.family, config.kernel) {
-            (Family::Hopper, Kernel::Backward) => writeln!(
-                f,
-                "  copies     q, k, v and d_out by tensor maps; dq by bulk reductions, in no fixed \
-                 order"
-            )?,
+            (Family::Hopper, Kernel::Backward) => {
+                let dq = match (config.separate_dq, config.ordered_dq) {
+                    (true, _) => "",
+                    (false, true) => "; dq by bulk reductions, in the order of tiles of keys",
+                    (false, false) => "; dq by bulk reductions, in no fixed order",
+                };
+                writeln!(f, "  copies     q, k, v and d_out by tensor maps{dq}")?;
+            }
             (Family::Hopper, Kernel::BackwardDq) => {
                 writeln!(f, "  copies     q, k, v and d_out by tensor maps")?;
             }

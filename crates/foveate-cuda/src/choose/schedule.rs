@@ -55,6 +55,8 @@ pub struct Schedule {
     pub sum_rows: usize,
     /// Sequences from a tile's own on that read the same keys.
     pub sharing: usize,
+    /// Tiles of the longest row.
+    pub longest: usize,
     /// Pairs of a query and a key in live tiles, of all heads.
     pub live_pairs: u64,
     /// An index outside the axis of its captured buffer that the mask reads.
@@ -80,6 +82,12 @@ impl Axis {
             Self::Queries => s.q_len.div_ceil(size.q),
             Self::Keys => s.k_len.div_ceil(size.kv),
         }
+    }
+
+    /// Tiles of the other axis in the longest sequence.
+    fn longest(self, sequences: &[Sequence], size: TileSize) -> usize {
+        let other = if self == Self::Queries { Self::Keys } else { Self::Queries };
+        sequences.iter().map(|s| other.tiles(s, size)).max().unwrap_or(0)
     }
 }
 
@@ -110,14 +118,27 @@ impl Schedule {
                 }
             }
         }
-        // Stable, and backwards: a mask like causal gives the last tiles the most work.
-        tiles.reverse();
+        match axis {
+            // A mask like causal gives the last of them the most work.
+            Axis::Queries => tiles.reverse(),
+            // Those of a sequence stay in order, in which they may have to add dq: each counts for as much
+            // as the heaviest that is left.
+            Axis::Keys => {
+                let mut left = (usize::MAX, 0);
+                for (work, sequence, _) in tiles.iter_mut().rev() {
+                    let heaviest = if left.0 == *sequence { left.1 } else { 0 };
+                    *work = heaviest.max(*work);
+                    left = (*sequence, *work);
+                }
+            }
+        }
         tiles.sort_by_key(|&(work, ..)| std::cmp::Reverse(work));
         Self {
             sequences: place(sequences, first_row),
             tiles: tiles.iter().map(|&(_, sequence, tile)| tile_of(sequence, tile)).collect(),
             sum_rows: sum_rows(sequences),
             sharing,
+            longest: axis.longest(sequences, size),
             live_pairs,
             out_of_range: masks.as_ref().and_then(|m| m.out_of_range.clone()),
             lists: masks.map(|m| m.lists),
@@ -178,8 +199,7 @@ impl Outline {
             .members
             .iter()
             .flat_map(|&i| (0..axis.tiles(&sequences[i], size)).map(move |tile| tile_of(i, tile)));
-        let other = if axis == Axis::Queries { Axis::Keys } else { Axis::Queries };
-        let longest = sequences.iter().map(|s| other.tiles(s, size)).max().unwrap_or(0);
+        let longest = axis.longest(sequences, size);
         Self {
             sequences: place(sequences, |i| classes.first_row[i]),
             tiles: tiles.iter().map(|&(sequence, tile)| tile_of(sequence, tile)).collect(),

@@ -97,7 +97,7 @@ const HOPPER_BACKWARD: &[Known] = &[
 ];
 
 /// The same with derivatives of scores and gradients of captured buffers, which take registers of their
-/// own, and for the deterministic one, which leaves dq to another kernel.
+/// own.
 const HOPPER_BACKWARD_SMALL: &[Known] = &[
     (128, Tiles::hopper_backward(64, 3)),
     (192, Tiles::hopper_wide_backward(3)),
@@ -130,14 +130,12 @@ const HOPPER_DQ_SCORED: &[Known] = &[
 /// dims up to 64 under a mask as sparse as documents, of which the forward's tile of 192 queries covers
 /// too much.
 pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
-    let (dim, few) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel) < 400.0);
+    let (dim, few) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel) < Sizes::FEW);
     let table = match kernel {
         Kernel::Forward if dim <= 64 && class.mask && few => return None,
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward => HOPPER,
-        Kernel::Backward if class.dscore || class.captures || class.deterministic => {
-            HOPPER_BACKWARD_SMALL
-        }
+        Kernel::Backward if class.dscore || class.captures => HOPPER_BACKWARD_SMALL,
         Kernel::Backward if class.dropout => HOPPER_BACKWARD_DROPOUT,
         Kernel::Backward => HOPPER_BACKWARD,
         Kernel::BackwardDq if class.dscore => HOPPER_DQ_SCORED,
@@ -150,7 +148,8 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         | Kernel::RangeTable
         | Kernel::Sequences => return None,
     };
-    table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles)
+    let tiles = table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles);
+    tiles.map(|tiles| Tiles { ordered_dq: class.orders_dq(kernel, sizes), ..tiles })
 }
 
 /// The measured choice, when there is one.

@@ -508,12 +508,11 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
         let said = with(class, &asked).unwrap_err().to_string();
         assert!(said.contains(why), "{said}");
     };
-    // Gradients of learned buffers take registers, and a fixed order leaves dq to another kernel.
+    // Gradients of learned buffers take registers.
     let learned = Class { captures: true, score: true, ..narrow.clone() };
+    assert_eq!(chosen(&learned), Tiles::hopper_backward(64, 3));
     let fixed = Class { deterministic: true, ..narrow };
-    for class in [learned, fixed] {
-        assert_eq!(chosen(&class), Tiles::hopper_backward(64, 3));
-    }
+    assert_eq!(chosen(&fixed), Tiles::hopper_backward(128, 3).ordered());
     let strided = "d_out has row stride 0, which no tensor map has";
     let unmapped = Class { unmapped: Some(strided.to_owned()), ..plain.clone() };
     refused(&unmapped, &[], strided);
@@ -599,8 +598,28 @@ fn wide_head_dims_and_fixed_orders_have_a_hopper_kernel_for_dq_alone() {
         [Some(Tiles::hopper_wide_backward(3)), Some(Tiles::hopper_dq(80, 2))]
     );
     let fixed = Class { deterministic: true, ..Class::new(Elem::Bf16, 128, 128, 4) };
-    let fixed = plan(&fixed, &[]).unwrap();
-    assert_eq!(tiles(&fixed), [Some(Tiles::hopper_backward(64, 3)), Some(Tiles::hopper_dq(96, 2))]);
+    let own = Tiles::hopper_backward(64, 3);
+    let ordered = plan(&fixed, &[]).unwrap();
+    assert_eq!(tiles(&ordered), [Some(own.ordered()), None]);
+    // What stands in for it adds dq in a fixed order too.
+    let others = &ordered.choice(Kernel::Backward).others;
+    assert!(!others.is_empty() && others.iter().all(|c| c.config.ordered_dq));
+    let apart = plan(&fixed, &[("backward.ordered_dq", "false")]).unwrap();
+    assert_eq!(tiles(&apart), [Some(own), Some(Tiles::hopper_dq(96, 2))]);
+    // Under a mask as sparse as documents it was slower.
+    let masked = Class { mask: true, ..fixed.clone() };
+    for (live, ordered) in [(960, true), (256, false)] {
+        let sizes = Sizes { mean_kv_len: live, heads_kv: long.heads_q, ..long };
+        let found = KernelPlan::new(&profile, &masked, &sizes, true, &KernelOptions::default());
+        let found = found.unwrap();
+        assert_eq!(found.config(Kernel::Backward).unwrap().ordered_dq, ordered, "{live}");
+    }
+    // Where a score has a derivative or learns, registers are too few for it.
+    for (dscore, captures) in [(true, false), (false, true)] {
+        let scored = Class { score: true, dscore, captures, ..fixed.clone() };
+        let found = plan(&scored, &[]).unwrap();
+        assert!(found.separates_dq() && !found.config(Kernel::Backward).unwrap().ordered_dq);
+    }
     let learned = Class { captures: true, score: true, ..wide.clone() };
     assert_eq!(tiles(&plan(&learned, &[]).unwrap())[0].unwrap().family, Family::Portable);
     let refused = |class: &Class, asked: &[(&str, &str)], why: &str| {
@@ -610,6 +629,10 @@ fn wide_head_dims_and_fixed_orders_have_a_hopper_kernel_for_dq_alone() {
     let hopper = ("backward.family", "hopper");
     refused(&learned, &[hopper], "hopper: gradients of captured buffers at head dims above 128");
     refused(&wide, &[hopper, ("backward.tile_q", "128")], "hopper has 64x64 and 12 at head dims");
+    let asked = ("backward.ordered_dq", "true");
+    refused(&wide, &[asked], "hopper leaves dq to a kernel of its own at head dims above 128");
+    let portable = ("backward.family", "portable");
+    refused(&wide, &[asked, portable], "portable: it has no fixed order for dq");
     refused(
         &wide,
         &[hopper, ("backward.stages", "3")],

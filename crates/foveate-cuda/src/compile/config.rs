@@ -209,6 +209,8 @@ pub enum Entry {
     Dq,
     /// Of [`Kernel::BlockLists`].
     BlockLists,
+    /// The order of sums of dq, in the file of [`Kernel::BlockLists`].
+    DqRanks,
     /// Of [`Kernel::RangeTable`].
     RangeTable,
     /// Of [`Kernel::Sequences`].
@@ -217,7 +219,7 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry point.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -228,6 +230,7 @@ impl Entry {
         Self::CaptureSums,
         Self::Dq,
         Self::BlockLists,
+        Self::DqRanks,
         Self::RangeTable,
         Self::Sequences,
     ];
@@ -242,7 +245,7 @@ impl Entry {
             Self::Backward => Kernel::Backward,
             Self::BackwardDq | Self::CaptureSums => Kernel::BackwardDq,
             Self::Dq => Kernel::Dq,
-            Self::BlockLists => Kernel::BlockLists,
+            Self::BlockLists | Self::DqRanks => Kernel::BlockLists,
             Self::RangeTable => Kernel::RangeTable,
             Self::Sequences => Kernel::Sequences,
         }
@@ -261,6 +264,7 @@ impl Entry {
             Self::CaptureSums => "fv_capture_sums",
             Self::Dq => "fv_dq",
             Self::BlockLists => "fv_block_lists",
+            Self::DqRanks => "fv_dq_ranks",
             Self::RangeTable => "fv_range_table",
             Self::Sequences => "fv_sequences",
         }
@@ -284,6 +288,7 @@ impl Entry {
             | Self::BackwardDq
             | Self::Dq
             | Self::BlockLists
+            | Self::DqRanks
             | Self::RangeTable
             | Self::Sequences => config,
         }
@@ -472,6 +477,8 @@ pub struct Config {
     pub deterministic: bool,
     /// The backward leaves dq to [`Kernel::BackwardDq`]. `FV_SEPARATE_DQ`
     pub separate_dq: bool,
+    /// Hopper: the backward adds dq in a fixed order, that of the tiles of keys. `FV_ORDERED_DQ`
+    pub ordered_dq: bool,
     /// A captured index outside its axis is reported. `FV_CHECKED`
     pub checked: bool,
 }
@@ -506,6 +513,7 @@ impl Config {
             paged: false,
             deterministic: false,
             separate_dq: false,
+            ordered_dq: false,
             checked: false,
         }
     }
@@ -568,7 +576,7 @@ impl Config {
     }
 
     /// The macros and their values, in the order they are printed.
-    pub fn macros(&self) -> [(&'static str, usize); 25] {
+    pub fn macros(&self) -> [(&'static str, usize); 26] {
         [
             ("FV_DTYPE", self.dtype.number()),
             ("FV_OUT_DTYPE", self.out_dtype.number()),
@@ -594,6 +602,7 @@ impl Config {
             ("FV_PACK_GQA", self.pack_gqa.into()),
             ("FV_PAGED", self.paged.into()),
             ("FV_SEPARATE_DQ", self.separate_dq.into()),
+            ("FV_ORDERED_DQ", self.ordered_dq.into()),
             ("FV_CHECKED", self.checked.into()),
         ]
     }
@@ -653,24 +662,33 @@ pub struct Tiles {
     pub stages: usize,
     /// See [`Config::overlap`].
     pub overlap: bool,
+    /// See [`Config::ordered_dq`].
+    pub ordered_dq: bool,
 }
 
 impl Tiles {
     /// Tiles of the portable family.
     pub const fn portable(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Self {
-        Self { family: Family::Portable, tile_q, tile_kv, warps, stages, overlap: false }
+        let (overlap, ordered_dq) = (false, false);
+        Self { family: Family::Portable, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
     }
 
     /// Tiles of the Hopper family: 64 queries for each warpgroup that consumes, and one more that
     /// produces.
     pub const fn hopper(consumers: usize, tile_kv: usize, stages: usize) -> Self {
         let (tile_q, warps) = (64 * consumers, 4 * (consumers + 1));
-        Self { family: Family::Hopper, tile_q, tile_kv, warps, stages, overlap: true }
+        let (overlap, ordered_dq) = (true, false);
+        Self { family: Family::Hopper, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
     }
 
     /// Tiles of the Hopper family's backward: two warpgroups that consume, with 64 keys each.
     pub const fn hopper_backward(tile_q: usize, stages: usize) -> Self {
-        Self { family: Family::Hopper, tile_q, tile_kv: 128, warps: 12, stages, overlap: true }
+        Self { tile_q, tile_kv: 128, ..Self::hopper(2, 128, stages) }
+    }
+
+    /// The same that add dq in a fixed order.
+    pub const fn ordered(self) -> Self {
+        Self { ordered_dq: true, ..self }
     }
 
     /// Tiles of the same for head dims above 128: two warpgroups that consume, and share 64 keys.
@@ -694,8 +712,8 @@ impl Tiles {
 
     /// Those of a configuration.
     pub fn of(config: &Config) -> Self {
-        let Config { family, tile_q, tile_kv, warps, stages, overlap, .. } = *config;
-        Self { family, tile_q, tile_kv, warps, stages, overlap }
+        let Config { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, .. } = *config;
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
     }
 }
 
@@ -710,14 +728,15 @@ impl fmt::Display for TilesOf<'_> {
 
 impl fmt::Display for Tiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { family, tile_q, tile_kv, warps, stages, overlap } = self;
+        let Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = self;
         let (warps, stages) = (Count(*warps, "warp"), Count(*stages, "stage"));
         let (family, overlap) = match (family, overlap) {
             (Family::Portable, _) => ("", ""),
             (Family::Hopper, true) => ("hopper, ", ", overlap"),
             (Family::Hopper, false) => ("hopper, ", ""),
         };
-        f.pad(&format!("{family}tile {tile_q}x{tile_kv}, {warps}, {stages}{overlap}"))
+        let ordered = if *ordered_dq { ", ordered dq" } else { "" };
+        f.pad(&format!("{family}tile {tile_q}x{tile_kv}, {warps}, {stages}{overlap}{ordered}"))
     }
 }
 

@@ -228,6 +228,10 @@ foveate_gpu::abi_structs! {
         pub row_weight_sum: Address,
         /// KV heads that take turns at each tile of keys.
         pub interleaved_heads: i32,
+        /// Tiles of queries of the longest sequence.
+        pub dq_rank_columns: i32,
+        /// i32 `[rows of lists, dq_rank_columns]`, or 0.
+        pub dq_ranks: Address,
     }
 
     /// Arguments of the kernel that writes sequences and tiles from offsets in device memory: one
@@ -311,6 +315,10 @@ foveate_gpu::abi_structs! {
         pub group: i32,
         /// Strips of queries of a tile that have cells of their own.
         pub strips: i32,
+        /// Tiles of the longest row: the columns of `ranks`.
+        pub columns: i32,
+        /// i32 `[rows, columns]`, `BackwardParams::dq_ranks` to be written.
+        pub ranks: Address,
     }
 }
 

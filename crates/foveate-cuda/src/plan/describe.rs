@@ -4,12 +4,12 @@ use foveate_mask::Tiling;
 use foveate_problem::{Arrangement, Dims, Sequence};
 
 use super::kernels::sizes;
-use super::launch::COUNTED_BYTES;
+use super::launch::{COUNTED_BYTES, dq_accum_bytes};
 use super::{CudaPlan, longest, sequences};
-use crate::choose::Class;
 use crate::choose::schedule::{Axis, Lists, Schedule, TileSize};
+use crate::choose::{Class, KernelPlan};
 use crate::compile::Candidate;
-use crate::compile::config::Config;
+use crate::compile::config::{Config, Kernel};
 use crate::error::CudaError;
 
 /// What a call does: configurations, how much is live, what memory it needs.
@@ -84,9 +84,7 @@ impl CudaPlan {
                 kv_splits => 4 * kv_splits * rows(&dims) * (dims.dim_v + 2),
             },
             backward_bytes: match backward {
-                true => {
-                    self.backward_bytes(&class, &dims, schedule.sum_rows, chosen.separates_dq())
-                }
+                true => self.backward_bytes(&class, &dims, schedule.sum_rows, &chosen),
                 false => 0,
             },
         })
@@ -112,14 +110,14 @@ impl CudaPlan {
         class: &Class,
         dims: &Dims,
         sum_rows: usize,
-        separate_dq: bool,
+        chosen: &KernelPlan,
     ) -> usize {
         // Delta, and what the weights of a row add up to.
         let of_rows = 4 * rows(dims) * if class.has_row_weight_sum() { 2 } else { 1 };
         let learned: usize = self.spec.learned().iter().map(|b| b.elems()).sum();
         let counted = if self.options.deterministic { COUNTED_BYTES * learned } else { 0 };
-        let of_dq = 4 * dims.heads_q * sum_rows * dims.dim.next_multiple_of(16);
-        of_rows + counted + if separate_dq { 0 } else { of_dq }
+        let keys = chosen.config(Kernel::Backward).filter(|config| !config.separate_dq);
+        of_rows + counted + keys.map_or(0, |keys| dq_accum_bytes(keys, dims.heads_q * sum_rows))
     }
 }
 

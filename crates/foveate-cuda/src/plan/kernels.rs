@@ -28,8 +28,8 @@ pub(super) struct Kernels {
     chosen: Vec<((Class, Sizes, bool), Arc<KernelPlan>)>,
     /// Printed mods by what they were printed for.
     printed: Vec<(PrintKey, Arc<Printed>)>,
-    /// Kernels beside those of a pass, by text and bytes of shared memory.
-    beside: HashMap<(Config, u64, usize), Function>,
+    /// Kernels beside those of a pass, by entry point, text and bytes of shared memory.
+    beside: HashMap<(Config, Entry, u64, usize), Function>,
     /// What runs in place of a configuration that was chosen, entry by entry and text by text.
     loaded: HashMap<(Config, Entry, u64), (Config, Function)>,
     /// What runs otherwise than it was planned.
@@ -228,30 +228,42 @@ impl CudaPlan {
         let config = Config::block_lists(BlockListsParams::THREADS, call.checked);
         let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
         let printed = self.printed(PrintedMods::Mask, call, &at)?;
-        let function = self.beside(config, &printed, shared_bytes)?;
+        let function = self.beside(Entry::BlockLists, config, &printed, shared_bytes)?;
         Ok((function, printed))
+    }
+
+    /// The kernel that ranks what they say, in the same source.
+    pub(super) fn rank_kernel(
+        &self,
+        call: &Call<'_>,
+        tile: TileSize,
+    ) -> Result<Function, CudaError> {
+        let config = Config::block_lists(BlockListsParams::THREADS, call.checked);
+        let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
+        let printed = self.printed(PrintedMods::Mask, call, &at)?;
+        self.beside(Entry::DqRanks, config, &printed, 0)
     }
 
     /// A kernel that evaluates no mods, and is one for all programs.
     pub(super) fn plain_kernel(&self, config: Config) -> Result<Function, CudaError> {
         let taken = Resources::of(&config).expect("its one configuration can be");
-        self.beside(config, &NOTHING, taken.shared_bytes)
+        self.beside(config.kernel.entry(), config, &NOTHING, taken.shared_bytes)
     }
 
     fn beside(
         &self,
+        entry: Entry,
         config: Config,
         mods: &Printed,
         shared_bytes: usize,
     ) -> Result<Function, CudaError> {
-        let key = (config, mods.text, shared_bytes);
+        let key = (config, entry, mods.text, shared_bytes);
         if let Some(function) = lock(&self.kernels).beside.get(&key) {
             return Ok(function.clone());
         }
         let text = source(&key.0, &mods.source);
         let compiled = self.engine.compiled(&text, self.engine.device().info().arch())?;
-        let entry = key.0.kernel.entry().name();
-        let function = self.engine.load(&compiled, entry, shared_bytes as u32)?;
+        let function = self.engine.load(&compiled, entry.name(), shared_bytes as u32)?;
         lock(&self.kernels).beside.insert(key, function.clone());
         Ok(function)
     }

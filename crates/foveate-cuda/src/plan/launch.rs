@@ -14,7 +14,7 @@ use super::kernels::{Ready, queue_kernel, sizes};
 use super::report::Report;
 use super::resident::{CallState, Gradient, LaunchSchedule};
 use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
-use crate::compile::config::{Entry, Family, Kernel};
+use crate::compile::config::{Config, Entry, Family, Kernel};
 use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView};
 use crate::error::CudaError;
 use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, row_view, view, written};
@@ -168,6 +168,7 @@ impl CudaPlan {
                 Entry::Forward
                 | Entry::Combine
                 | Entry::BlockLists
+                | Entry::DqRanks
                 | Entry::RangeTable
                 | Entry::Sequences => unreachable!("no launch of a backward"),
             }
@@ -211,13 +212,12 @@ impl<'a> PassLauncher<'a> {
     fn step(&mut self, launch: &PassLaunch) -> Result<Step, CudaError> {
         let kernel = self.plan.kernel(&self.chosen, launch, self.call)?;
         let PassLaunch { axis, main_loop, .. } = *launch;
-        let schedule = self.plan.launch_schedule(
-            self.call,
-            &mut self.state,
-            main_loop,
-            axis,
-            kernel.tile(),
-        )?;
+        let tile = kernel.tile();
+        let mut schedule =
+            self.plan.launch_schedule(self.call, &mut self.state, main_loop, axis, tile)?;
+        if kernel.config.ordered_dq {
+            self.plan.rank_dq(self.call, &mut schedule, tile)?;
+        }
         Ok(Step { launch: *launch, kernel, schedule })
     }
 
@@ -327,14 +327,15 @@ impl<'a> PassLauncher<'a> {
         Ok(params.over(schedule))
     }
 
-    /// Zeros that tiles of keys add dq to; nothing where dq has a kernel of its own.
+    /// Zeros that tiles of keys add dq to, and behind them, where they do so in order, how many have
+    /// added; nothing where dq has a kernel of its own.
     fn dq_accum(&self, keys: &Step) -> Result<Option<Allocation>, CudaError> {
-        if keys.kernel.config.separate_dq {
+        let config = &keys.kernel.config;
+        if config.separate_dq {
             return Ok(None);
         }
         let rows = self.call.dims.heads_q * keys.schedule.sum_rows;
-        let bytes = 4 * rows * keys.kernel.config.padded_dim();
-        let dq_accum = self.call.queue.pool().take(bytes)?;
+        let dq_accum = self.call.queue.pool().take(dq_accum_bytes(config, rows))?;
         dq_accum.fill(0)?;
         Ok(Some(dq_accum))
     }
@@ -393,6 +394,11 @@ impl Partial {
             ..Default::default()
         }
     }
+}
+
+/// Bytes of `dq_accum` for so many rows of all heads: sums, and for every 16 rows a count.
+pub(super) fn dq_accum_bytes(config: &Config, rows: usize) -> usize {
+    4 * rows * config.padded_dim() + if config.ordered_dq { 4 * rows / 16 } else { 0 }
 }
 
 /// Memory for a number or two of each row, in the order of `lse`.
@@ -518,6 +524,8 @@ impl BackwardParams {
             lists: schedule.lists(),
             sharing: schedule.sharing as i32,
             sum_rows: schedule.sum_rows as i64,
+            dq_ranks: schedule.dq_ranks().0,
+            dq_rank_columns: schedule.dq_ranks().1 as i32,
             ..*self
         }
     }

@@ -73,6 +73,7 @@ pub(super) struct DeviceSchedule {
     pub tile_count: usize,
     pub sum_rows: usize,
     pub sharing: usize,
+    sequence_count: usize,
     rows: Rows,
     /// An offset that was moved into the tensors.
     moved: Option<String>,
@@ -102,12 +103,18 @@ struct DeviceLists {
     _memory: Allocation,
     lists: params::Lists,
     out_of_range: Option<String>,
+    /// The order in which tiles of keys add to tiles of queries, once it was asked for:
+    /// `BackwardParams::dq_ranks`.
+    dq_ranks: Mutex<Option<Arc<Allocation>>>,
 }
 
 /// The tiles of one launch: their schedule and, under a mask, its block lists.
 pub(super) struct LaunchSchedule {
     schedule: Arc<DeviceSchedule>,
     lists: Option<Arc<DeviceLists>>,
+    /// Whether later calls get the lists, too.
+    kept: bool,
+    dq_ranks: Option<Arc<Allocation>>,
 }
 
 impl Deref for LaunchSchedule {
@@ -127,6 +134,12 @@ impl LaunchSchedule {
     /// What persistent CTAs take their items from: `PersistentParams::taken`.
     pub fn taken(&self) -> Address {
         self.schedule.taken.as_ref().map_or(0, Allocation::address)
+    }
+
+    /// `BackwardParams::dq_ranks` and its columns; nowhere without lists.
+    pub fn dq_ranks(&self) -> (Address, usize) {
+        let ranks = self.dq_ranks.as_ref().map_or(0, |ranks| ranks.address());
+        (ranks, self.schedule.rows.longest)
     }
 
     /// An offset or an index of a captured buffer that was found to be out of range before.
@@ -198,14 +211,21 @@ impl DeviceSchedule {
     fn new(pool: &Pool, schedule: Schedule) -> Result<Self, CudaError> {
         let parts = [array_bytes(&schedule.sequences), array_bytes(&schedule.tiles)];
         let (memory, [sequences, tiles]) = upload(pool, parts)?;
-        let rows = Rows::default();
+        let mut rows = Rows { longest: schedule.longest, ..Rows::default() };
         if let Some(l) = &schedule.lists {
+            rows.heads = l.counts.len().checked_div(l.head_stride).unwrap_or(1).max(1);
+            rows.per_head = l.counts.len() / rows.heads;
             let (memory, [counts, runs]) =
                 upload(pool, [array_bytes(&l.counts), array_bytes(&l.runs)])?;
             let (capacity, head_stride) = (count(l.capacity)?, count(l.head_stride)?);
             let lists = params::Lists { counts, runs, capacity, head_stride };
             let out_of_range = schedule.out_of_range;
-            let lists = Arc::new(DeviceLists { _memory: memory, lists, out_of_range });
+            let lists = Arc::new(DeviceLists {
+                _memory: memory,
+                lists,
+                out_of_range,
+                dq_ranks: Mutex::default(),
+            });
             lock(&rows.made).push((Contents::new(), lists));
         }
         Ok(Self {
@@ -215,6 +235,7 @@ impl DeviceSchedule {
             tile_count: schedule.tiles.len(),
             sum_rows: schedule.sum_rows,
             sharing: schedule.sharing,
+            sequence_count: schedule.sequences.len(),
             rows,
             moved: None,
             taken: None,
@@ -236,6 +257,7 @@ impl DeviceSchedule {
             tile_count: outline.tiles.len(),
             sum_rows: outline.sum_rows,
             sharing: outline.sharing,
+            sequence_count: outline.sequences.len(),
             rows: Rows {
                 tiles: rows,
                 count: outline.rows.len(),
@@ -309,14 +331,16 @@ impl CudaPlan {
     ) -> Result<LaunchSchedule, CudaError> {
         let mask = self.spec.mask.as_ref().filter(|_| main_loop);
         let schedule = self.device_schedule(call, state, mask, axis, tile)?;
-        let Some(mask) = mask else { return Ok(LaunchSchedule { schedule, lists: None }) };
+        let Some(mask) = mask else {
+            return Ok(LaunchSchedule { schedule, lists: None, kept: false, dq_ranks: None });
+        };
         let contents = call.contents(mask);
         let found = contents.as_ref().and_then(|contents| {
             let made = lock(&schedule.rows.made);
             made.iter().find(|(of, _)| of == contents).map(|(_, lists)| lists.clone())
         });
         if found.is_some() {
-            return Ok(LaunchSchedule { schedule, lists: found });
+            return Ok(LaunchSchedule { schedule, lists: found, kept: true, dq_ranks: None });
         }
         if self.forced.lists_on_host {
             return Err(CudaError::argument(
@@ -330,10 +354,11 @@ impl CudaPlan {
             lock(&schedule.rows.made).retain(|(of, _)| !is_overwritten(of, contents));
         }
         let lists = Arc::new(self.device_lists(call, state, &schedule, axis, tile)?);
+        let kept = contents.is_some();
         if let Some(contents) = contents {
             push_bounded(&mut lock(&schedule.rows.made), MOST_LISTS, (contents, lists.clone()));
         }
-        Ok(LaunchSchedule { schedule, lists: Some(lists) })
+        Ok(LaunchSchedule { schedule, lists: Some(lists), kept, dq_ranks: None })
     }
 
     pub(super) fn device_schedule(
@@ -461,6 +486,7 @@ impl CudaPlan {
             tile_count: tile_capacity,
             sum_rows,
             sharing: 1,
+            sequence_count: sequences,
             rows: Rows {
                 tiles: params.tiles,
                 count: tile_capacity,
@@ -502,7 +528,65 @@ impl CudaPlan {
         let printed =
             self.queue_lists(call, state, schedule, axis, tile, lists, report.address())?;
         let out_of_range = report.noted(self.options.timeout, &printed.source)?;
-        Ok(DeviceLists { _memory: memory, lists, out_of_range })
+        Ok(DeviceLists { _memory: memory, lists, out_of_range, dq_ranks: Mutex::default() })
+    }
+
+    /// Adds to a schedule of tiles of keys the order in which they add to tiles of queries. Nothing
+    /// waits.
+    pub(super) fn rank_dq(
+        &self,
+        call: &Call<'_>,
+        of: &mut LaunchSchedule,
+        tile: TileSize,
+    ) -> Result<(), CudaError> {
+        let Some(lists) = &of.lists else { return Ok(()) };
+        let mut made = lock(&lists.dq_ranks);
+        if made.is_none() {
+            let (queue, schedule) = (call.queue, &of.schedule);
+            if of.kept {
+                refuse_recording(queue)?;
+            }
+            let rows = &schedule.rows;
+            let (all_rows, columns) = (rows.per_head * rows.heads, rows.longest.max(1));
+            let ranks = self.weak_pool(queue).take(4 * all_rows * columns)?;
+            let params = BlockListsParams {
+                columns: count(columns)?,
+                ranks: ranks.address(),
+                ..self.list_params(call, schedule, Axis::Keys, tile, lists.lists)
+            };
+            let function = self.rank_kernel(call, tile)?;
+            let warps = BlockListsParams::THREADS / 32;
+            let grid = [schedule.sequence_count, rows.heads, columns.div_ceil(warps)];
+            let threads = BlockListsParams::THREADS as u32;
+            queue_kernel(&function, queue, grid.map(|n| n as u32), threads, &[&params.bytes()])?;
+            *made = Some(Arc::new(ranks));
+        }
+        of.dq_ranks = made.clone();
+        Ok(())
+    }
+
+    fn list_params(
+        &self,
+        call: &Call<'_>,
+        schedule: &DeviceSchedule,
+        axis: Axis,
+        tile: TileSize,
+        lists: params::Lists,
+    ) -> BlockListsParams {
+        BlockListsParams {
+            sequences: schedule.sequences,
+            tiles: schedule.rows.tiles,
+            counts: lists.counts,
+            runs: lists.runs,
+            capacity: lists.capacity,
+            head_stride: lists.head_stride,
+            tile_q: tile.q as i32,
+            tile_kv: tile.kv as i32,
+            of_keys: (axis == Axis::Keys).into(),
+            group: call.dims.group() as i32,
+            strips: tile.cells.0 as i32,
+            ..Default::default()
+        }
     }
 
     /// Queues the making of block lists in memory that is there, and returns the mask that makes them.
@@ -517,20 +601,8 @@ impl CudaPlan {
         lists: params::Lists,
         report: Address,
     ) -> Result<Arc<Printed>, CudaError> {
-        let (rows, queue, dims) = (&schedule.rows, call.queue, call.dims);
-        let params = BlockListsParams {
-            sequences: schedule.sequences,
-            tiles: rows.tiles,
-            counts: lists.counts,
-            runs: lists.runs,
-            capacity: lists.capacity,
-            head_stride: lists.head_stride,
-            tile_q: tile.q as i32,
-            tile_kv: tile.kv as i32,
-            of_keys: (axis == Axis::Keys).into(),
-            group: dims.group() as i32,
-            strips: tile.cells.0 as i32,
-        };
+        let (rows, queue) = (&schedule.rows, call.queue);
+        let params = self.list_params(call, schedule, axis, tile, lists);
         let shared = tile.cells.list_bytes(rows.longest);
         let (function, printed) = self.list_kernel(call, tile, shared)?;
         let mods = self.mods_bytes(call, state, &printed, &[], report)?;

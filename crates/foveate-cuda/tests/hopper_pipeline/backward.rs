@@ -26,6 +26,8 @@ enum Barrier {
     Full(usize),
     QEmpty(usize),
     DOutEmpty(usize),
+    DqFull,
+    DqEmpty,
     /// Named barrier 1, of both consumers.
     Together,
 }
@@ -60,8 +62,18 @@ struct Shape {
     wide: bool,
     /// `FV_OVERLAP`.
     overlap: bool,
-    /// `FV_SEPARATE_DQ`: dQ is another kernel's.
-    deterministic: bool,
+    dq: Dq,
+}
+
+/// Who adds dQ to memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Dq {
+    /// Each warp its part.
+    Warps,
+    /// `FV_ORDERED_DQ`: a thread of its own, tile by tile.
+    Ordered,
+    /// `FV_SEPARATE_DQ`: another kernel.
+    Separate,
 }
 
 /// A tile of keys, and the tiles of queries that see it.
@@ -122,6 +134,9 @@ fn barriers(shape: Shape) -> Vec<(Barrier, usize)> {
         barriers.push((Barrier::Full(s), 3));
         barriers.extend([(Barrier::QEmpty(s), CONSUMERS), (Barrier::DOutEmpty(s), CONSUMERS)]);
     }
+    if shape.dq == Dq::Ordered {
+        barriers.extend([(Barrier::DqFull, WARPS), (Barrier::DqEmpty, 1)]);
+    }
     barriers
 }
 
@@ -131,9 +146,17 @@ fn roles(shape: Shape, items: &[Item]) -> Vec<Role> {
     let mut roles = vec![
         role("scheduler", scheduler(&steps)),
         role("producer of K and Q", copies(shape, &steps, &K_AND_Q)),
-        role("producer of V and dO", copies(shape, &steps, &V_AND_D_OUT)),
-        role("producer of lse and delta", rows(shape, &steps)),
     ];
+    roles.extend(match shape.dq {
+        Dq::Ordered => [
+            role("producer of V, dO, lse and delta", values_and_rows(shape, &steps)),
+            role("adder of dQ", adds(shape, &steps)),
+        ],
+        Dq::Warps | Dq::Separate => [
+            role("producer of V and dO", copies(shape, &steps, &V_AND_D_OUT)),
+            role("producer of lse and delta", rows(shape, &steps)),
+        ],
+    });
     roles.extend((0..WARPS).map(|warp| Role {
         team: warp / 4,
         ..role(&format!("consumer's warp {warp}"), Warp::new(shape, warp).run(&steps))
@@ -196,24 +219,42 @@ const V_AND_D_OUT: Copied = Copied {
     queries_empty: Barrier::DOutEmpty,
 };
 
+/// A copying thread, with the steps and items that it has copied.
+struct Copier<'a> {
+    copied: &'a Copied,
+    ring: Ring,
+    item: i64,
+}
+
+impl<'a> Copier<'a> {
+    fn new(shape: Shape, copied: &'a Copied) -> Self {
+        Self { copied, ring: Ring::new(shape.stages), item: -1 }
+    }
+
+    fn copy(&mut self, ops: &mut Vec<Op>, step: &Step) {
+        let Self { copied, ring, item } = self;
+        if step.tile.is_none() {
+            return;
+        }
+        if step.first {
+            ops.push(Wait(copied.keys_empty, *item));
+            ops.push(Expect(copied.keys_full, BYTES));
+            ops.push(Load(copied.keys_full, copied.keys, (step.content.0, 0)));
+            *item += 1;
+        }
+        let full = Barrier::Full(ring.stage());
+        ops.push(Wait((copied.queries_empty)(ring.stage()), ring.round() - 1));
+        ops.push(Expect(full, BYTES));
+        ops.push(Load(full, (copied.queries)(ring.stage()), step.content));
+        ring.advance();
+    }
+}
+
 /// `copy_k_and_q`, `copy_v_and_d_out`.
 fn copies(shape: Shape, steps: &[Step], copied: &Copied) -> Vec<Op> {
-    let mut ring = Ring::new(shape.stages);
-    let mut item = -1;
+    let mut copier = Copier::new(shape, copied);
     for_each_step(steps, |ops, step, place, release| {
-        if step.tile.is_some() {
-            if step.first {
-                ops.push(Wait(copied.keys_empty, item));
-                ops.push(Expect(copied.keys_full, BYTES));
-                ops.push(Load(copied.keys_full, copied.keys, (step.content.0, 0)));
-                item += 1;
-            }
-            let full = Barrier::Full(ring.stage());
-            ops.push(Wait((copied.queries_empty)(ring.stage()), ring.round() - 1));
-            ops.push(Expect(full, BYTES));
-            ops.push(Load(full, (copied.queries)(ring.stage()), step.content));
-            ring.advance();
-        }
+        copier.copy(ops, step);
         ops.push(Read(place, step.content));
         ops.push(Arrive(release));
     })
@@ -224,24 +265,84 @@ fn row_stages(shape: Shape) -> usize {
     if shape.tile_q == 64 { shape.stages } else { 2 }
 }
 
-/// `copy_rows`.
-fn rows(shape: Shape, steps: &[Step]) -> Vec<Op> {
-    let mut ring = Ring::new(shape.stages);
-    let mut number = 0;
-    for_each_step(steps, |ops, step, _, release| {
-        ops.push(Arrive(release));
+/// `RowWriter`.
+struct Rows {
+    shape: Shape,
+    ring: Ring,
+    number: usize,
+}
+
+impl Rows {
+    fn new(shape: Shape) -> Self {
+        Self { shape, ring: Ring::new(shape.stages), number: 0 }
+    }
+
+    fn write(&mut self, ops: &mut Vec<Op>, step: &Step) {
         if step.tile.is_none() {
             return;
         }
-        let before = (0..row_stages(shape)).fold(ring, |ring, _| ring.before());
+        let stages = row_stages(self.shape);
+        let before = (0..stages).fold(self.ring, |ring, _| ring.before());
         ops.push(Wait(Barrier::DOutEmpty(before.stage()), before.round()));
-        let place = number % row_stages(shape);
+        let place = self.number % stages;
         ops.push(Write(Buffer::Lse(place), step.content));
         ops.push(Write(Buffer::Delta(place), step.content));
-        ops.push(Arrive(Barrier::Full(ring.stage())));
-        ring.advance();
-        number += 1;
+        ops.push(Arrive(Barrier::Full(self.ring.stage())));
+        self.ring.advance();
+        self.number += 1;
+    }
+}
+
+/// `copy_rows`.
+fn rows(shape: Shape, steps: &[Step]) -> Vec<Op> {
+    let mut rows = Rows::new(shape);
+    for_each_step(steps, |ops, step, _, release| {
+        ops.push(Arrive(release));
+        rows.write(ops, step);
     })
+}
+
+/// `copy_values_and_rows`.
+fn values_and_rows(shape: Shape, steps: &[Step]) -> Vec<Op> {
+    let (mut copier, mut rows) = (Copier::new(shape, &V_AND_D_OUT), Rows::new(shape));
+    for_each_step(steps, |ops, step, place, release| {
+        copier.copy(ops, step);
+        rows.write(ops, step);
+        ops.push(Read(place, step.content));
+        ops.push(Arrive(release));
+    })
+}
+
+/// `add_dq`. What it waits for in memory is not the CTA's.
+fn adds(shape: Shape, steps: &[Step]) -> Vec<Op> {
+    let mut ring = Ring::new(STEPS);
+    let mut number = 0;
+    let mut ops = vec![Wait(Barrier::StepFull(0), 0)];
+    let next = steps.iter().skip(1).map(|step| step.content).chain([STOP]);
+    for (step, next) in steps.iter().zip(next) {
+        let place = ring;
+        ring.advance();
+        ops.push(Read(Buffer::Step(place.stage()), step.content));
+        let look_up = [
+            Wait(Barrier::StepFull(ring.stage()), ring.round()),
+            Read(Buffer::Step(ring.stage()), next),
+        ];
+        if step.tile.is_some() {
+            ops.push(Wait(Barrier::DqFull, number));
+            let parts = (0..WARPS).filter(|&warp| sends(shape, warp, step));
+            ops.extend(parts.map(|warp| Send(Buffer::Dq(warp), step.content)));
+            ops.extend(look_up);
+            ops.push(AwaitSent);
+            ops.push(Arrive(Barrier::DqEmpty));
+            number += 1;
+        } else {
+            ops.extend(look_up);
+        }
+        ops.push(Read(Buffer::Step(place.stage()), step.content));
+        ops.push(Arrive(Barrier::StepEmpty(place.stage())));
+    }
+    ops.push(Read(Buffer::Step(ring.stage()), STOP));
+    ops
 }
 
 /// The first query of a warp's part of dQ: `dq_row`.
@@ -252,7 +353,7 @@ fn dq_row(shape: Shape, warp: usize) -> usize {
 
 /// Whether a warp has queries of a tile in its part of dQ.
 fn sends(shape: Shape, warp: usize, step: &Step) -> bool {
-    !shape.deterministic && step.tile.is_some_and(|tile| dq_row(shape, warp) < tile.queries)
+    shape.dq != Dq::Separate && step.tile.is_some_and(|tile| dq_row(shape, warp) < tile.queries)
 }
 
 /// A warp of a consumer, as it goes through the kernel.
@@ -347,7 +448,7 @@ impl Warp {
         let ds =
             |warps: std::ops::Range<usize>| warps.map(move |w| (Buffer::Ds(parity, w), content, 0));
         let mut first = Vec::new();
-        if !self.shape.deterministic {
+        if self.shape.dq != Dq::Separate {
             first.extend(ds(0..WARPS).chain([(Buffer::K, (content.0, 0), of_keys)]));
         }
         if self.shape.wide {
@@ -360,17 +461,20 @@ impl Warp {
     }
 
     fn finish_dq(&mut self) {
-        if self.shape.deterministic {
-            return;
-        }
         let (step, ..) = self.before.expect("there is a step before");
-        self.push(AwaitSent);
+        match self.shape.dq {
+            Dq::Warps => self.push(AwaitSent),
+            Dq::Ordered => self.push(Wait(Barrier::DqEmpty, self.number - 2)),
+            Dq::Separate => return,
+        }
         self.push(Write(Buffer::Dq(self.warp), step.content));
     }
 
     fn send_dq(&mut self) {
-        if let Some(content) = self.target {
-            self.push(Send(Buffer::Dq(self.warp), content));
+        match (self.shape.dq, self.target) {
+            (Dq::Ordered, _) => self.push(Arrive(Barrier::DqFull)),
+            (_, Some(content)) => self.push(Send(Buffer::Dq(self.warp), content)),
+            (_, None) => {}
         }
     }
 
@@ -394,7 +498,7 @@ impl Warp {
         }
         self.push(Wait(Barrier::StepFull(self.place.stage()), self.place.round()));
         self.push(Read(Buffer::Step(self.place.stage()), STOP));
-        if !self.shape.deterministic {
+        if self.shape.dq == Dq::Warps {
             self.push(AwaitSent);
         }
         self.ops
@@ -472,7 +576,9 @@ impl Warp {
         self.push(Write(Buffer::Ds(parity, self.warp), content));
         self.push(Fence);
         self.push(Arrive(Barrier::DsFull(parity)));
-        self.send_dq();
+        if !step.first {
+            self.send_dq();
+        }
         self.target = sends(self.shape, self.warp, step).then_some(content);
         self.start(dv);
         self.stage.advance();
@@ -504,10 +610,11 @@ fn shapes() -> impl Iterator<Item = Shape> {
     let all = (2..5).flat_map(|stages| [64, 128].map(move |tile_q| (stages, tile_q)));
     all.flat_map(|(stages, tile_q)| {
         [(false, false), (false, true), (true, false), (true, true)].map(move |(wide, overlap)| {
-            let deterministic = overlap && stages == 4;
-            Shape { stages, tile_q, wide, overlap, deterministic }
+            let dq = if overlap && stages == 4 { Dq::Separate } else { Dq::Warps };
+            Shape { stages, tile_q, wide, overlap, dq }
         })
     })
+    .flat_map(|shape| [shape, Shape { dq: Dq::Ordered, ..shape }])
 }
 
 /// Items with and without tiles, partial tiles, and ends of sequences.
@@ -566,7 +673,7 @@ fn the_kernel_has_the_barriers_of_the_model() {
         let said = body.split(&format!("{name}(")).nth(1).expect(name);
         said.split(".init(").nth(1).and_then(|rest| rest.split(");").next()).expect(name)
     };
-    for (barrier, arrivals) in barriers(shapes().next().expect("a shape")) {
+    for (barrier, arrivals) in barriers(shapes().nth(1).expect("an ordered shape")) {
         let text = match barrier {
             Barrier::KFull => count("k_full"),
             Barrier::VFull => count("v_full"),
@@ -578,6 +685,8 @@ fn the_kernel_has_the_barriers_of_the_model() {
             Barrier::Full(_) => count(" full"),
             Barrier::QEmpty(_) => count("q_empty"),
             Barrier::DOutEmpty(_) => count("d_out_empty"),
+            Barrier::DqFull => count("dq_full"),
+            Barrier::DqEmpty => count("dq_empty"),
             Barrier::Together => continue,
         };
         let product = |term: &str| -> usize {
@@ -642,11 +751,18 @@ fn faults(
 
 /// The roles by the beginnings of their names, and the kinds of operations of each.
 fn kinds(shape: Shape, of: &[&str]) -> Vec<(&'static str, String)> {
-    let names = ["scheduler", "producer of K", "producer of V", "producer of lse", "consumer"];
+    let names = [
+        "scheduler",
+        "producer of K",
+        "producer of V",
+        "producer of lse",
+        "adder of dQ",
+        "consumer",
+    ];
     let roles = roles(shape, &every_kind_of_item(shape));
     let mut kinds = Vec::new();
     for name in names {
-        let role = roles.iter().find(|role| role.name.starts_with(name)).expect("it is a role");
+        let Some(role) = roles.iter().find(|role| role.name.starts_with(name)) else { continue };
         let mut found: Vec<_> = role.ops.iter().map(kind).collect();
         found.retain(|kind| of.iter().any(|of| kind.starts_with(of)));
         found.sort_unstable();
@@ -693,16 +809,24 @@ fn the_model_sees_every_release_that_is_too_early() {
         ("scheduler", "Arrive StepFull", "Write Step"),
         ("producer of lse", "Arrive StepEmpty", "Read Step"),
         ("producer of lse", "Arrive Full", "Write Lse"),
+        ("producer of V", "Arrive Full", "Write Lse"),
         ("consumer", "Arrive DsFull", "Write Ds"),
         ("consumer", "Arrive StepEmpty", "Read Step"),
         ("consumer", "Arrive QEmpty", "AwaitProducts"),
         ("consumer", "Arrive DOutEmpty", "AwaitProducts"),
         ("consumer", "Arrive KEmpty", "AwaitProducts"),
         ("consumer", "Arrive VEmpty", "AwaitProducts"),
+        ("consumer", "Arrive DqFull", "Write Dq"),
+        ("adder of dQ", "Arrive DqEmpty", "AwaitSent"),
+        ("adder of dQ", "Arrive StepEmpty", "Read Step"),
     ];
     for (shape, (role, release, before)) in
         few_shapes().flat_map(|shape| early.map(|early| (shape, early)))
     {
+        // Who adds dQ, and who copies lse and delta, is another role in some shapes.
+        if !kinds(shape, &[release]).iter().any(|(of, _)| *of == role) {
+            continue;
+        }
         let changed = |ops: &mut Vec<Op>| {
             for at in 0..ops.len() {
                 if kind(&ops[at]) == release {

@@ -147,7 +147,7 @@ fn check(config: &Config) -> Result<(), Refusal> {
                  128, where two consumers have dk and dv of the same keys"
             ));
         }
-        if !config.separate_dq {
+        if !config.separate_dq || config.ordered_dq {
             return shape("hopper leaves dq to a kernel of its own at head dims above 128".into());
         }
         if !(2..=4).contains(&stages) {

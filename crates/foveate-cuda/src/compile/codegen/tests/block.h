@@ -109,3 +109,17 @@ static void run_block(int count, std::function<void()> kernel) {
         const i64 at = take<i64>(), bytes = take<i64>();                                        \
         fwrite((const void*)at, 1, size_t(bytes), stdout);                                      \
     }
+
+// One launch of a kernel of the same text that takes no mods, and a grid of three axes.
+#define LAUNCH_PLAIN(kernel, Params, count)                                                     \
+    static void run_plain() {                                                                   \
+        const Params params = take<Params>();                                                   \
+        const int x = take<int>(), y = take<int>(), z = take<int>();                            \
+        for (blockIdx.z = 0; blockIdx.z < z; ++blockIdx.z)                                      \
+            for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)                                  \
+                for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x)                              \
+                    run_block(count, [&] { kernel(params); });                                  \
+        blockIdx.z = 0;                                                                         \
+        const i64 at = take<i64>(), bytes = take<i64>();                                        \
+        fwrite((const void*)at, 1, size_t(bytes), stdout);                                      \
+    }

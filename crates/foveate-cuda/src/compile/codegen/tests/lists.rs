@@ -1,5 +1,5 @@
-//! The kernel that builds block lists, run on the CPU thread by thread, against the block masks
-//! of `foveate_mask`.
+//! The kernel that builds block lists, and the one that ranks what they say, run on the CPU thread by
+//! thread, against the block masks of `foveate_mask`.
 
 use foveate_mask::{BlockMask, Kind, Tile};
 use foveate_mods::Head;
@@ -33,6 +33,12 @@ impl Case {
             false => (q as u32).div_ceil(self.tile.q) as i32,
             true => (kv as u32).div_ceil(self.tile.kv) as i32,
         })
+    }
+
+    /// Tiles of queries of the longest sequence.
+    fn columns(&self) -> i32 {
+        let columns = self.lengths.map(|(q, _)| (q as u32).div_ceil(self.tile.q) as i32);
+        columns[0].max(columns[1])
     }
 
     /// Runs of every row, in order of head, sequence, tile.
@@ -73,8 +79,19 @@ impl Case {
     }
 }
 
-/// What the kernel makes of each row of each case; nothing without a host compiler.
-fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
+/// What the kernels make of a case.
+struct Built {
+    /// The runs of each row.
+    rows: Vec<Vec<Run>>,
+    /// Of tiles of keys, of each row: how many add to each tile of queries before.
+    ranks: Vec<Vec<i32>>,
+}
+
+/// What a rank is where nothing was written.
+const UNTOUCHED: i32 = -1;
+
+/// What the kernels make of each case; nothing without a host compiler.
+fn built(cases: &[Case]) -> Option<Vec<Built>> {
     let mut text = [
         "#define FV_GROUP 1\n",
         include_str!("shim.h"),
@@ -90,12 +107,18 @@ fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
         let mods = Mods { mask: Some(&case.mask), ..Mods::default() };
         let source = ModsSource::new(mods, &options()).unwrap();
         text.push_str(&format!(
-            "#define fv_block_lists fv_block_lists_{i}\nnamespace p{i} {{\nunsigned lives[4096];\n\
-             {}{}\nLAUNCH(fv_block_lists, BlockListsParams, 256)\n}}\n#undef fv_block_lists\n",
+            "#define fv_block_lists fv_block_lists_{i}\n#define fv_dq_ranks fv_dq_ranks_{i}\n\
+             namespace p{i} {{\nunsigned lives[4096];\n\
+             {}{}\nLAUNCH(fv_block_lists, BlockListsParams, 256)\n\
+             LAUNCH_PLAIN(fv_dq_ranks, BlockListsParams, 256)\n}}\n\
+             #undef fv_block_lists\n#undef fv_dq_ranks\n",
             source.text(),
             include_str!("../../../../kernels/block_lists.cu"),
         ));
         main.push_str(&format!(" p{i}::run();"));
+        if case.of_keys {
+            main.push_str(&format!(" p{i}::run_plain();"));
+        }
         let rows = case.rows();
         let sequence = |b: usize| Sequence {
             b: b as i32,
@@ -123,6 +146,8 @@ fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
             of_keys: case.of_keys.into(),
             group: HEADS,
             strips: case.cells.0 as i32,
+            columns: case.columns(),
+            ranks: arena.put(&vec![0xff; 4 * all * case.columns() as usize]),
         };
         let mods = source.pack(&put_buffers(&mut arena, &source), 0).unwrap();
         input.extend((mods.len() as i32).to_le_bytes());
@@ -131,6 +156,14 @@ fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
         input.extend([tiles.len() as i32, case.heads()].map(i32::to_le_bytes).concat());
         input.extend(counts.to_le_bytes());
         input.extend((all as u64 * (4 + 8 * case.capacity as u64)).to_le_bytes());
+        if case.of_keys {
+            input.extend(params.bytes());
+            let warps = BlockListsParams::THREADS as u32 / 32;
+            let ctas = (case.columns() as u32).div_ceil(warps) as i32;
+            input.extend([2, case.heads(), ctas].map(i32::to_le_bytes).concat());
+            input.extend(params.ranks.to_le_bytes());
+            input.extend((4 * all as u64 * case.columns() as u64).to_le_bytes());
+        }
     }
     let bytes = program_output(&format!("{text}{main} }}\n"), arena, input)?;
     let mut ints = bytes.chunks(4).map(|word| i32::from_le_bytes(word.try_into().unwrap()));
@@ -143,7 +176,10 @@ fn built(cases: &[Case]) -> Option<Vec<Vec<Vec<Run>>>> {
             let runs = &runs[row * 2 * case.capacity as usize..][..2 * *count as usize];
             runs.chunks(2).map(|r| Run { first: r[0], count_kind: r[1] }).collect()
         };
-        counts.iter().enumerate().map(row).collect()
+        let rows = counts.iter().enumerate().map(row).collect();
+        let columns = case.columns() as usize;
+        let ranks = take(if case.of_keys { all * columns } else { 0 });
+        Built { rows, ranks: ranks.chunks(columns).map(<[i32]>::to_vec).collect() }
     });
     Some(lists.collect())
 }
@@ -194,7 +230,7 @@ fn lists_built_by_the_kernel_are_those_of_block_masks() {
         }
     }
     let Some(lists) = built(&cases) else { return };
-    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+    for (number, (case, Built { rows, .. })) in cases.iter().zip(lists).enumerate() {
         let wanted: Vec<Vec<Run>> =
             case.wanted().iter().map(|row| row.iter().map(as_run).collect()).collect();
         assert_eq!(rows, wanted, "case {number}: {}", case.mask);
@@ -220,7 +256,7 @@ fn runs_beyond_the_capacity_are_joined_where_gaps_are_narrowest() {
     }
     let Some(lists) = built(&cases) else { return };
     let mut joined = 0;
-    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+    for (number, (case, Built { rows, .. })) in cases.iter().zip(lists).enumerate() {
         for (row, (got, all)) in rows.iter().zip(case.wanted()).enumerate() {
             let at = format!("case {number}, row {row}: {got:?} of {all:?}");
             let capacity = case.capacity as usize;
@@ -271,7 +307,7 @@ fn lists_of_cells_built_by_the_kernel_are_those_of_block_masks() {
     let mut cases = with_cells(400, [(100, 257), (53, 0)], 0);
     cases.extend(with_cells(400, [(40, 6000), (0, 77)], 1));
     let Some(lists) = built(&cases) else { return };
-    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+    for (number, (case, Built { rows, .. })) in cases.iter().zip(lists).enumerate() {
         assert_eq!(rows, case.wanted_cells(), "case {number}: {} {:?}", case.mask, case.cells);
     }
 }
@@ -282,7 +318,7 @@ fn whatever_is_joined_each_cell_is_live_where_the_mask_is_and_full_nowhere_else(
     cases.extend(with_cells(5, [(90, 700), (40, 333)], 0));
     let Some(lists) = built(&cases) else { return };
     let mut joined = 0;
-    for (number, (case, rows)) in cases.iter().zip(lists).enumerate() {
+    for (number, (case, Built { rows, .. })) in cases.iter().zip(lists).enumerate() {
         let (strips, bits) = (case.cells.0, case.cells.kind_bits());
         let masks = case.masks(case.cell());
         let wanted = masks.iter().flat_map(|mask| {
@@ -308,4 +344,57 @@ fn whatever_is_joined_each_cell_is_live_where_the_mask_is_and_full_nowhere_else(
         }
     }
     assert!(joined > 20, "only {joined} rows are as long as there is room");
+}
+
+#[test]
+fn ranks_count_the_tiles_of_keys_before_that_a_tile_of_queries_sees() {
+    let mut cases = Vec::new();
+    for (mask, by_head) in masks_to_build() {
+        // More tiles of keys than lanes of a warp; a sequence without keys; runs that were joined.
+        for (lengths, capacity) in [
+            ([(260, 700), (511, 40)], 80),
+            ([(90, 1300), (200, 0)], 80),
+            ([(511, 333), (0, 64)], 1),
+        ] {
+            let tile = Tile { q: 16, kv: 16 };
+            cases.push(Case {
+                mask: mask.clone(),
+                by_head,
+                tile,
+                lengths,
+                cells: Cells(1),
+                of_keys: true,
+                capacity,
+            });
+        }
+    }
+    let Some(lists) = built(&cases) else { return };
+    let (mut later, mut unseen) = (0, 0);
+    for (number, (case, Built { rows, ranks })) in cases.iter().zip(lists).enumerate() {
+        let live = |row: usize, column: i32| {
+            let sees = |run: &Run| (run.first..run.first + run.count_kind / 2).contains(&column);
+            rows[row].iter().any(sees)
+        };
+        let of_sequences = case.rows().map(|rows| rows as usize);
+        let mut first = 0;
+        for of_sequence in (0..case.heads()).flat_map(|_| of_sequences) {
+            for column in 0..case.columns() {
+                let mut before = 0;
+                let of_rows = ranks.iter().enumerate().skip(first).take(of_sequence);
+                for (row, ranks) in of_rows {
+                    let wanted = if live(row, column) { before } else { UNTOUCHED };
+                    let found = ranks[column as usize];
+                    assert_eq!(found, wanted, "case {number}, row {row}, column {column}");
+                    before += i32::from(wanted != UNTOUCHED);
+                    later += usize::from(wanted > 0);
+                    unseen += usize::from(wanted == UNTOUCHED);
+                }
+            }
+            first += of_sequence;
+        }
+    }
+    assert!(
+        later > 1000 && unseen > 1000,
+        "{later} ranks above 0, {unseen} tiles that nobody sees"
+    );
 }

@@ -113,13 +113,17 @@ fn check(case: &Case, ints: &[i32]) {
         sum_row = found[8] + (q_len + 15) / 16 * 16;
         let own = if case.of_keys { k_len } else { q_len };
         let count = (own as u32).div_ceil(case.side as u32) as i32;
-        wanted.extend((0..count).flat_map(|tile| [tile, b]));
+        wanted.extend((0..count).map(|tile| [b, tile]));
         row += count;
     }
     assert!(sum_row as usize <= most_sum_rows(case.count(), case.rows[0] as usize), "{case:?}");
     let tile_capacity = case.tile_capacity() as i32;
     assert_eq!(sequences[9 * case.count()..], [0, 0, 0, 0, 0, 0, 0, tile_capacity, 0], "{case:?}");
-    wanted.reverse();
+    // The last tiles of queries have the most work, the first of keys.
+    if !case.of_keys {
+        wanted.reverse();
+    }
+    let mut wanted: Vec<i32> = wanted.into_flattened();
     let left_over = [case.count() as i32, 0];
     wanted.extend(left_over.repeat(case.tile_capacity() - wanted.len() / 2));
     assert_eq!(tiles, wanted, "{case:?}");
