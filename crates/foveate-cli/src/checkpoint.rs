@@ -111,20 +111,28 @@ fn show(args: &Show, out: &mut Output) -> Result<(), Failure> {
         if *sharded { ", written in ranges by several ranks" } else { "" },
     ))?;
     for tensor in tensors {
-        let mut ranges: Vec<(&str, usize, usize)> = Vec::new();
+        let mut ranges: Vec<(&str, Option<[usize; 2]>, usize, usize)> = Vec::new();
         for range in &tensor.ranges {
             // Pieces of one file that follow one another are one range to a reader.
             match ranges.last_mut() {
-                Some((file, _, end)) if *file == range.file && *end == range.first => {
+                Some((file, columns, _, end))
+                    if (*file, *columns, *end) == (&*range.file, range.columns, range.first) =>
+                {
                     *end += range.elems;
                 }
-                _ => ranges.push((&range.file, range.first, range.first + range.elems)),
+                _ => {
+                    let (first, end) = (range.first, range.first + range.elems);
+                    ranges.push((&range.file, range.columns, first, end));
+                }
             }
         }
         let places = match &ranges[..] {
             [(file, ..)] => (*file).to_owned(),
             all => {
-                let places = all.iter().map(|(file, from, to)| format!("{from}..{to} {file}"));
+                let places = all.iter().map(|(file, columns, from, to)| match columns {
+                    None => format!("{from}..{to} {file}"),
+                    Some([first, end]) => format!("columns {first}..{end}: {from}..{to} {file}"),
+                });
                 places.collect::<Vec<_>>().join(", ")
             }
         };
