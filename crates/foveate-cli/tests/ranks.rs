@@ -112,7 +112,7 @@ fn what_ranks_saved_is_listed_exported_evaluated_and_resumed_by_any_number() {
     assert!(said(&["checkpoint", "show", "hf"]).starts_with("no state to resume from\n"));
     for (args, told) in [
         (&["checkpoint", "export", saved, "hf"][..], "hf: is there already; give a folder that is"),
-        (&["checkpoint", "show", "run"], "run/model.safetensors: could not be read"),
+        (&["checkpoint", "show", "run"], "run: is no checkpoint; the newest one in it is run/"),
         (&["checkpoint", "export", "hf", "other", "--dtype", "f64"], "f32, bf16 and f16 are there"),
     ] {
         let refused = place.run(args);

@@ -74,7 +74,7 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
             "error: the plan of so many ranks takes about 64.0 GiB",
         ),
         (&["--mesh", "replicate=1000000"], 2, "has more than 65536 ranks"),
-        (&["--mesh", "tensor=4"], 2, "2 key/value heads cannot be cut over 4 ranks"),
+        (&["--mesh", "tensor=8"], 2, "6 query heads cannot be cut over 8 ranks"),
         (&["--mesh", "data=4"], 2, "`data` is no axis of a mesh"),
         (&["--mesh", "context=auto"], 2, "the number of ranks is not known"),
         (&["--mesh", "context=3,shard=auto", "--ranks", "8"], 2, "8 ranks cannot be divided by 3"),
