@@ -497,7 +497,12 @@ fn a_run_goes_on_in_another_mesh() {
 
 #[test]
 fn a_mesh_has_the_same_bits_over_threads_and_tcp() {
-    let recipe = |place: &Place| place.recipe(&["train.batch_rows=4", "mesh.replicate=2"]);
+    same_bits_over_threads_and_tcp(&["train.batch_rows=4", "mesh.replicate=2"]);
+}
+
+/// Holds a run of four ranks that connect by TCP to the bits of one whose ranks are threads.
+pub(super) fn same_bits_over_threads_and_tcp(sets: &[&str]) {
+    let recipe = |place: &Place| place.recipe(sets);
     let threads = Place::new();
     let (by_threads, log) = all_well(4, &threads, &recipe(&threads), Start::New).remove(0);
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use foveate_shard::collectives::{Meeting, connect};
-
-use super::ranks::{all_well, beside_one_rank, copied, on_ranks, values, values_of};
+use super::ranks::{
+    all_well, beside_one_rank, copied, on_ranks, same_bits_over_threads_and_tcp, values, values_of,
+};
 use super::*;
 
 /// A bias by head that is trained, a constant by head, and a mask by head.
@@ -161,38 +161,7 @@ fn weights_and_moments_of_a_checkpoint_are_those_saved() {
 
 #[test]
 fn tensor_has_the_same_bits_over_threads_and_tcp() {
-    let recipe = |place: &Place| place.recipe(&["train.batch_rows=4", "mesh={tensor=2, shard=2}"]);
-    let threads = Place::new();
-    let (by_threads, log) = all_well(4, &threads, &recipe(&threads), Start::New).remove(0);
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let place = Place::new();
-    let recipe = recipe(&place);
-    let of_rank = |rank: usize| {
-        let world = connect(&Meeting {
-            host: "127.0.0.1".to_owned(),
-            port,
-            rank,
-            ranks: 4,
-            run: 1,
-            attempt: 0,
-            arrival: Duration::from_secs(60),
-            deadline: Duration::from_secs(60),
-            silence: Duration::from_secs(60),
-        });
-        let mut log = Log::default();
-        let done = train_on(&world.unwrap(), &recipe, &place.file(), Start::New, &mut log);
-        (done.unwrap(), log)
-    };
-    let of_rank = &of_rank;
-    let mut runs = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || of_rank(rank))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
-    });
-    let (by_tcp, tcp_log) = runs.remove(0);
-    assert_eq!(tcp_log, log);
-    let [one, other] = [&by_threads, &by_tcp]
-        .map(|run| values_of(&run.checkpoint).into_iter().map(f32::to_bits).collect::<Vec<_>>());
-    assert!(one == other && !one.is_empty());
+    same_bits_over_threads_and_tcp(&["train.batch_rows=4", "mesh={tensor=2, shard=2}"]);
 }
 
 #[test]
