@@ -213,6 +213,15 @@ struct RowRuns {
     }
 };
 
+// Strips of a row of tiles. Only lists of the Hopper forward have several: elsewhere they take no registers.
+__device__ int strips_of(const BlockListsParams& p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+    return 1;
+#else
+    return p.strips;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(LIST_WARPS * 32)
 fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant__ Mods mods) {
     extern __shared__ unsigned lives[];
@@ -225,13 +234,14 @@ fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant
     const int side = p.of_keys ? p.tile_q : p.tile_kv, length = p.of_keys ? s.q_len : s.k_len;
     const int from = tile.tile * of_row, to = int(min(i64(from) + of_row, i64(rows)));
     const int columns = length / side + (length % side != 0), words = (columns + 31) / 32;
+    const int strips = strips_of(p);
     auto strip_row = [&](int strip) -> TileRow {
-        const int strip_rows = of_row / p.strips, first = from + strip * strip_rows;
+        const int strip_rows = of_row / strips, first = from + strip * strip_rows;
         return {mods, place, p.of_keys != 0, first, min(first + strip_rows, to), length, side, columns};
     };
 
     // One bit a cell: live, full, left open by bounds.
-    const int all_words = p.strips * words;
+    const int all_words = strips * words;
     unsigned* fulls = lives + all_words;
     unsigned* opens = fulls + all_words;
     const bool coarse = words > 2 * LIST_WARPS;
@@ -270,7 +280,7 @@ fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant
 
     if (warp != 0) return;
     const i64 at = s.first_row + tile.tile + i64(head) * p.head_stride;
-    const RowRuns runs = {{lives, fulls, p.strips, words}, words, lane};
+    const RowRuns runs = {{lives, fulls, strips, words}, words, lane};
     const int count = runs.count();
     if (count <= p.capacity) runs.write(p.runs + at * p.capacity);
     else runs.write_joined(p.runs + at * p.capacity, count, p.capacity);
