@@ -12,6 +12,7 @@ use foveate::{AnyBuffer, BufferData, ScalarValue};
 use crate::failure::Failure;
 use crate::number::number;
 use crate::output::{bytes, is_open, is_pipe};
+use crate::progress::{PATIENCE, waiting};
 
 /// What the texts of a command may name.
 #[derive(Debug, Default, clap::Args)]
@@ -103,6 +104,10 @@ impl Captures {
     /// these only.
     pub fn names(&self, len: usize) -> Result<Names, Failure> {
         self.named_once()?;
+        waiting("reading captured buffers", PATIENCE, || self.read(len))
+    }
+
+    fn read(&self, len: usize) -> Result<Names, Failure> {
         let mut names = Names::new().positions(len);
         if let Some(total) = self.documents_len() {
             if total < len {

@@ -60,6 +60,23 @@ fn what_is_no_file_is_refused_at_once() {
     }
 }
 
+/// Numbers that come late are waited for, which is said.
+#[cfg(unix)]
+#[test]
+fn buffers_that_take_long_to_read_are_told_of() {
+    use std::io::Write;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+    command.args(["mask", "x[q] > 0", "--len", "3", "--buffer", "x=/dev/stdin"]);
+    let piped = std::process::Stdio::piped;
+    let mut child = command.stdin(piped()).stdout(piped()).stderr(piped()).spawn().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(2600));
+    child.stdin.take().unwrap().write_all(b"0, 1, 2").unwrap();
+    let done = child.wait_with_output().unwrap();
+    let said = String::from_utf8(done.stderr).unwrap();
+    assert!(done.status.success(), "{said}");
+    assert!(said.contains("reading captured buffers ..."), "{said}");
+}
+
 #[test]
 fn what_is_of_attention_alone_is_refused_beside_a_recipe() {
     for args in [
