@@ -50,6 +50,7 @@
 
 mod account;
 mod architecture;
+mod array;
 mod backend;
 mod batch;
 mod config;

@@ -10,6 +10,7 @@ pub mod cells;
 pub mod check;
 pub mod codegen;
 pub mod config;
+pub mod kernel;
 pub mod params;
 pub mod resources;
 pub mod source;

@@ -632,14 +632,19 @@ pub(super) fn copied(from: &Place) -> Place {
 
 #[test]
 fn a_run_goes_on_in_every_mesh_from_what_every_other_one_saved() {
-    let meshes = [
+    each_goes_on_from_every_other(&[
         (1, "mesh={}"),
         (2, "mesh={shard=2}"),
         (3, "mesh={shard=3}"),
         (2, "mesh={replicate=2}"),
         (4, "mesh={replicate=2, shard=2}"),
         (2, "mesh={context=2}"),
-    ];
+    ]);
+}
+
+/// Holds runs that a mesh began and another ends to the losses and weights of one rank, for every pair of
+/// meshes, each with its ranks.
+pub(super) fn each_goes_on_from_every_other(meshes: &[(usize, &str)]) {
     let sets = |steps, mesh| [steps, mesh, "train.batch_rows=4", "train.save_every=0"];
     let run = |place: &Place, ranks, steps, mesh, start| {
         all_well(ranks, place, &place.recipe(&sets(steps, mesh)), start).remove(0)
@@ -647,10 +652,10 @@ fn a_run_goes_on_in_every_mesh_from_what_every_other_one_saved() {
     let straight = Place::new();
     let (whole, alone) = run(&straight, 1, "train.steps=3", "mesh={}", Start::New);
     let wanted = values_of(&whole.checkpoint);
-    for (ranks, wrote) in meshes {
+    for &(ranks, wrote) in meshes {
         let first = Place::new();
         run(&first, ranks, "train.steps=2", wrote, Start::New);
-        for (ranks, reads) in meshes {
+        for &(ranks, reads) in meshes {
             let place = copied(&first);
             let (summary, log) = run(&place, ranks, "train.steps=3", reads, Start::Resume);
             let [loss] = values(&log.losses)[..] else { panic!("{wrote} to {reads}: {log:?}") };

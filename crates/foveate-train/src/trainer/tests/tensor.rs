@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use super::ranks::{
-    all_well, beside_one_rank, copied, on_ranks, same_bits_over_threads_and_tcp, values, values_of,
+    all_well, beside_one_rank, copied, each_goes_on_from_every_other, on_ranks,
+    same_bits_over_threads_and_tcp,
 };
 use super::*;
 
@@ -94,35 +95,14 @@ fn every_rule_and_recomputation_works_over_tensor() {
 
 #[test]
 fn a_run_goes_on_in_another_mesh_from_what_ranks_of_tensor_saved() {
-    let meshes = [
+    each_goes_on_from_every_other(&[
         (1, "mesh={}"),
         (2, "mesh={tensor=2}"),
         (4, "mesh={tensor=4}"),
         (4, "mesh={tensor=2, shard=2}"),
         (4, "mesh={tensor=2, replicate=2}"),
         (3, "mesh={shard=3}"),
-    ];
-    let sets = |steps, mesh| [steps, mesh, "train.batch_rows=4", "train.save_every=0"];
-    let run = |place: &Place, ranks, steps, mesh, start| {
-        all_well(ranks, place, &place.recipe(&sets(steps, mesh)), start).remove(0)
-    };
-    let straight = Place::new();
-    let (whole, alone) = run(&straight, 1, "train.steps=3", "mesh={}", Start::New);
-    let wanted = values_of(&whole.checkpoint);
-    for (ranks, wrote) in meshes {
-        let first = Place::new();
-        run(&first, ranks, "train.steps=2", wrote, Start::New);
-        for (ranks, reads) in meshes {
-            let place = copied(&first);
-            let (summary, log) = run(&place, ranks, "train.steps=3", reads, Start::Resume);
-            let [loss] = values(&log.losses)[..] else { panic!("{wrote} to {reads}: {log:?}") };
-            let off = (loss - values(&alone.losses)[2]).abs();
-            assert!(off < 1e-5, "{wrote} to {reads}: the loss is {off} off");
-            let found = values_of(&summary.checkpoint);
-            let off = found.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(off < 1e-4, "{wrote} to {reads}: a weight is {off} off");
-        }
-    }
+    ]);
 }
 
 /// What is read of a checkpoint of `tensor` is what is written of it again, to the bit.
