@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use foveate_gpu::driver::Device;
-use foveate_shard::collectives::{Collectives, OneRank, connect};
+use foveate_shard::collectives::{Collectives, OneRank, Rank, connect, thread_ranks};
 use foveate_shard::launch::{Flags, Launch, Launcher, find};
 use foveate_train::device::DeviceChoice;
 
@@ -87,6 +87,47 @@ pub fn meet(launch: &Launch) -> Result<Box<dyn Collectives>, Failure> {
         );
     }
     Ok(Box::new(connect(&launch.meeting())?))
+}
+
+/// Runs `first` as rank 0 on this thread, and `other` as each other rank on a thread of its own; none waits
+/// for another for more than `deadline`.
+///
+/// # Errors
+/// That of the rank that failed by itself, where the others failed because of it.
+pub fn in_threads<T>(
+    ranks: usize,
+    deadline: Duration,
+    first: impl FnOnce(&Rank) -> Result<T, Failure>,
+    other: impl Fn(&Rank) -> Result<(), Failure> + Sync,
+) -> Result<T, Failure> {
+    let mut worlds = thread_ranks(ranks, deadline).into_iter();
+    let own = worlds.next().expect("there is a rank");
+    let other = &other;
+    std::thread::scope(|scope| {
+        let others: Vec<_> = worlds.map(|world| scope.spawn(move || other(&world))).collect();
+        let done = first(&own);
+        // Whoever still waits for this rank is told that it has left.
+        drop(own);
+        let mut failures = Vec::new();
+        let done = done.map_err(|failure| failures.push(failure));
+        for thread in others {
+            let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            failures.extend(ended.err());
+        }
+        let own = failures.iter().position(|failure| !matches!(failure, Failure::Elsewhere));
+        match (failures.is_empty(), done) {
+            (true, Ok(done)) => Ok(done),
+            _ => Err(failures.swap_remove(own.unwrap_or(0))),
+        }
+    })
+}
+
+/// Tells on which devices `ranks` threads are, where they are GPUs.
+pub fn tell_devices(given: DeviceChoice, ranks: usize) {
+    if let DeviceChoice::Cuda(_) = given {
+        let devices: Vec<_> = (0..ranks).map(|rank| device(given, rank).to_string()).collect();
+        crate::output::tell!("ranks on {}", devices.join(", "));
+    }
 }
 
 /// The device of rank `local` of a host: ranks take the GPUs from the given one on, and begin again with

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use foveate::tensor::count::Count;
-use foveate_shard::collectives::{Collectives, Rank, thread_ranks};
+use foveate_shard::collectives::Collectives;
 use foveate_train::checkpoint::Checksums;
 use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainErrorKind;
@@ -87,34 +87,13 @@ fn threads(
         own.run.device = ranks::device(device, rank);
         own
     };
-    if let DeviceChoice::Cuda(_) = device {
-        let devices: Vec<_> = (0..ranks).map(|r| of_rank(r).run.device.to_string()).collect();
-        crate::output::tell!("ranks on {}", devices.join(", "));
-    }
-    let mut worlds = thread_ranks(ranks, deadline).into_iter();
-    let first = worlds.next().expect("there is a rank");
-    std::thread::scope(|scope| {
-        let start = |world: Rank| {
-            let (recipe, interrupt) = (of_rank(world.rank()), interrupt.clone());
-            scope.spawn(move || other(args, &world, &recipe, interrupt))
-        };
-        let others: Vec<_> = worlds.map(start).collect();
-        let own = rank(args, &first, &of_rank(0), interrupt.clone(), out);
-        // Whoever still waits for this rank is told that it has left.
-        drop(first);
-        let mut failures = vec![own.err()];
-        for thread in others {
-            let ended = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            failures.push(ended.err());
-        }
-        // One failed by itself, and the others because of it.
-        let mut failures: Vec<Failure> = failures.into_iter().flatten().collect();
-        let own = failures.iter().position(|failure| !matches!(failure, Failure::Elsewhere));
-        match failures.is_empty() {
-            true => Ok(()),
-            false => Err(failures.swap_remove(own.unwrap_or(0))),
-        }
-    })
+    ranks::tell_devices(device, ranks);
+    ranks::in_threads(
+        ranks,
+        deadline,
+        |world| rank(args, world, &of_rank(0), interrupt.clone(), out),
+        |world| other(args, world, &of_rank(world.rank()), interrupt.clone()),
+    )
 }
 
 /// How a run begins, as the arguments say.

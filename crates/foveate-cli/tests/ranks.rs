@@ -57,6 +57,42 @@ fn launched_ranks_reach_what_one_reaches_and_one_of_them_writes() {
 }
 
 #[test]
+fn steps_of_a_mesh_are_measured() {
+    let place = Place::new();
+    let bench = |more: &[&str]| {
+        let fixed =
+            ["bench", "train", "--model", "recipe.toml", "--rows", "4", "--steps", "2", "--json"];
+        place.run(&[&fixed, more].concat())
+    };
+    for (ranks, mesh) in [
+        ("2", "replicate=1,shard=2,context=1,tensor=1"),
+        ("4", "replicate=2,shard=1,context=1,tensor=2"),
+        ("2", "replicate=1,shard=1,context=2,tensor=1"),
+    ] {
+        let sets = mesh.split(',').filter(|axis| !axis.starts_with("shard"));
+        let sets: Vec<_> =
+            sets.flat_map(|axis| ["--set".to_owned(), format!("mesh.{axis}")]).collect();
+        let sets = sets.iter().map(String::as_str);
+        let done = bench(&["--ranks", ranks].into_iter().chain(sets).collect::<Vec<_>>());
+        let (out, said) = (text(done.stdout), text(done.stderr));
+        assert!(done.status.success(), "{mesh}: {said}");
+        let found: serde_json::Value = serde_json::from_str(&out).unwrap();
+        assert_eq!(
+            (found["mesh"].as_str(), found["rows"].as_u64()),
+            (Some(mesh), Some(4)),
+            "{out}"
+        );
+        assert!(found["ms"].as_f64().unwrap() > 0.0, "{out}");
+    }
+    // One rank says what is wrong, and the others end with it.
+    let done = bench(&["--ranks", "8"]);
+    let said = text(done.stderr);
+    assert!(!done.status.success());
+    let [error] = errors(&said)[..] else { panic!("{said}") };
+    assert!(error.contains("train.batch_rows: is 4, and 8 ranks share"), "{said}");
+}
+
+#[test]
 fn launched_ranks_share_the_tokens_of_a_row_over_tcp() {
     let place = place();
     assert!(place.run(&["train", "recipe.toml", "--set", "run.dir=alone"]).status.success());

@@ -7,6 +7,7 @@
 mod counting;
 mod evaluation;
 mod folder;
+mod mesh_model;
 mod pending;
 mod profile;
 mod saving;
@@ -35,6 +36,8 @@ use crate::recipe::Recipe;
 use evaluation::held_out_loss_on;
 pub use evaluation::{TokenLoss, TotalLoss, held_out_loss, token_losses};
 use folder::Folder;
+pub use mesh_model::MeshModel;
+use mesh_model::sum_copies;
 use profile::Profile;
 use setup::{Setup, packing};
 
@@ -404,11 +407,7 @@ impl<B: Blocks> Setup<'_, B> {
         }
         if let Room::Whole(all) = gradients {
             sums.labelled = count_labelled(self.ranks, &self.model, labelled_here, &mut totals)?;
-            let copies = &self.copies;
-            if copies.ranks() > 1 {
-                let sum = |values: &mut [f32]| Ok::<_, TrainError>(copies.all_reduce(values)?);
-                self.model.reduce(all, sum)?;
-            }
+            sum_copies(&*self.copies, &mut self.model, all)?;
             let (moments, queueing) = (&mut self.moments, Instant::now());
             self.model.update(&optimizer, &self.spans[0], all, moments, &mut totals)?;
             run.did("queue the update", queueing);

@@ -14,13 +14,14 @@ use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, ValueEnum};
 use foveate::tensor::count::Count;
-use foveate_nn::Recompute;
+use foveate_shard::collectives::{Collectives, Rank};
 use foveate_train::device::{DeviceChoice, DeviceOptions};
 
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::number::number;
 use crate::output::{Output, bytes};
+use crate::ranks::{self, RankArgs};
 use case::Case;
 use steps::{Alone, Measured, Steps};
 
@@ -29,13 +30,13 @@ pub struct Args {
     /// Sizes of a published Llama (135m, 1b, 3b, 8b), or a recipe
     #[arg(long, value_name = "NAME|RECIPE", default_value = "1b")]
     model: String,
-    /// Override a field of the recipe, such as train.batch_rows=4
+    /// Override a field of the recipe, such as train.recompute_layers=4 or mesh.tensor=2
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Tokens of a row; the recipe's, 2048 for 135m, 8192 otherwise
     #[arg(long, value_name = "N", value_parser = number::<usize>)]
     len: Option<usize>,
-    /// Rows of a batch; the recipe's, otherwise 1
+    /// Rows of a batch, over all ranks; the recipe's, otherwise 1
     #[arg(long, value_name = "N", value_parser = number::<usize>)]
     rows: Option<usize>,
     /// Batches of a step; the recipe's, otherwise 1
@@ -74,6 +75,8 @@ pub struct Args {
     /// Print one JSON object an order
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    ranks: RankArgs,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -93,38 +96,72 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         out.json(&case.starts(0))?;
         return Ok(());
     }
-    let peers = args.peers.as_deref().map(peers::read).transpose()?.unwrap_or_default();
-    let interrupt = Interrupt::watch()?;
-    let orders: &[bool] = match args.order {
-        Order::Fixed => &[true],
-        Order::Any => &[false],
-        Order::Both => &[true, false],
-    };
-    let mut all: Vec<Measured> = Vec::new();
-    for &deterministic in orders {
-        let options = DeviceOptions { device: args.device, state: case.state, deterministic };
-        let steps = Steps { case: &case, steps: args.steps.max(1), deterministic };
-        let mut found = options.run(steps.watched(&interrupt))??;
-        // A processor has one order.
-        let more = found.gpu.is_some();
-        if more && all.is_empty() {
-            found.alone_ms = options.run(Alone { case: &case, interrupt: &interrupt })??;
-        } else {
-            found.alone_ms = all.first().and_then(|first| first.alone_ms);
-        }
-        if args.json {
-            out.json(&found.json(&case))?;
-        } else {
-            print(&case, &found, all.first(), out)?;
-            peers::print(&case, &found, &peers, out)?;
-        }
-        out.flush()?;
-        all.push(found);
-        if !more {
-            break;
-        }
+    if let Some((ranks, deadline)) = args.ranks.threads()? {
+        ranks::tell_devices(args.device, ranks);
+        let interrupt = Interrupt::watch()?;
+        let bench = |world: &Rank, out: Option<&mut Output>| {
+            let device = ranks::device(args.device, world.rank());
+            let interrupt = interrupt.clone();
+            Bench { args, case: &case, world, device, interrupt }.run(out)
+        };
+        let first = |world: &Rank| bench(world, Some(out));
+        return ranks::in_threads(ranks, deadline, first, |world| bench(world, None));
     }
-    Ok(())
+    let launch = args.ranks.find()?;
+    let device = ranks::device(args.device, launch.local_rank);
+    let world = &*ranks::meet(&launch)?;
+    let bench = Bench { args, case: &case, world, device, interrupt: Interrupt::watch()? };
+    bench.run((world.rank() == 0).then_some(out))
+}
+
+/// The measurement on a rank.
+struct Bench<'a> {
+    args: &'a Args,
+    case: &'a Case,
+    world: &'a dyn Collectives,
+    device: DeviceChoice,
+    interrupt: Interrupt,
+}
+
+impl Bench<'_> {
+    /// Measures, and prints what was found where there is an `out`.
+    fn run(&self, mut out: Option<&mut Output>) -> Result<(), Failure> {
+        let &Self { args, case, world, device, .. } = self;
+        let peers = args.peers.as_deref().map(peers::read).transpose()?.unwrap_or_default();
+        let orders: &[bool] = match args.order {
+            Order::Fixed => &[true],
+            Order::Any => &[false],
+            Order::Both => &[true, false],
+        };
+        let mut all: Vec<Measured> = Vec::new();
+        for &deterministic in orders {
+            let options =
+                DeviceOptions { device, state: case.recipe.precision.state, deterministic };
+            let steps = Steps { case, steps: args.steps.max(1), deterministic };
+            let mut found = options.run(steps.watched(world, &self.interrupt))??;
+            // A processor has one order.
+            let more = found.gpu.is_some();
+            if more && all.is_empty() && world.ranks() == 1 {
+                found.alone_ms = options.run(Alone { case, interrupt: &self.interrupt })??;
+            } else {
+                found.alone_ms = all.first().and_then(|first| first.alone_ms);
+            }
+            if let Some(out) = &mut out {
+                if args.json {
+                    out.json(&found.json(case))?;
+                } else {
+                    print(case, &found, all.first(), out)?;
+                    peers::print(case, &found, &peers, out)?;
+                }
+                out.flush()?;
+            }
+            all.push(found);
+            if !more {
+                break;
+            }
+        }
+        Ok(())
+    }
 }
 
 fn print(
@@ -133,28 +170,39 @@ fn print(
     fixed: Option<&Measured>,
     out: &mut Output,
 ) -> Result<(), Failure> {
-    let Case { name, rows, len, accumulate, documents, .. } = case;
+    let Case { name, documents, .. } = case;
     if fixed.is_none() {
         out.line(format!(
-            "{name}: {} parameters, {} of {len} tokens, {} a row, {} a step, `{}`, state {}, \
+            "{name}: {} parameters, {} of {} tokens, {} a row, {} a step, `{}`, state {}, \
              recompute {}, {}",
             crate::output::count(found.parameters as f64),
-            Count(*rows, "row"),
+            Count(case.rows(), "row"),
+            case.len(),
             Count(*documents, "document"),
-            Count(*accumulate, "batch"),
+            Count(case.accumulate(), "batch"),
             case.mask(),
             found.state,
-            case.recompute().name(),
+            case.recomputes(),
             found.gpu.as_deref().unwrap_or("the CPU"),
+        ))?;
+    }
+    if let Some(mesh) = found.mesh.as_ref().filter(|_| fixed.is_none()) {
+        out.line(format!(
+            "{} in the mesh {mesh}; memory, TFLOP/s and blocks are those of rank 0",
+            Count(found.ranks, "rank")
         ))?;
     }
     let order = if found.deterministic { "fixed order" } else { "any order" };
     out.line(format!(
-        "\n{order}: {:.1} ms a step (fastest {:.1}), {:.0} tokens/s, {} of memory, {} by the dry run; \
+        "\n{order}: {:.1} ms a step (fastest {:.1}), {:.0} tokens/s{}, {} of memory, {} by the dry run; \
          the host queues for {:.1} ms",
         found.ms,
         found.min_ms,
         found.tokens_per_s(case),
+        match found.ranks {
+            1 => String::new(),
+            ranks => format!(" ({:.0} a rank)", found.tokens_per_s(case) / ranks as f64),
+        },
         found.peak_bytes.map_or("?".to_owned(), |n| bytes(n as f64)),
         bytes(found.planned_bytes as f64),
         found.queue_ms,
@@ -214,8 +262,4 @@ fn print(
 fn word<T: serde::de::DeserializeOwned>(option: &str, text: &str) -> Result<T, Failure> {
     serde_json::from_value(text.into())
         .map_err(|e| Failure::usage(format!("--{option} {text}: {e}")))
-}
-
-fn recompute(args: &Args) -> Result<Option<Recompute>, Failure> {
-    args.recompute.as_deref().map(|text| word("recompute", text)).transpose()
 }

@@ -320,7 +320,7 @@ fn counts(
 }
 
 /// What plans attention where ranks compute it together.
-fn context<B: Blocks>(
+pub(super) fn context<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
     model: &Model<B>,
@@ -350,7 +350,7 @@ fn context<B: Blocks>(
 }
 
 /// Refuses more ranks that share rows than a batch has rows.
-fn rows_suffice(recipe: &Recipe, ranks: usize) -> Result<(), TrainError> {
+pub(super) fn rows_suffice(recipe: &Recipe, ranks: usize) -> Result<(), TrainError> {
     let rows = recipe.train.batch_rows;
     if rows >= ranks {
         return Ok(());
@@ -497,7 +497,7 @@ fn share_tensor<B: Blocks>(
 
 /// Cuts parameters over ranks where the mesh says so. Where they are updated in the backward pass, it is
 /// the transfers of groups that sum gradients of ranks with the same parameters, too.
-fn share_parameters<B: Blocks>(
+pub(super) fn share_parameters<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
     model: &mut Model<B>,

@@ -3,99 +3,77 @@
 use std::path::Path;
 
 use foveate::tensor::random::Random;
-use foveate_nn::{
-    AttentionConfig, Batch, IGNORE, ModelConfig, ParameterState, ProgramConfig, Recompute,
-};
+use foveate_nn::{AttentionConfig, IGNORE, ModelConfig, ProgramConfig, Recomputation, Recompute};
 use foveate_train::checkpoint::{self, Checksums};
-use foveate_train::recipe::Recipe;
+use foveate_train::pack::Packed;
+use foveate_train::recipe::{Recipe, RecomputeChoice};
 use foveate_train::tokens::BYTE_VOCAB;
-use serde_json::json;
 
-use super::{Args, recompute, word};
+use super::{Args, word};
 use crate::failure::Failure;
 
 /// A model and how it is trained.
 #[derive(Debug)]
 pub struct Case {
     pub name: String,
+    /// Rows, length, batches of a step, state, recomputation and mesh.
+    pub recipe: Recipe,
     pub config: ModelConfig,
     pub attention: AttentionConfig,
-    pub rows: usize,
-    pub len: usize,
-    pub accumulate: usize,
     pub documents: usize,
-    pub state: Option<ParameterState>,
-    recompute: Recompute,
-}
-
-/// Rows of tokens as a batch has them.
-pub struct Tokens {
-    rows: usize,
-    len: usize,
-    tokens: Vec<u32>,
-    labels: Vec<i32>,
-    documents: Vec<i32>,
-    positions: Vec<i32>,
 }
 
 impl Case {
     pub fn of(args: &Args) -> Result<Self, Failure> {
-        let published = published(&args.model);
-        if published.is_some() && !args.set.is_empty() {
-            return Err(Failure::usage("--set overrides a field of a recipe, but none is given")
-                .help("name a recipe by --model, or leave --set out"));
-        }
-        let mut case = match published {
-            Some(config) => Self {
-                name: args.model.clone(),
-                len: if args.model == "135m" { 2048 } else { 8192 },
-                rows: 1,
-                accumulate: 1,
-                documents: args.documents,
-                attention: program(causal(args.documents)),
-                state: None,
-                recompute: Recompute::default(),
-                config,
-            },
-            None => Self::of_recipe(args)?,
+        let recipe = match published(&args.model) {
+            Some(sizes) => Recipe::parse(&sizes, &args.model, &args.set)?,
+            None => of_file(args)?,
         };
-        case.len = args.len.unwrap_or(case.len);
-        case.rows = args.rows.unwrap_or(case.rows);
-        case.accumulate = args.accumulate.unwrap_or(case.accumulate);
+        let mut case = Self::of_recipe(args, recipe)?;
+        let Recipe { data, train, precision, optimizer, .. } = &mut case.recipe;
+        data.len = args.len.unwrap_or(data.len);
+        train.batch_rows = args.rows.unwrap_or(train.batch_rows);
+        train.accumulate = args.accumulate.unwrap_or(train.accumulate);
         for (option, value) in
-            [("len", case.len), ("rows", case.rows), ("accumulate", case.accumulate)]
+            [("len", data.len), ("rows", train.batch_rows), ("accumulate", train.accumulate)]
         {
             if value == 0 {
                 return Err(Failure::usage(format!("--{option} is 0; it must be at least 1")));
             }
         }
-        if args.documents == 0 || args.documents > case.len {
-            let (documents, len) = (args.documents, case.len);
+        if args.documents == 0 || args.documents > data.len {
+            let (documents, len) = (args.documents, data.len);
             let message =
                 format!("--documents is {documents}; a row of {len} tokens has 1 to {len}");
             return Err(Failure::usage(message));
         }
+        if optimizer.in_backward {
+            return Err(Failure::usage("optimizer.in_backward is true").help(
+                "bench train measures steps that update after the backward pass: leave it out",
+            ));
+        }
+        if let Some(state) = &args.state {
+            precision.state = Some(word("state", state)?);
+        }
+        if let Some(recompute) = &args.recompute {
+            train.recompute = word("recompute", recompute)?;
+        }
+        if train.recompute == RecomputeChoice::Auto {
+            return Err(Failure::usage("train.recompute is \"auto\"")
+                .help("say what is computed again by --recompute none, attention, mlp or full"));
+        }
         let longest = case.config.max_position_embeddings;
-        case.config.max_position_embeddings = longest.max(case.len);
+        case.config.max_position_embeddings = longest.max(data.len);
         if args.mask.is_some() || args.score.is_some() {
             let mask = args.mask.clone().unwrap_or_else(|| causal(args.documents).to_owned());
             let score = args.score.clone();
             case.attention = ProgramConfig { mask, score, ..ProgramConfig::default() }.into();
         }
-        if let Some(state) = &args.state {
-            case.state = Some(word("state", state)?);
-        }
-        case.recompute = recompute(args)?.unwrap_or(case.recompute);
         Ok(case)
     }
 
-    fn of_recipe(args: &Args) -> Result<Self, Failure> {
+    fn of_recipe(args: &Args, recipe: Recipe) -> Result<Self, Failure> {
         let path = Path::new(&args.model);
-        if !path.exists() {
-            let message = format!("--model {}: there is no such recipe", args.model);
-            return Err(Failure::usage(message).help("name a file, or one of 135m, 1b, 3b and 8b"));
-        }
-        let recipe = Recipe::load(path, &args.set)?;
         let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
         let place = path.parent().unwrap_or(Path::new(""));
         let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
@@ -112,17 +90,36 @@ impl Case {
             name: args.model.clone(),
             config,
             attention: attention.unwrap_or_else(|| program(causal(args.documents))),
-            rows: recipe.train.batch_rows,
-            len: recipe.data.len,
-            accumulate: recipe.train.accumulate,
             documents: args.documents,
-            state: recipe.precision.state,
-            recompute: recipe.train.recomputation().unwrap_or_default().what,
+            recipe,
         })
     }
 
-    pub fn recompute(&self) -> Recompute {
-        self.recompute
+    pub fn rows(&self) -> usize {
+        self.recipe.train.batch_rows
+    }
+
+    pub fn len(&self) -> usize {
+        self.recipe.data.len
+    }
+
+    pub fn accumulate(&self) -> usize {
+        self.recipe.train.accumulate
+    }
+
+    pub fn recompute(&self) -> Recomputation {
+        self.recipe.train.recomputation().unwrap_or(Recompute::None.into())
+    }
+
+    /// What is computed again, in words.
+    pub fn recomputes(&self) -> String {
+        let Recomputation { what, layers } = self.recompute();
+        match layers >= self.config.num_hidden_layers || what == Recompute::None {
+            true => what.name().to_owned(),
+            false => {
+                format!("{} in {layers} of {} layers", what.name(), self.config.num_hidden_layers)
+            }
+        }
     }
 
     /// The masks of its programs.
@@ -133,22 +130,15 @@ impl Case {
 
     /// Tokens of a step.
     pub fn tokens(&self) -> usize {
-        self.rows * self.len * self.accumulate
+        self.rows() * self.len() * self.accumulate()
     }
 
     /// Rows of random tokens, other ones for every `number`.
-    pub fn batch(&self, number: usize) -> Tokens {
-        let Self { rows, len, .. } = *self;
+    pub fn batch(&self, number: usize) -> Packed {
+        let (rows, len) = (self.rows(), self.len());
         let vocab = self.config.vocab_size;
         let mut draw = Random::stream(number as u64, 0);
-        let mut batch = Tokens {
-            rows,
-            len,
-            tokens: Vec::with_capacity(rows * len),
-            labels: Vec::with_capacity(rows * len),
-            documents: Vec::with_capacity(rows * len),
-            positions: Vec::with_capacity(rows * len),
-        };
+        let mut batch = Packed { rows, len, ..Packed::default() };
         for starts in self.starts(number) {
             for (document, (&start, end)) in
                 starts.iter().zip(starts[1..].iter().copied().chain([len])).enumerate()
@@ -171,14 +161,14 @@ impl Case {
         let row = |row: usize| {
             let (mut draw, mut starts) = (Random::stream(number as u64, 1 + row as u64), vec![0]);
             while starts.len() < self.documents {
-                let at = draw.below(self.len);
+                let at = draw.below(self.len());
                 if let Err(place) = starts.binary_search(&at) {
                     starts.insert(place, at);
                 }
             }
             starts
         };
-        (0..self.rows).map(row).collect()
+        (0..self.rows()).map(row).collect()
     }
 
     /// Keys that a query sees on average of a causal mask within documents, itself among them.
@@ -186,21 +176,6 @@ impl Case {
         let batch = self.batch(0);
         let keys: i64 = batch.positions.iter().map(|&position| i64::from(position) + 1).sum();
         keys as f64 / batch.positions.len() as f64
-    }
-}
-
-impl Tokens {
-    pub fn as_batch(&self) -> Batch<'_> {
-        let keys: usize = self.positions.iter().map(|&position| position as usize + 1).sum();
-        Batch {
-            rows: self.rows,
-            len: self.len,
-            tokens: &self.tokens,
-            labels: &self.labels,
-            documents: &self.documents,
-            positions: &self.positions,
-            mean_kv_len: Some(keys.div_ceil(self.positions.len())),
-        }
     }
 }
 
@@ -213,8 +188,18 @@ fn program(mask: &str) -> AttentionConfig {
     ProgramConfig { mask: mask.into(), ..ProgramConfig::default() }.into()
 }
 
-/// The sizes of SmolLM-135M, Llama-3.2-1B and -3B, and Llama-3.1-8B.
-fn published(name: &str) -> Option<ModelConfig> {
+/// The recipe in `args`.
+fn of_file(args: &Args) -> Result<Recipe, Failure> {
+    let path = Path::new(&args.model);
+    if !path.exists() {
+        let message = format!("--model {}: there is no such recipe", args.model);
+        return Err(Failure::usage(message).help("name a file, or one of 135m, 1b, 3b and 8b"));
+    }
+    Ok(Recipe::load(path, &args.set)?)
+}
+
+/// A recipe of the sizes of SmolLM-135M, Llama-3.2-1B and -3B, and Llama-3.1-8B.
+fn published(name: &str) -> Option<String> {
     let [hidden, wide, layers, heads, kv, dim, vocab] = match name {
         "135m" => [576, 1536, 30, 9, 3, 64, 49_152],
         "1b" => [2048, 8192, 16, 32, 8, 64, 128_256],
@@ -222,50 +207,47 @@ fn published(name: &str) -> Option<ModelConfig> {
         "8b" => [4096, 14_336, 32, 32, 8, 128, 128_256],
         _ => return None,
     };
-    let config = serde_json::from_value(json!({
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": wide,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": dim,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": if name == "135m" { 10_000.0 } else { 500_000.0 },
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": name != "8b",
-    }));
-    Some(config.expect("these are fields of a model"))
+    let small = name == "135m";
+    let theta = if small { 10_000.0 } else { 500_000.0 };
+    let (len, tied) = (if small { 2048 } else { 8192 }, name != "8b");
+    Some(format!(
+        "[run]\ndir = 'bench'\n[data]\nfiles = []\nlen = {len}\n[train]\nbatch_rows = 1\naccumulate = 1\n\
+         [model]\nvocab_size = {vocab}\nhidden_size = {hidden}\nintermediate_size = {wide}\n\
+         num_hidden_layers = {layers}\nnum_attention_heads = {heads}\nnum_key_value_heads = {kv}\n\
+         head_dim = {dim}\nrms_norm_eps = 1e-5\nrope_theta = {theta:.1}\ntie_word_embeddings = {tied}\n"
+    ))
 }
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn case(args: &[&str]) -> Result<Case, Failure> {
+        Case::of(&Command::parse_from([&["bench"], args].concat()).args)
+    }
 
     #[test]
     fn published_sizes_have_their_published_parameter_counts() {
-        let counts =
-            ["135m", "1b", "3b", "8b"].map(|name| published(name).unwrap().parameter_count());
+        let counts = ["135m", "1b", "3b", "8b"]
+            .map(|name| case(&["--model", name]).unwrap().config.parameter_count());
         assert_eq!(counts, [134_515_008, 1_235_814_400, 3_212_749_824, 8_030_261_248]);
     }
 
     #[test]
     fn documents_fill_their_rows_and_know_no_next_token_at_their_ends() {
-        let config = published("135m").unwrap();
-        let attention = program("causal & document");
-        let case = Case {
-            name: "135m".into(),
-            config,
-            attention,
-            rows: 3,
-            len: 57,
-            accumulate: 1,
-            documents: 5,
-            state: None,
-            recompute: Recompute::None,
-        };
-        let tokens = case.batch(2);
-        let batch = tokens.as_batch();
+        let case =
+            case(&["--model", "135m", "--rows", "3", "--len", "57", "--documents", "5"]).unwrap();
+        assert_eq!(case.mask(), "causal & document");
+        let packed = case.batch(2);
+        let batch = foveate_train::trainer::batch(&packed);
         batch.validate(&case.config).unwrap();
         for row in 0..3 {
             let cells = row * 57..(row + 1) * 57;
@@ -281,5 +263,25 @@ mod tests {
         assert_ne!(case.starts(2), case.starts(3));
         let keys: f64 = case.batch(0).positions.iter().map(|&p| f64::from(p + 1)).sum();
         assert_eq!(case.causal_keys(), keys / 171.0);
+    }
+
+    #[test]
+    fn fields_of_a_recipe_hold_for_published_sizes_too() {
+        let set = ["train.recompute=mlp", "train.recompute_layers=7", "mesh.shard=2"];
+        let args = set.iter().flat_map(|set| ["--set", set]).chain(["--model", "8b"]);
+        let case = case(&args.collect::<Vec<_>>()).unwrap();
+        assert_eq!(case.recomputes(), "mlp in 7 of 32 layers");
+        assert_eq!((case.rows(), case.len(), case.config.max_position_embeddings), (1, 8192, 8192));
+    }
+
+    #[test]
+    fn what_is_not_measured_is_refused() {
+        for (set, told) in [
+            ("optimizer.in_backward=true", "optimizer.in_backward"),
+            ("train.recompute=auto", "train.recompute"),
+        ] {
+            let failure = case(&["--set", "train.accumulate=1", "--set", set]).unwrap_err();
+            assert!(format!("{failure:?}").contains(told), "{failure:?}");
+        }
     }
 }

@@ -50,7 +50,7 @@ pub fn print(
     out: &mut Output,
 ) -> Result<(), Failure> {
     let same = |peer: &&Peer| {
-        (&peer.model, peer.len, peer.documents) == (&case.name, case.len, case.documents)
+        (&peer.model, peer.len, peer.documents) == (&case.name, case.len(), case.documents)
     };
     let told = |n: Option<u64>| n.map_or("?".to_owned(), |n| bytes(n as f64));
     for peer in peers.iter().filter(same) {

@@ -1,6 +1,7 @@
 //! Steps of a case on a device, timed, and their products alone.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Instant;
 
 use foveate::DType;
@@ -9,12 +10,17 @@ use foveate_nn::{
     AdamW, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model, ModelConfig, Moments,
     NnError, OptimizerStep, ParameterState, Part, PartMut, Rule, StepKind, Treatment, Weights,
 };
+use foveate_shard::MeshAxis;
+use foveate_shard::collectives::Collectives;
+use foveate_train::TrainError;
 use foveate_train::device::OnDevice;
 use foveate_train::machine;
+use foveate_train::pack::Packed;
+use foveate_train::trainer::MeshModel;
 use serde::Serialize;
 use serde_json::json;
 
-use super::case::{Case, Tokens};
+use super::case::Case;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::memory;
@@ -39,15 +45,16 @@ pub struct Steps<'a> {
     pub deterministic: bool,
 }
 
-/// The same, until Ctrl-C is pressed.
+/// The same, on a rank of those that share the model, until Ctrl-C is pressed.
 pub struct Watched<'a> {
     steps: Steps<'a>,
+    world: &'a dyn Collectives,
     interrupt: &'a Interrupt,
 }
 
 impl<'a> Steps<'a> {
-    pub fn watched(self, interrupt: &'a Interrupt) -> Watched<'a> {
-        Watched { steps: self, interrupt }
+    pub fn watched(self, world: &'a dyn Collectives, interrupt: &'a Interrupt) -> Watched<'a> {
+        Watched { steps: self, world, interrupt }
     }
 }
 
@@ -55,8 +62,12 @@ impl<'a> Steps<'a> {
 #[derive(Debug)]
 pub struct Measured {
     pub gpu: Option<String>,
+    pub ranks: usize,
+    /// Where there are several ranks.
+    pub mesh: Option<String>,
     pub deterministic: bool,
     pub state: &'static str,
+    /// Of the whole model.
     pub parameters: u64,
     /// The median.
     pub ms: f64,
@@ -94,11 +105,11 @@ impl Measured {
         case.tokens() as f64 / self.ms * 1e3
     }
 
-    /// TFLOP/s by live pairs, with attention over all pairs, and over half of them.
+    /// TFLOP/s of a rank by live pairs, with attention over all pairs, and over half of them.
     pub fn tflops(&self, case: &Case) -> [f64; 3] {
-        let len = case.len as f64;
+        let (len, tokens) = (case.len() as f64, self.tokens_per_s(case) / self.ranks as f64);
         [self.keys, len, len / 2.0]
-            .map(|keys| self.tokens_per_s(case) * case.config.flops_per_token(keys).total() * 1e-12)
+            .map(|keys| tokens * case.config.flops_per_token(keys).total() * 1e-12)
     }
 
     /// Products of the layers in a profiled step.
@@ -114,13 +125,16 @@ impl Measured {
             "version": env!("CARGO_PKG_VERSION"),
             "model": case.name,
             "parameters": self.parameters,
-            "rows": case.rows,
-            "len": case.len,
-            "accumulate": case.accumulate,
+            "rows": case.rows(),
+            "len": case.len(),
+            "accumulate": case.accumulate(),
             "documents": case.documents,
             "mask": case.mask(),
             "state": self.state,
-            "recompute": case.recompute().name(),
+            "recompute": case.recompute().what.name(),
+            "recompute_layers": case.recompute().layers.min(case.config.num_hidden_layers),
+            "ranks": self.ranks,
+            "mesh": self.mesh,
             "device": self.gpu.as_deref().unwrap_or("cpu"),
             "deterministic": self.deterministic,
             "ms": self.ms,
@@ -143,12 +157,26 @@ impl Measured {
 impl OnDevice for Watched<'_> {
     type Output = Result<Measured, Failure>;
 
-    fn run<B: Blocks>(self, mut blocks: B, gpu: Option<String>) -> Self::Output {
-        let Self { steps: Steps { case, steps, deterministic }, interrupt } = self;
-        let kind = StepKind::Training(case.recompute().into());
+    fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
+        self.measured(blocks, gpu).inspect_err(|failure| {
+            // The others wait for this rank in a transfer.
+            if let Failure::Failed(report) | Failure::Usage(report) = failure {
+                self.world.abort(&report.to_string());
+            }
+        })
+    }
+}
+
+impl Watched<'_> {
+    fn measured<B: Blocks>(&self, mut blocks: B, gpu: Option<String>) -> Result<Measured, Failure> {
+        let &Self { steps: Steps { case, steps, deterministic }, world, interrupt } = self;
+        let mesh = case.recipe.mesh.of_ranks(world.ranks())?;
+        let rows = case.rows().div_ceil(mesh.size_of(&[MeshAxis::Replicate, MeshAxis::Shard]));
+        let len = case.len().div_ceil(mesh.size(MeshAxis::Context));
+        let cutting = case.recipe.mesh.cutting(&mesh);
+        let kind = StepKind::Training(foveate_nn::Training { cutting, ..case.recompute().into() });
         let config = &case.config;
-        let account =
-            config.dry_run_on(&blocks, &case.attention, &|_| false, case.rows, case.len, kind)?;
+        let account = config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)?;
         let (free, planned) = (blocks.free_bytes()?, account.memory());
         let help = "give fewer --rows or a shorter --len, --recompute full, or a smaller --state";
         memory::fits(planned.total(), free, help)?;
@@ -156,25 +184,26 @@ impl OnDevice for Watched<'_> {
         let of_device = free.map_or(planned, |_| MemoryEstimate { process: 0, ..planned });
         let precision = blocks.precision();
         let state = ParameterState::of(precision).map_or("other", ParameterState::name);
-        let mut training = Training::new(case, blocks)?;
+        let mut training = Training::new(case, blocks, world, gpu.as_deref())?;
         let (ms, queue_ms) = training.timed(steps, interrupt)?;
-        let peak_bytes = match free.zip(training.model.free_bytes()?) {
+        let peak_bytes = match free.zip(training.mesh.model.free_bytes()?) {
             Some((free, left)) => Some(free.saturating_sub(left)),
             None => machine::peak_resident(),
         };
         let (mut blocks, profiled_ms) = training.profiled()?;
-        let cells = (case.rows * case.len) as f64;
-        let keys = training.pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
-        let elems = training.model.layout().elems() as f64;
+        let cells = (training.rows.len() * case.len()) as f64;
+        let pairs = training.pairs.filter(|_| mesh.size(MeshAxis::Context) == 1);
+        let keys = pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
+        let elems = training.mesh.model.layout().elems() as f64 / cutting.parts as f64;
         for sum in &mut blocks {
             let noted = account.blocks.iter().filter(|noted| noted.block == sum.block);
             let [flops, bytes] =
                 noted.fold([0.0; 2], |[flops, bytes], n| [flops + n.flops, bytes + n.bytes]);
-            let batches = case.accumulate as f64;
+            let batches = case.accumulate() as f64;
             (sum.flops, sum.bytes) = (flops * batches, bytes * batches);
             if sum.block.starts_with("attention") {
                 // What it reads follows from its tiles.
-                (sum.flops, sum.bytes) = (sum.flops * keys / case.len as f64, 0.0);
+                (sum.flops, sum.bytes) = (sum.flops * keys / case.len() as f64, 0.0);
             }
             let gradient = precision.gradients.bytes();
             match sum.block {
@@ -189,9 +218,11 @@ impl OnDevice for Watched<'_> {
         }
         Ok(Measured {
             gpu,
+            ranks: world.ranks(),
+            mesh: (world.ranks() > 1).then(|| mesh.to_string()),
             deterministic,
             state,
-            parameters: training.model.layout().parameter_count(),
+            parameters: config.parameter_count(),
             ms: ms[ms.len() / 2],
             min_ms: ms[0],
             queue_ms: queue_ms[queue_ms.len() / 2],
@@ -210,39 +241,49 @@ const RULE: Rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weigh
 /// A model under way.
 struct Training<'a, B: Blocks> {
     case: &'a Case,
-    model: Model<B>,
+    mesh: MeshModel<'a, B>,
     gradients: Gradients<B::Array>,
     moments: Moments<B::Array>,
     spans: B::Spans,
-    batches: Vec<Tokens>,
+    /// This rank's rows of a batch.
+    rows: Range<usize>,
+    batches: Vec<Packed>,
     done: usize,
     /// Of query and key that the mask let through in the last batch, where the device counts them.
     pairs: Option<f64>,
 }
 
 impl<'a, B: Blocks> Training<'a, B> {
-    fn new(case: &'a Case, blocks: B) -> Result<Self, NnError> {
-        let mut model = Model::unfilled_on(blocks, case.config.clone(), &case.attention)?;
-        fill(&mut model)?;
+    fn new(
+        case: &'a Case,
+        blocks: B,
+        world: &'a dyn Collectives,
+        gpu: Option<&str>,
+    ) -> Result<Self, TrainError> {
+        let (config, attention) = (case.config.clone(), &case.attention);
+        let mut mesh = MeshModel::unfilled(world, &case.recipe, config, attention, blocks, gpu)?;
+        let model = &mut mesh.model;
+        fill(model)?;
         model.choose(&BTreeMap::new());
         let (gradients, moments) = (model.gradients()?, model.moments(&RULE)?);
         let spans = model.spans(Treatment::of)?;
-        let batches = (0..BATCHES).map(|number| case.batch(number)).collect();
-        Ok(Self { case, model, gradients, moments, spans, batches, done: 0, pairs: None })
+        let rows = mesh.rows(case.rows());
+        let batches = (0..BATCHES).map(|number| case.batch(number).part(rows.clone())).collect();
+        Ok(Self { case, mesh, gradients, moments, spans, rows, batches, done: 0, pairs: None })
     }
 
     /// Queues a step.
-    fn queue(&mut self) -> Result<B::Totals, NnError> {
+    fn queue(&mut self) -> Result<B::Totals, TrainError> {
         let (case, gradients) = (self.case, &mut self.gradients);
-        let mut totals = self.model.totals()?;
-        self.model.clear(gradients);
-        for number in 0..case.accumulate {
-            let batch = &self.batches[(self.done * case.accumulate + number) % BATCHES];
-            let recompute = case.recompute();
-            let queued =
-                self.model.accumulate(&batch.as_batch(), gradients, recompute, &mut totals)?;
+        let mut totals = self.mesh.model.totals()?;
+        self.mesh.model.clear(gradients);
+        for number in 0..case.accumulate() {
+            let own = self.batches[(self.done * case.accumulate() + number) % BATCHES].clone();
+            let (rows, recompute) = (case.rows(), case.recompute());
+            let queued = self.mesh.accumulate(rows, own, gradients, recompute, &mut totals)?;
             self.pairs = queued.live_pairs;
         }
+        self.mesh.sum(gradients, &mut totals)?;
         self.done += 1;
         let step = OptimizerStep {
             rule: RULE,
@@ -251,8 +292,8 @@ impl<'a, B: Blocks> Training<'a, B> {
             clip_norm: 1.0,
             seed: 0,
         };
-        let moments = &mut self.moments;
-        self.model.update(&step, &self.spans, &self.gradients, moments, &mut totals)?;
+        let (model, moments) = (&mut self.mesh.model, &mut self.moments);
+        model.update(&step, &self.spans, &self.gradients, moments, &mut totals)?;
         Ok(totals)
     }
 
@@ -272,30 +313,30 @@ impl<'a, B: Blocks> Training<'a, B> {
             let began = Instant::now();
             let totals = self.queue()?;
             queueing.push(ms_since(began));
-            let ready = match self.model.queues() {
+            let ready = match self.mesh.model.queues() {
                 true => before.replace(totals),
                 false => Some(totals),
             };
             if let Some(totals) = ready {
-                self.model.read(totals)?;
+                self.mesh.model.read(totals)?;
                 times.push(ms_since(std::mem::replace(&mut last, Instant::now())));
             }
         }
         if let Some(totals) = before {
-            self.model.read(totals)?;
+            self.mesh.model.read(totals)?;
             times.push(ms_since(last));
         }
         Ok((warm(times), warm(queueing)))
     }
 
     /// The blocks of a step and its milliseconds, in the mean of a few.
-    fn profiled(&mut self) -> Result<(Vec<BlockSum>, f64), NnError> {
-        self.model.profile(true)?;
+    fn profiled(&mut self) -> Result<(Vec<BlockSum>, f64), TrainError> {
+        self.mesh.model.profile(true)?;
         let (began, mut sums) = (Instant::now(), Vec::<BlockSum>::new());
         for _ in 0..PROFILED {
             let totals = self.queue()?;
-            self.model.read(totals)?;
-            for BlockTime { block, seconds, .. } in self.model.block_times() {
+            self.mesh.model.read(totals)?;
+            for BlockTime { block, seconds, .. } in self.mesh.model.block_times() {
                 let known = sums.iter().position(|sum| sum.block == block);
                 let at = known.unwrap_or_else(|| {
                     sums.push(BlockSum { block, calls: 0, ms: 0.0, flops: 0.0, bytes: 0.0 });
@@ -306,7 +347,7 @@ impl<'a, B: Blocks> Training<'a, B> {
             }
         }
         let ms = ms_since(began) / PROFILED as f64;
-        self.model.profile(false)?;
+        self.mesh.model.profile(false)?;
         sums.iter_mut().for_each(|sum| sum.calls /= PROFILED);
         Ok((sums, ms))
     }
@@ -354,7 +395,7 @@ fn fill<B: Blocks>(model: &mut Model<B>) -> Result<(), NnError> {
     let (small, ones) = (Small::new(), Small(vec![1.0; 1 << 16]));
     for index in 0..model.parameters().len() {
         let parameter = &model.parameters()[index];
-        let (len, axes) = (parameter.place.len(), parameter.shape.len());
+        let (len, axes) = (parameter.elems(), parameter.shape.len());
         let values = if axes == 1 { &ones } else { &small };
         model.fill::<NnError>(index, |put| values.give(len, |_, some| put(some)))?;
     }
@@ -374,24 +415,18 @@ impl OnDevice for Alone<'_> {
     fn run<B: Blocks>(self, mut blocks: B, _: Option<String>) -> Self::Output {
         let Self { case, interrupt } = self;
         let kind = StepKind::Training(case.recompute().into());
-        let account = case.config.dry_run_on(
-            &blocks,
-            &case.attention,
-            &|_| false,
-            case.rows,
-            case.len,
-            kind,
-        )?;
-        let tokens = case.rows * case.len;
+        let (config, rows, len) = (&case.config, case.rows(), case.len());
+        let account = config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)?;
+        let tokens = rows * len;
         let mut products = Vec::new();
-        for (inputs, outputs) in sizes(&case.config) {
+        for (inputs, outputs) in sizes(config) {
             interrupt.check()?;
             let shape = LinearShape { tokens, inputs, outputs };
             let Some(ms) = alone(&mut blocks, shape)? else { return Ok(None) };
             products.push(Product { flops: 2.0 * (tokens * inputs * outputs) as f64, ms });
         }
         let calls = account.blocks.iter().map(|noted| (noted.block, noted.flops));
-        Ok(Some(all_alone(&products, calls) * case.accumulate as f64))
+        Ok(Some(all_alone(&products, calls) * case.accumulate() as f64))
     }
 }
 

@@ -1,0 +1,112 @@
+//! A model on the ranks of a mesh without a run: no documents, logs or checkpoints. Benchmarks step it.
+
+use std::ops::Range;
+
+use foveate_nn::{AttentionConfig, Blocks, Gradients, Model, ModelConfig, Queued, Recomputation};
+use foveate_shard::collectives::Collectives;
+use foveate_shard::{Mesh, MeshAxis};
+
+use super::setup::{context, rows_suffice, share_parameters};
+use super::{batch, count_labelled};
+use crate::context::{ContextBatch, ContextPlanner};
+use crate::error::TrainError;
+use crate::pack::Packed;
+use crate::ranks::Ranks;
+use crate::recipe::Recipe;
+use crate::tensor::part_of;
+
+/// What one rank has of a model, and what its steps need of the other ranks.
+pub struct MeshModel<'a, B: Blocks> {
+    /// This rank's part.
+    pub model: Model<B>,
+    ranks: Ranks<'a>,
+    /// The ranks that hold the same parameters.
+    copies: Box<dyn Collectives>,
+    context: Option<ContextPlanner>,
+    /// Tokens with a label that this rank's part of the step has.
+    labelled: usize,
+}
+
+impl<'a, B: Blocks> MeshModel<'a, B> {
+    /// The part of a model of `config` that this rank has in the mesh of `recipe`, which has the batch's
+    /// rows, too; without values. `gpu` names the device where it is a GPU. All ranks of `all` call it.
+    ///
+    /// # Errors
+    /// When the ranks are no such mesh, or it cannot cut the model or the rows.
+    pub fn unfilled(
+        all: &'a dyn Collectives,
+        recipe: &'a Recipe,
+        config: ModelConfig,
+        attention: &AttentionConfig,
+        blocks: B,
+        gpu: Option<&str>,
+    ) -> Result<Self, TrainError> {
+        let ranks = Ranks::in_mesh(all, &recipe.mesh)?;
+        rows_suffice(recipe, ranks.mesh().size_of(&crate::ranks::ROWS))?;
+        let part = part_of(ranks, &config)?;
+        let mut model = Model::unfilled_part(blocks, config, attention, &|_| false, part)?;
+        share_parameters(ranks, recipe, &mut model, gpu)?;
+        let context = context(ranks, recipe, &model, gpu)?;
+        let copies = ranks.group(&[MeshAxis::Replicate])?;
+        Ok(Self { model, ranks, copies, context, labelled: 0 })
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> Mesh {
+        self.ranks.mesh()
+    }
+
+    /// The rows of this rank, of a batch of `rows`.
+    pub fn rows(&self, rows: usize) -> Range<usize> {
+        self.ranks.rows(rows)
+    }
+
+    /// Adds the gradients of a batch of `rows` rows, of which `own` are this rank's.
+    ///
+    /// # Errors
+    /// Those of [`Model::accumulate`], of planning attention over ranks, and of transfers.
+    pub fn accumulate(
+        &mut self,
+        rows: usize,
+        own: Packed,
+        gradients: &mut Gradients<B::Array>,
+        recompute: Recomputation,
+        totals: &mut B::Totals,
+    ) -> Result<Queued, TrainError> {
+        let (own, context) = match &mut self.context {
+            None => (own, None),
+            Some(context) => context.part(self.ranks, &self.model, rows, own)?,
+        };
+        let context = context.map(ContextBatch::attention);
+        self.labelled += own.labelled();
+        let batch = batch(&own);
+        Ok(self.model.accumulate_over(&batch, context, gradients, recompute, totals)?)
+    }
+
+    /// Sums what ranks with the same parameters have accumulated, and the number of labelled tokens: what
+    /// comes between the batches of a step and its update.
+    ///
+    /// # Errors
+    /// Those of transfers.
+    pub fn sum(
+        &mut self,
+        gradients: &mut Gradients<B::Array>,
+        totals: &mut B::Totals,
+    ) -> Result<(), TrainError> {
+        let labelled = std::mem::take(&mut self.labelled);
+        count_labelled(self.ranks, &self.model, labelled, totals)?;
+        sum_copies(&*self.copies, &mut self.model, gradients)
+    }
+}
+
+/// Sums the gradients of ranks that hold the same parameters, in order of rank.
+pub(super) fn sum_copies<B: Blocks>(
+    copies: &dyn Collectives,
+    model: &mut Model<B>,
+    gradients: &mut Gradients<B::Array>,
+) -> Result<(), TrainError> {
+    if copies.ranks() > 1 {
+        model.reduce(gradients, |values| Ok::<_, TrainError>(copies.all_reduce(values)?))?;
+    }
+    Ok(())
+}
