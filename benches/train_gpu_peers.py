@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training steps of other trainers on one GPU, on the models and tokens of `foveate bench train`.
+"""Training steps of other trainers on GPUs, on the models and tokens of `foveate bench train`.
 
     python3 benches/train_gpu_peers.py --models 1b --documents 1,16 --states f32,bf16 > peers.jsonl
     foveate bench train --model 1b --documents 16 --peers peers.jsonl
@@ -13,6 +13,9 @@ Prints one JSON object a measurement. The peers:
   checkpointing of torchtitan 0.2.2, with fused AdamW: f32 parameters under autocast (`f32`), or
   all of it bf16 (`bf16`). `--torchtitan` names its wheel or an unpacked folder; without it, pip
   downloads the wheel (0.5 MB).
+
+`--ranks 2` runs torchtitan on two GPUs, by its FSDP2 (`--mesh shard`, the rows shared) or its tensor
+parallelism with sequence parallelism (`--mesh tensor`).
 
 Documents are cut where `foveate bench train --starts` says. Each measurement is a process of its own:
 a few steps to warm up, then the median of `--steps`.
@@ -39,6 +42,7 @@ MODELS = {
     "8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
 }
 WARM = 3
+MESHES = ("shard", "tensor")
 
 
 def starts_of_rows(foveate: Path, rows: int, length: int, documents: int) -> list[list[int]]:
@@ -67,15 +71,19 @@ def measured_arguments():
     parser.add_argument("--state", required=True, choices=["f32", "bf16"])
     parser.add_argument("--recompute", required=True, choices=["none", "selective", "full"])
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--mesh", choices=MESHES, default="shard", help="of the ranks that a launcher starts")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 
 
 def measure(peer: str, args, device: str, step, more: dict):
     """Runs steps and prints what they took."""
+    import os
     import time
 
     import torch
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
 
     def wait():
         if device == "cuda":
@@ -92,7 +100,11 @@ def measure(peer: str, args, device: str, step, more: dict):
         wait()
         times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
-    line = {"peer": peer} | {k: v for k, v in vars(args).items() if k not in ("device", "steps", "starts")}
+    loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+    if int(os.environ.get("RANK", 0)) > 0:
+        return
+    unsaid = ("device", "steps", "starts", *(["mesh"] if ranks == 1 else []))
+    line = {"peer": peer} | {k: v for k, v in vars(args).items() if k not in unsaid} | {"ranks": ranks}
     line |= {"ms": median * 1e3, "min_ms": min(times) * 1e3}
     line |= {"tokens_per_s": args.rows * args.len / median, "loss": loss.item()}
     line |= {"warm_seconds": warm_seconds, "torch": torch.__version__}
@@ -129,10 +141,14 @@ def main() -> int:
     parser.add_argument("--len", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=300.0, help="most for a measurement")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, of torchtitan; %(default)s")
+    parser.add_argument("--mesh", choices=MESHES, default="shard", help="what ranks share; %(default)s")
     parser.add_argument("--torchtitan", metavar="WHEEL|FOLDER")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--foveate", type=Path, default=FOVEATE, help="%(default)s")
     args = parser.parse_args()
+    if args.ranks > 1 and args.peers != "torchtitan":
+        sys.exit("train_gpu_peers: several ranks are torchtitan's: give --peers torchtitan")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         site = None
@@ -152,7 +168,11 @@ def one(peer: str, model: str, documents: str, state: str, args, site: Path | No
     case |= {"state": state, "recompute": args.recompute}
     starts = starts_of_rows(args.foveate, args.rows, args.len, int(documents))
     more = {"starts": json.dumps(starts), "steps": args.steps, "device": args.device}
-    command = [sys.executable, HERE / f"train_gpu_{peer}.py"]
+    command = [sys.executable]
+    if args.ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        more["mesh"] = args.mesh
+    command += [HERE / f"train_gpu_{peer}.py"]
     for name, value in (case | more).items():
         command += [f"--{name}", str(value)]
     if peer == "torchtitan":
@@ -163,7 +183,9 @@ def one(peer: str, model: str, documents: str, state: str, args, site: Path | No
         if ran.returncode == 0:
             print(out, end="", flush=True)
             return True
-        why = (said.strip().splitlines() or ["it ended without a word"])[-1]
+        lines = said.strip().splitlines() or ["it ended without a word"]
+        # A launcher of several ranks says more behind what went wrong.
+        why = next((line for line in lines if "Error: " in line), lines[-1])
     except subprocess.TimeoutExpired:
         why = f"it took more than {args.seconds:.0f} s"
     print(json.dumps({"peer": peer} | case | {"declined": why[:300]}), flush=True)

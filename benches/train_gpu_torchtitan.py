@@ -1,5 +1,6 @@
 """The peer `torchtitan` of `train_gpu_peers.py`: the Llama of torchtitan 0.2.2 with its loss, its
-compilation of layers and its activation checkpointing, and PyTorch's fused AdamW.
+compilation of layers and its activation checkpointing, and PyTorch's fused AdamW; of several ranks with
+its FSDP2 or its tensor parallelism.
 
 What torchtitan imports beside PyTorch, and needs for nothing here, is replaced by names.
 """
@@ -9,6 +10,7 @@ import contextlib
 import copy
 import importlib
 import importlib.machinery
+import os
 import sys
 import types
 
@@ -77,22 +79,36 @@ def main():
     sizes = copy.deepcopy(sizes_of(args.model, args.len))
     if args.documents > 1:
         sizes.attn_type, sizes.attn_mask_type = "flex", "block_causal"
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    mesh = None
+    if ranks > 1:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        mesh = torch.distributed.device_mesh.init_device_mesh(device, (ranks,), mesh_dim_names=(args.mesh,))
     torch.set_default_dtype(dtype)
     with torch.device("meta"):
         model = Transformer(sizes)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        model.init_weights(buffer_device=torch.device(device))
     torch.set_default_dtype(torch.float32)
     wide = MODELS[args.model][1]
     found = next(p.shape[0] for n, p in model.named_parameters() if n.endswith("w1.weight"))
     if found != wide:
         sys.exit(f"its feed-forward part has {found} columns, not {wide}")
+    if ranks > 1 and args.mesh == "tensor":
+        parallelize.apply_tp(model, mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
     if args.recompute != "none":
         settings = ActivationCheckpoint(mode=args.recompute, selective_ac_option="op")
         saved = parallelize._op_sac_save_list
         apply_ac(model, settings, model_compile_enabled=True, op_sac_save_list=saved)
     parallelize.apply_compile(model, Compile(enable=True, components=["model", "loss"]))
+    if ranks > 1 and args.mesh == "shard":
+        parallelize.apply_fsdp(
+            model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, pp_enabled=False
+        )
+    model.to_empty(device=device)
+    torch.set_default_dtype(dtype)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device(device))
+    torch.set_default_dtype(torch.float32)
     loss_of = torch.compile(cross_entropy_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
 
@@ -101,25 +117,37 @@ def main():
     tokens, labels = torch.randint(
         0, end, (2, args.rows, args.len), device=device, generator=generator
     )
+
+    def own(rows):
+        return rows.chunk(ranks)[rank] if args.mesh == "shard" else rows
+
     more = {}
     if args.documents > 1:
         for row, starts in enumerate(args.starts):
             tokens[row, [start - 1 for start in starts[1:]]] = end
         tokenizer = types.SimpleNamespace(eos_id=end)
-        masks = model.get_attention_masks(input_batch=tokens, tokenizer=tokenizer)
+        masks = model.get_attention_masks(input_batch=own(tokens), tokenizer=tokenizer)
         more["attention_masks"] = masks
+    tokens, labels = own(tokens), own(labels)
+
+    # FSDP2 casts by itself; the words of the logits lie on the ranks of tensor.
+    casts = args.state == "f32" and not (ranks > 1 and args.mesh == "shard")
+    loss_parallel = torch.distributed.tensor.parallel.loss_parallel
 
     def step():
         autocast = torch.autocast(device, torch.bfloat16)
-        with autocast if args.state == "f32" else contextlib.nullcontext():
-            loss = loss_of(model(tokens, **more), labels)
-        loss.backward()
+        with loss_parallel() if ranks > 1 and args.mesh == "tensor" else contextlib.nullcontext():
+            with autocast if casts else contextlib.nullcontext():
+                loss = loss_of(model(tokens, **more), labels)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
     measure("torchtitan", args, device, step, {"version": "0.2.2"})
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
