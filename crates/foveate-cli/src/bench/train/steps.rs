@@ -7,8 +7,8 @@ use std::time::Instant;
 use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
-    AdamW, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model, ModelConfig, Moments,
-    NnError, OptimizerStep, ParameterState, Part, PartMut, Rule, StepKind, Treatment, Weights,
+    AdamW, Array, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model, ModelConfig,
+    Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Rule, StepKind, Treatment,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -31,8 +31,8 @@ const WARM: usize = 4;
 const PROFILED: usize = 2;
 /// Batches of different tokens, taken in turn.
 const BATCHES: usize = 4;
-/// Calls of a product alone, of which the median counts.
-const CALLS: usize = 9;
+/// Passes of products alone, of which the last is timed.
+const PASSES: usize = 3;
 
 /// Blocks that are products of layers: forward, and both gradients.
 const LINEAR: [&str; 3] = ["linear", "linear backward, input", "linear backward, weight"];
@@ -418,13 +418,14 @@ impl OnDevice for Alone<'_> {
         let (config, rows, len) = (&case.config, case.rows(), case.len());
         let account = config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)?;
         let tokens = rows * len;
-        let mut products = Vec::new();
-        for (inputs, outputs) in sizes(config) {
-            interrupt.check()?;
-            let shape = LinearShape { tokens, inputs, outputs };
-            let Some(ms) = alone(&mut blocks, shape)? else { return Ok(None) };
-            products.push(Product { flops: 2.0 * (tokens * inputs * outputs) as f64, ms });
-        }
+        let sizes = sizes(config);
+        let shapes = sizes.map(|(inputs, outputs)| LinearShape { tokens, inputs, outputs });
+        let Some(ms) = alone(&mut blocks, shapes, config.num_hidden_layers, interrupt)? else {
+            return Ok(None);
+        };
+        let flops = |s: &LinearShape| 2.0 * (s.tokens * s.inputs * s.outputs) as f64;
+        let products = shapes.iter().zip(ms).map(|(shape, ms)| Product { flops: flops(shape), ms });
+        let products: Vec<_> = products.collect();
         let calls = account.blocks.iter().map(|noted| (noted.block, noted.flops));
         Ok(Some(all_alone(&products, calls) * case.accumulate() as f64))
     }
@@ -455,50 +456,97 @@ fn sizes(config: &ModelConfig) -> [(usize, usize); 4] {
     [(hidden, qkv), (attention, hidden), (hidden, 2 * wide), (wide, hidden)]
 }
 
-/// Milliseconds of a product and of both its gradients.
-fn alone<B: Blocks>(blocks: &mut B, shape: LinearShape) -> Result<Option<[f64; 3]>, NnError> {
-    let LinearShape { tokens, inputs, outputs } = shape;
-    let (precision, small) = (blocks.precision(), Small::new());
-    let array = |blocks: &mut B, dtype: DType, elems: usize| -> Result<B::Array, NnError> {
-        let mut array = B::Array::default();
-        blocks.resize("operand", &mut array, dtype, elems)?;
-        small.give(elems, |at, some| {
-            let place = at..at + some.len();
-            blocks.fill(PartMut { array: &mut array, place, accumulate: false }, some)
-        })?;
-        Ok(array)
-    };
-    let x = array(blocks, precision.weights, tokens * inputs)?;
-    let mut y = array(blocks, precision.weights, tokens * outputs)?;
-    let mut d_x = array(blocks, precision.weights, tokens * inputs)?;
-    let weights = Weights {
-        array: array(blocks, precision.weights, inputs * outputs)?,
-        ..Weights::default()
-    };
-    let mut d_weight = array(blocks, precision.gradients, inputs * outputs)?;
-    let mut of_calls: [Vec<f64>; 3] = Default::default();
-    for call in 0..=CALLS {
-        // The first finds its kernels.
-        if call == 1 {
+/// Operands of a product and its gradients.
+struct Operands<A> {
+    shape: LinearShape,
+    x: A,
+    y: A,
+    d_x: A,
+    weights: A,
+    d_weight: A,
+}
+
+impl<A: Array> Operands<A> {
+    fn new<B: Blocks<Array = A>>(blocks: &mut B, shape: LinearShape) -> Result<Self, NnError> {
+        let LinearShape { tokens, inputs, outputs } = shape;
+        let (precision, small) = (blocks.precision(), Small::new());
+        let mut array = |dtype: DType, elems: usize| -> Result<A, NnError> {
+            let mut array = A::default();
+            blocks.resize("operand", &mut array, dtype, elems)?;
+            small.give(elems, |at, some| {
+                let place = at..at + some.len();
+                blocks.fill(PartMut { array: &mut array, place, accumulate: false }, some)
+            })?;
+            Ok(array)
+        };
+        Ok(Self {
+            shape,
+            x: array(precision.weights, tokens * inputs)?,
+            y: array(precision.weights, tokens * outputs)?,
+            d_x: array(precision.weights, tokens * inputs)?,
+            weights: array(precision.weights, inputs * outputs)?,
+            d_weight: array(precision.gradients, inputs * outputs)?,
+        })
+    }
+
+    fn forward<B: Blocks<Array = A>>(&mut self, blocks: &mut B) -> Result<(), NnError> {
+        let Self { shape, x, y, weights, .. } = self;
+        blocks.linear(*shape, Part::whole(x), Part::whole(weights), None, None, y)
+    }
+
+    fn backward<B: Blocks<Array = A>>(&mut self, blocks: &mut B) -> Result<(), NnError> {
+        let Self { shape, x, y, d_x, weights, d_weight } = self;
+        blocks.linear_backward_input(*shape, y, Part::whole(weights), d_x)?;
+        let place = 0..shape.inputs * shape.outputs;
+        let d_weight = PartMut { array: d_weight, place, accumulate: false };
+        blocks.linear_backward_weight(*shape, y, x, d_weight)
+    }
+}
+
+/// Milliseconds of products and both their gradients, the median, in passes forward and back over `layers`
+/// layers that have nothing else: as warm as in a step, and without a wait. None where the device takes no
+/// times.
+fn alone<B: Blocks>(
+    blocks: &mut B,
+    shapes: [LinearShape; 4],
+    layers: usize,
+    interrupt: &Interrupt,
+) -> Result<Option<[[f64; 3]; 4]>, Failure> {
+    let mut all = Vec::new();
+    for shape in shapes {
+        all.push(Operands::new(blocks, shape)?);
+    }
+    let mut times = Vec::new();
+    for pass in 0..PASSES {
+        interrupt.check()?;
+        // The first finds its kernels, and warms the device.
+        if pass + 1 == PASSES {
             blocks.profile(true)?;
         }
         let totals = blocks.totals()?;
-        blocks.linear(shape, Part::whole(&x), Part::whole(&weights.array), None, None, &mut y)?;
-        blocks.linear_backward_input(shape, &y, Part::whole(&weights.array), &mut d_x)?;
-        let place = 0..inputs * outputs;
-        let d_weight = PartMut { array: &mut d_weight, place, accumulate: false };
-        blocks.linear_backward_weight(shape, &y, &x, d_weight)?;
+        for _ in 0..layers {
+            all.iter_mut().try_for_each(|operands| operands.forward(blocks))?;
+        }
+        for _ in 0..layers {
+            all.iter_mut().rev().try_for_each(|operands| operands.backward(blocks))?;
+        }
         blocks.read(totals)?;
-        let times = blocks.block_times().into_iter().map(|time| time.seconds * 1e3);
-        of_calls.iter_mut().zip(times).for_each(|(all, ms)| all.push(ms));
+        times = blocks.block_times();
     }
     blocks.profile(false)?;
-    if of_calls.iter().any(Vec::is_empty) {
+    if times.is_empty() {
         return Ok(None);
     }
-    Ok(Some(of_calls.map(|mut all| {
-        all.sort_by(f64::total_cmp);
-        all[all.len() / 2]
+    let ms = |block: &str, shape: usize| {
+        let of_block = times.iter().filter(|time| time.block == block);
+        let mut ms: Vec<f64> =
+            of_block.skip(shape).step_by(shapes.len()).map(|time| time.seconds * 1e3).collect();
+        ms.sort_by(f64::total_cmp);
+        ms[ms.len() / 2]
+    };
+    let last = shapes.len() - 1;
+    Ok(Some(std::array::from_fn(|i| {
+        [ms(LINEAR[0], i), ms(LINEAR[1], last - i), ms(LINEAR[2], last - i)]
     })))
 }
 
