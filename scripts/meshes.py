@@ -12,6 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {"135M": "smollm-135m", "1B": "llama32-1b-24gb"}
 SIZES = {
+    "3B": {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": "true",
+    },
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
 }
@@ -39,21 +43,25 @@ def table(*rows):
     print()
 
 
-def beside_one_gpu(program):
+def beside_gpus(program):
     none = {"train.recompute": "none"}
-    low = none | {"precision.state": "int8_moments", "optimizer.in_backward": "true", "optimizer.clip_norm": 0}
-    rows = [("model", "rows", "measured, ms", "simulated, ms", "off")]
-    for model, batch, what, measured, settings, more in [
-        ("1B", "2 × 8,192", "causal", 278.9, none, []),
-        ("1B", "2 × 8,192", "16 documents", 228.4, none, SIXTEEN),
-        ("1B", "1 × 8,192", "causal", 150.6, none, []),
-        ("135M", "8 × 2,048", "causal", 45.9, none, []),
-        ("8B", "1 × 8,192", "int8 moments, updates in the backward pass", 886, low, []),
+    narrow = none | {"precision.state": "bf16"}
+    rows = [("model", "GPUs", "rows", "measured, ms", "simulated, ms", "off")]
+    # docs/records/2026-11-ranks.md; one GPU's on the card beside which two were measured, or the day's.
+    for model, gpus, batch, what, measured, settings, more in [
+        ("1B", 1, "2 × 8,192", "bf16", 281.4, narrow, []),
+        ("8B", 1, "1 × 8,192", "bf16", 735.9, narrow, []),
+        ("3B", 1, "1 × 8,192", "f32 states", 365.8, none, []),
+        ("1B", 1, "2 × 8,192", "bf16, 16 documents", 213.8, narrow, SIXTEEN),
+        ("1B", 1, "1 × 8,192", "bf16", 136.6, narrow, []),
+        ("135M", 1, "8 × 2,048", "f32 states", 43.8, none, []),
+        ("3B", 2, "2 × 8,192", "f32 states, shard=2", 379.0, none, []),
+        ("8B", 2, "2 × 8,192", "bf16, shard=2", 759.4, narrow, []),
     ]:
         count = int(batch.split()[0])
-        found = simulate(program, model, "shard=1", count, "h200x8", settings, more)["step_ms"]
+        found = simulate(program, model, f"shard={gpus}", count, "h200x8", settings, more)["step_ms"]
         off = 100 * (found / measured - 1)
-        rows.append((f"{model}, {what}", batch, measured, f"{found:.1f}", f"{off:+.1f} %"))
+        rows.append((f"{model}, {what}", gpus, batch, measured, f"{found:.1f}", f"{off:+.1f} %"))
     table(*rows)
 
 
@@ -111,7 +119,7 @@ def many(program):
 
 def main():
     program = sys.argv[1] if len(sys.argv) > 1 else ROOT / "target/debug/foveate"
-    beside_one_gpu(program)
+    beside_gpus(program)
     many(program)
 
 

@@ -193,8 +193,8 @@ fn a_machine_that_is_wrong_is_one_line() {
     let right = std::fs::read_to_string(root().join("crates/foveate-shard/machines/h200x8.toml"));
     let right = right.unwrap();
     for (from, to, says) in [
-        ("products_tflops = 740", "products_tflops = 0", "gpu.products_tflops is 0; a positive"),
-        ("products_tflops = 740", "product_tflops = 740", "unknown field `product_tflops`"),
+        ("products_tflops = 697", "products_tflops = 0", "gpu.products_tflops is 0; a positive"),
+        ("products_tflops = 697", "product_tflops = 697", "unknown field `product_tflops`"),
         ("default = 3400", "", "gpu.gbps has no `default`"),
         ("keys = [4096, 8192]", "keys = [8192, 4096]", "head_dim 256: keys are ascending"),
         ("keys = [4096, 8192]", "keys = [4096]", "head_dim 256: keys, forward and backward"),
