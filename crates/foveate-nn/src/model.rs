@@ -93,8 +93,8 @@ impl Moments {
     }
 }
 
-/// Elements brought to the device at once.
-const CHUNK: usize = 1 << 16;
+/// First values drawn at once, by all threads.
+const DRAWN: usize = 1 << 20;
 
 impl Model {
     /// A model with first values that depend on `seed` alone: weights normal with deviation
@@ -284,19 +284,19 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// When the device has no memory for them.
     pub fn draw_missing(&mut self, seed: u64) -> Result<(), NnError> {
-        let mut values = vec![0.0; CHUNK];
+        let largest = self.layout.parameters().iter().map(Parameter::elems).max().unwrap_or(0);
+        let mut values = vec![0.0; DRAWN.min(largest)];
         for i in 0..self.filled.len() {
             if self.filled[i] {
                 continue;
             }
-            let mut draw = self.layout.draw(i, seed);
-            let mut left = self.layout.parameters()[i].elems();
+            let draw = self.layout.draw(i, seed);
+            let elems = self.layout.parameters()[i].elems();
             self.fill(i, |put| {
-                while left > 0 {
-                    let values = &mut values[..left.min(CHUNK)];
-                    values.fill_with(&mut draw);
+                for at in (0..elems).step_by(DRAWN) {
+                    let values = &mut values[..DRAWN.min(elems - at)];
+                    draw(at, values);
                     put(values)?;
-                    left -= values.len();
                 }
                 Ok::<_, NnError>(())
             })?;

@@ -14,6 +14,7 @@ use crate::error::NnError;
 use crate::moments::BLOCK;
 use crate::tensor::{Copied, Copies, TensorPart};
 use foveate::tensor::random::Random;
+use rayon::prelude::*;
 
 /// Elements that the start of a matrix, of a vector and of a group is a multiple of: 128 bytes in
 /// 16 bits.
@@ -246,13 +247,24 @@ impl ParameterLayout {
         self.parameters.iter().map(|p| p.elems() as u64).sum()
     }
 
-    /// The first values of all of parameter `index`, one after another; they depend on `seed` and index
-    /// alone.
-    pub(crate) fn draw(&self, index: usize, seed: u64) -> impl FnMut() -> f32 + use<> {
+    /// Fills with the first values of parameter `index`, from one of them on; they depend on `seed` and
+    /// index alone.
+    pub(crate) fn draw(&self, index: usize, seed: u64) -> impl Fn(usize, &mut [f32]) + use<> {
+        /// Values that a thread draws at a time.
+        const PIECE: usize = 1 << 14;
         let Start { mean, std } = self.starts[index];
         let stream = (index as u64 + 1).wrapping_mul(0xD6E8_FEB8_6659_FD93);
-        let mut random = Random::new(seed ^ stream);
-        move || if std == 0.0 { mean } else { mean + std * random.normal() as f32 }
+        move |at, values| {
+            if std == 0.0 {
+                return values.fill(mean);
+            }
+            values.par_chunks_mut(PIECE).enumerate().for_each(|(number, values)| {
+                let mut random = Random::new(seed ^ stream);
+                // A normal number takes two.
+                random.skip(2 * (at + number * PIECE) as u64);
+                values.fill_with(|| mean + std * random.normal() as f32);
+            });
+        }
     }
 }
 

@@ -293,6 +293,20 @@ fn parameters_lie_packed_in_groups_that_fill_one_array() {
 }
 
 #[test]
+fn first_values_are_those_of_one_stream_however_many_threads_draw_them() {
+    let config = ModelConfig { vocab_size: 6001, ..tiny(true) };
+    let model = Model::new(config, &attention(), 5).unwrap();
+    let [embedding, ..] = model.parameters() else { panic!("there is an embedding") };
+    let mut random = Random::new(5 ^ 0xD6E8_FEB8_6659_FD93);
+    let drawn = || 0.02 * random.normal() as f32;
+    let drawn: Vec<f32> = std::iter::repeat_with(drawn).take(embedding.elems()).collect();
+    assert!(drawn.len() > 3 * (1 << 14), "several threads draw");
+    let values = &model.weights()[embedding.place.clone()];
+    assert_eq!(values.iter().zip(&drawn).position(|(a, b)| a != b), None);
+    assert_eq!(values.len(), drawn.len());
+}
+
+#[test]
 fn a_cache_fed_in_pieces_gives_the_logits_of_the_whole_text() {
     for attention in [attention(), pattern()] {
         a_cache_gives_the_logits_of_the_whole_text(&model(tiny(false), &attention, 5));

@@ -41,6 +41,11 @@ impl Random {
         bits
     }
 
+    /// Leaves out the next `count` calls of [`Random::bits`].
+    pub fn skip(&mut self, count: u64) {
+        self.state = self.state.wrapping_add(STEP.wrapping_mul(count));
+    }
+
     /// A number below `bound`, without the bias of a plain remainder.
     ///
     /// # Panics
@@ -85,6 +90,9 @@ mod tests {
         let published =
             [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423];
         assert_eq!(numbers, published);
+        let mut later = Random::new(1_234_567);
+        later.skip(2);
+        assert_eq!(later.bits(), published[2]);
     }
 
     #[test]
