@@ -32,7 +32,7 @@ num_key_value_heads = 2
 head_dim = 64
 tie_word_embeddings = true
 [attention]
-mask = "causal & document"
+PROGRAM
 [data]
 files = ["*.txt"]
 len = 200
@@ -58,6 +58,23 @@ MESHES = [
     (2, ("mesh.replicate=2",)),
     (6, ("mesh.replicate=3", "mesh.reduce_dtype=bf16")),
 ]
+# Attention by name; `documents` is what every recipe has unless it says otherwise.
+PROGRAMS = {
+    "documents": 'mask = "causal & document"',
+    "window": 'mask = "causal & document & q - kv < 70"\nscore = "softcap(20)"',
+    "alibi": 'mask = "causal"\nscore = "alibi"',
+    "bias": 'mask = "causal & document"\nscore = "score + bias[h] * f32(kv - q) * 0.05"\n'
+    "learned.bias = { shape = [4], init = 0.1, std = 0.1 }",
+}
+# Ranks that share rows: how many, the state, the program, and what a recipe says of the mesh.
+CONTEXTS = [
+    (2, "f32", "documents", ("mesh.context=2", "mesh.strategy=gather")),
+    (4, "exact", "bias", ("mesh.context=4", "mesh.strategy=exchange:2")),
+    (2, "f32", "alibi", ("mesh.context=2", "mesh.strategy=heads")),
+    (4, "exact", "window", ("mesh.shard=2", "mesh.context=2")),
+    (4, "f32", "bias", ("mesh.context=4", "mesh.strategy=exchange:1", "train.recompute=full")),
+    (8, "exact", "alibi", ("mesh.replicate=2", "mesh.shard=2", "mesh.context=2", "mesh.strategy=exchange:3")),
+]
 STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16"]
 failures = 0
 
@@ -80,12 +97,13 @@ class Place:
         for i in range(40):
             text = " ".join(letters.choices(words, k=letters.randint(30, 700)))
             (self.folder / f"{i:02}.txt").write_text(text)
-        (self.folder / "tiny.toml").write_text(RECIPE)
+        for name, program in PROGRAMS.items():
+            (self.folder / f"{name}.toml").write_text(RECIPE.replace("PROGRAM", program))
 
-    def train(self, run, ranks, sets=(), flags=(), processes=False):
+    def train(self, run, ranks, sets=(), flags=(), processes=False, program="documents"):
         """Losses of the steps, and a hash of masters and moments."""
         launch = [self.foveate, "launch", "--ranks", str(ranks), "--"] if processes else []
-        command = [*launch, self.foveate, "train", str(self.folder / "tiny.toml"), "--device", "cuda:0", *flags]
+        command = [*launch, self.foveate, "train", str(self.folder / f"{program}.toml"), "--device", "cuda:0", *flags]
         command += ["--ranks", str(ranks)] if ranks > 1 and not processes else []
         for key in (f"run.dir={self.folder / run}", *sets):
             command += ["--set", key]
@@ -102,16 +120,16 @@ class Place:
         return [loss for _, loss in sorted(losses.items())], hashed.hexdigest()
 
 
-def beside_one_rank(place, number, state, ranks, sets):
+def beside_one_rank(place, number, state, ranks, sets, program="documents", processes=False):
     # Sums in bf16 take one batch a step.
     once = state in ("bf16", "bf16_gradients")
     sets = (f"precision.state={state}", *sets, *(["train.accumulate=1"] if once else []))
-    name = f"{ranks} ranks, {', '.join(sets)}"
+    name = f"{ranks} {'processes' if processes else 'ranks'}, {program}, {', '.join(sets)}"
     model = [s for s in sets if not s.startswith("mesh.")]
     try:
-        alone, _ = place.train(f"one-{number}", 1, model)
-        losses, weights = place.train(f"some-{number}", ranks, sets)
-        again = place.train(f"again-{number}", ranks, sets)
+        alone, _ = place.train(f"one-{number}", 1, model, program=program)
+        losses, weights = place.train(f"some-{number}", ranks, sets, processes=processes, program=program)
+        again = place.train(f"again-{number}", ranks, sets, processes=processes, program=program)
     except (RuntimeError, subprocess.TimeoutExpired) as e:
         return tell(name, False, str(e)[:600])
     off = max(abs(a - b) for a, b in zip(alone, losses, strict=True))
@@ -171,6 +189,12 @@ def main(foveate, folder, most=99):
     for number, (state, ranks, sets) in enumerate(cases[:most]):
         beside_one_rank(place, number, state, ranks, sets)
         print(f"  {time.monotonic() - began:.0f} s", flush=True)
+    for number, (ranks, state, program, sets) in enumerate(CONTEXTS[:most]):
+        beside_one_rank(place, f"context-{number}", state, ranks, sets, program)
+        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+    if gpus(place) > 1:
+        sets = ("mesh.context=2", "mesh.strategy=exchange:2")
+        beside_one_rank(place, "context-nccl", "exact", 2, sets, "bias", processes=True)
     carried(place)
     resumed(place)
     return int(failures > 0)

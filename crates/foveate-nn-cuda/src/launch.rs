@@ -91,6 +91,7 @@ pub(crate) enum File {
     },
     Vectors,
     Ranks,
+    Context,
 }
 
 impl File {
@@ -118,6 +119,7 @@ impl File {
             }
             Self::Vectors => include_str!("../kernels/vectors.cu"),
             Self::Ranks => include_str!("../kernels/ranks.cu"),
+            Self::Context => include_str!("../kernels/context.cu"),
         }
     }
 
@@ -136,6 +138,7 @@ impl File {
             Self::Update { .. } => "update",
             Self::Vectors => "vectors",
             Self::Ranks => "ranks",
+            Self::Context => "context",
         }
     }
 
@@ -158,6 +161,7 @@ impl File {
                 &["fv_add", "fv_add_rows", "fv_column_sums", "fv_copy_rows", "fv_widen"]
             }
             Self::Ranks => &["fv_narrow", "fv_sum_ranks"],
+            Self::Context => &["fv_join", "fv_sum_keys"],
         }
     }
 
@@ -169,7 +173,7 @@ impl File {
             }
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
-            Self::SumParts | Self::Vectors | Self::Ranks => Vec::new(),
+            Self::SumParts | Self::Vectors | Self::Ranks | Self::Context => Vec::new(),
             Self::Embedding { narrow } => vec![("FV_NARROW", narrow.into())],
             Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
             Self::Update { rule, weights, moments, gradients } => vec![

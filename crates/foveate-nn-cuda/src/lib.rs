@@ -45,12 +45,16 @@
 //! | [`loss::CrossEntropy`] | 6 of the logits, of which 2 come from L2 where the rows in work fit it; without gradient 2 |
 //! | [`vectors::CopyRows`] | 4 |
 //! | [`ranks::SumRanks`] | 4 of each rank, and 4 |
+//! | [`context::Join`] | 8 of each part, and 4 |
+//! | [`context::SumKeys`] | 4 of each rank that has a part, and 2 |
 //! | [`optimizer::Update`] | a parameter: 28 (f32), 28 (bf16 and remainder), 18 with bf16 moments too; 16 all bf16 |
 
+pub mod context;
 mod cuda;
 pub mod embedding;
 pub mod gated;
 pub mod head_norm;
+mod key_rows;
 mod launch;
 pub mod listed;
 pub mod loss;

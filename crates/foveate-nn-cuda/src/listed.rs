@@ -131,7 +131,8 @@ fn files(dtype: DType, vector: usize) -> Vec<(File, u32)> {
             files.push((File::RmsNormRows { held: usize::div_ceil(width, 32 * vector) }, threads));
         }
     }
-    files.extend([(File::Vectors, 256), (File::Ranks, 256), (File::SumParts, 1024)]);
+    files.extend([(File::Vectors, 256), (File::Ranks, 256), (File::Context, 256)]);
+    files.push((File::SumParts, 1024));
     let mut held = [128, 64, 256].map(|dim| usize::div_ceil(dim, 32 * vector)).to_vec();
     held.dedup();
     files.extend(held.into_iter().map(|held| (File::HeadNorm { held }, 128)));

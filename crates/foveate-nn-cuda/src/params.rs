@@ -349,6 +349,46 @@ abi_structs! {
         /// λ.
         pub weight_decay: f32,
     }
+    /// Of `kernels/context.cu`.
+    pub struct JoinParams {
+        /// f32 `[tokens, heads, dim]`.
+        pub out: Address,
+        /// f32 `[rows, heads, len]`.
+        pub lse: Address,
+        /// As `out`.
+        pub part: Address,
+        /// As `lse`.
+        pub part_lse: Address,
+        /// As `out`, f32 or as operands.
+        pub to: Address,
+        /// As `lse`.
+        pub to_lse: Address,
+        /// Elements of `out`.
+        pub elems: i64,
+        /// Heads.
+        pub heads: i32,
+        /// Tokens of a row.
+        pub len: i32,
+        /// Columns of a head.
+        pub dim: i32,
+        /// Whether `to` is f32, not the operands' dtype.
+        pub to_is_f32: i32,
+    }
+    /// Of `kernels/context.cu`.
+    pub struct SumKeysParams {
+        /// f32 `[all rows, width]`.
+        pub from: Address,
+        /// i32 `[parts, rows]`.
+        pub sources: Address,
+        /// `[rows, width]`.
+        pub to: Rows,
+        /// Parts.
+        pub parts: i32,
+        /// Rows of `to`.
+        pub rows: i32,
+        /// Columns.
+        pub width: i32,
+    }
     /// Of `kernels/updates.cuh`.
     pub struct SquaresParams {
         /// f32 or bf16.

@@ -2,6 +2,8 @@
 //! (`driver/cuda.c`), with products by a cuBLASLt made for tests: their order, and what they do with
 //! memory. The kernels are compiled, so there is nothing to see on a machine without NVRTC.
 
+#[path = "ranks/context.rs"]
+mod context;
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 mod ranks;
@@ -9,10 +11,12 @@ mod ranks;
 use std::collections::BTreeMap;
 use std::{env, fs};
 
+use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
-    AdamW, Batch, Carrier, Cutting, LearnedBuffer, Model, ModelConfig, OptimizerStep,
-    ParameterState, Peers, ProgramConfig, Recompute, Reshard, RopePairing, Rule, Treatment,
+    AdamW, Batch, Carrier, ContextAttention, Cutting, LearnedBuffer, Model, ModelConfig,
+    OptimizerStep, ParameterState, Peers, ProgramConfig, Recompute, Reshard, RopePairing, Rule,
+    Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -72,6 +76,8 @@ struct Steps {
     model: Model<Cuda>,
     state: State,
     count: u64,
+    /// The rank of those that share rows, of how many, and how their keys and queries meet.
+    context: Option<(usize, usize, How)>,
 }
 
 type State = (
@@ -94,10 +100,18 @@ impl Steps {
         Self::of(model)
     }
 
+    /// Of a rank that shares parameters and rows.
+    fn of_context(rank: &TestRank, how: How) -> Self {
+        let mut steps = Self::of_rank(rank);
+        assert!(steps.model.context(Box::new(rank.clone()), rank.carrier).unwrap());
+        steps.context = Some((rank.rank(), rank.ranks(), how));
+        steps
+    }
+
     fn of(model: Model<Cuda>) -> Self {
         let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
         let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
-        Self { model, state, count: 0 }
+        Self { model, state, count: 0, context: None }
     }
 
     /// Queues a step and reads its totals; gives what was noted of both.
@@ -113,7 +127,7 @@ impl Steps {
     /// Queues a step.
     fn queue(&mut self, recompute: Recompute) -> CudaTotals {
         self.count += 1;
-        let Self { model, state: (gradients, moments, spans), count } = self;
+        let Self { model, state: (gradients, moments, spans), count, context } = self;
         let mut totals = model.totals().unwrap();
         model.clear(gradients);
         for number in 0..2 {
@@ -133,7 +147,15 @@ impl Steps {
                 positions: &positions,
                 mean_kv_len: Some(8),
             };
-            model.accumulate(&batch, gradients, recompute, &mut totals).unwrap();
+            let Some((rank, ranks, how)) = *context else {
+                model.accumulate(&batch, gradients, recompute, &mut totals).unwrap();
+                continue;
+            };
+            let plan = plans(ranks, how, [ROWS, LEN], 5, &documents, [4, 2]).swap_remove(rank);
+            let (held, mut planned) = (Held::of(&batch, &plan), Planned(plan));
+            let attention = Some(&mut planned as &mut dyn ContextAttention);
+            let batch = held.batch();
+            model.accumulate_over(&batch, attention, gradients, recompute, &mut totals).unwrap();
         }
         let step = OptimizerStep { rule: RULE, step: *count, rate: 1e-3, clip_norm: 1.0, seed: 0 };
         model.update(&step, spans, gradients, moments, &mut totals).unwrap();
@@ -330,18 +352,27 @@ fn a_step_of_two_layers_queues_its_blocks_in_order() {
     assert_eq!(queued, expected, "{queued}");
 }
 
-/// Steps of two ranks, threads called `rank-0` and `rank-1`.
-fn on_ranks(carrier: Carrier, steps: usize, between: impl Fn(&TestRank) + Sync) {
+/// Steps of two ranks, threads called `rank-0` and `rank-1`, which share rows where it is said how.
+fn on_ranks(
+    carrier: Carrier,
+    how: Option<How>,
+    recompute: Recompute,
+    steps: usize,
+    between: impl Fn(&TestRank) + Sync,
+) {
     // What threads share is there before them.
     Cuda::available(0).unwrap();
     std::thread::scope(|scope| {
         for rank in TestRank::all(2, carrier, DType::F32) {
             let (between, name) = (&between, format!("rank-{}", rank.rank()));
             let run = move || {
-                let mut own = Steps::of_rank(&rank);
+                let mut own = match how {
+                    None => Steps::of_rank(&rank),
+                    Some(how) => Steps::of_context(&rank, how),
+                };
                 for _ in 0..steps {
                     between(&rank);
-                    let totals = own.queue(Recompute::None);
+                    let totals = own.queue(recompute);
                     own.model.read(totals).unwrap();
                 }
                 // No rank goes while another reads what it has.
@@ -359,7 +390,7 @@ fn ranks_read_what_others_wrote_and_keep_what_others_read() {
     }
     for carrier in [Carrier::Auto, Carrier::Nccl, Carrier::Host] {
         trace::start();
-        on_ranks(carrier, 3, |_| {});
+        on_ranks(carrier, None, Recompute::None, 3, |_| {});
         let notes = trace::stop();
         let reads = |what: &str| {
             let is = |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
@@ -378,12 +409,50 @@ fn a_step_of_two_ranks_moves_groups_beside_its_blocks() {
     }
     let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
     // What the first step does once is no matter here.
-    on_ranks(Carrier::Auto, 2, |rank| {
+    on_ranks(Carrier::Auto, None, Recompute::None, 2, |rank| {
         if rank.rank() == 1 {
             let _ = fs::remove_file(&log);
         }
     });
     let queued = fs::read_to_string(log).unwrap();
     let expected = include_str!("step_of_ranks.txt");
+    assert_eq!(queued, expected, "{queued}");
+}
+
+#[test]
+fn ranks_that_share_rows_read_what_others_wrote_and_keep_what_others_read() {
+    if !inside("ranks_that_share_rows_read_what_others_wrote_and_keep_what_others_read") {
+        return;
+    }
+    for (carrier, how, recompute) in [
+        (Carrier::Auto, How::Gather, Recompute::None),
+        (Carrier::Auto, How::Exchange(2), Recompute::Attention),
+        (Carrier::Auto, How::Heads, Recompute::Full),
+        (Carrier::Nccl, How::Exchange(1), Recompute::None),
+        (Carrier::Nccl, How::Heads, Recompute::Mlp),
+    ] {
+        trace::start();
+        on_ranks(carrier, Some(how), recompute, 3, |_| {});
+        let notes = trace::stop();
+        let sends =
+            |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with("send of"));
+        assert_eq!(notes.iter().any(sends), carrier == Carrier::Nccl);
+        assert_eq!(trouble(&notes), [""; 0], "{carrier:?} {how:?}");
+    }
+}
+
+#[test]
+fn a_step_of_ranks_that_share_rows_computes_on_own_keys_while_others_arrive() {
+    if !inside("a_step_of_ranks_that_share_rows_computes_on_own_keys_while_others_arrive") {
+        return;
+    }
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
+    on_ranks(Carrier::Auto, Some(How::Exchange(1)), Recompute::None, 2, |rank| {
+        if rank.rank() == 1 {
+            let _ = fs::remove_file(&log);
+        }
+    });
+    let queued = fs::read_to_string(log).unwrap();
+    let expected = include_str!("step_of_context.txt");
     assert_eq!(queued, expected, "{queued}");
 }

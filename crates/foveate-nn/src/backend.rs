@@ -21,13 +21,14 @@ pub use crate::array::{
 };
 use crate::batch::Batch;
 use crate::config::{LearnedBuffer, Norm, RopePairing};
+use crate::device_context::DeviceContext;
 use crate::error::NnError;
 use crate::moments::Moment;
 use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::{CutGroup, Sharing};
+use crate::sharing::{Carrier, CutGroup, Peers, Sharing};
 use crate::tensor::VocabularyPart;
 
 /// What attention is planned for.
@@ -117,6 +118,9 @@ pub struct Sums {
     pub optimizer_seconds: f64,
 }
 
+/// Attention over ranks on the device of `B`.
+pub type ContextOf<B> = Box<dyn DeviceContext<B, <B as Blocks>::Array>>;
+
 /// When a block ran on the device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockTime {
@@ -193,6 +197,19 @@ pub trait Blocks: Sized {
     /// # Errors
     /// When the ranks cannot go on, or the device cannot reach the others.
     fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError>;
+
+    /// Attention over the ranks of `peers`, which share the rows of a batch, by `carrier`; none where the
+    /// device leaves it to the host. All ranks call it.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device cannot reach the others.
+    fn context(
+        &mut self,
+        _peers: Box<dyn Peers>,
+        _carrier: Carrier,
+    ) -> Result<Option<ContextOf<Self>>, NnError> {
+        Ok(None)
+    }
 
     /// Waits for elements and reads them back, widened to f32.
     fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;

@@ -2,12 +2,15 @@
 //!
 //! A rank holds the same tokens of every row of a batch: tokens, labels, documents and positions move
 //! together, before [`crate::Batch`] is made of them, and every block but attention works on tokens
-//! alone. Attention needs keys of other ranks, so a step asks [`ContextAttention`] for it, which whoever
-//! knows the ranks implements. Rows go through host memory, in f32.
+//! alone. Attention needs keys of other ranks. A device that moves them itself ([`DeviceContext`]) is told
+//! who needs which by a [`ContextPlan`]; elsewhere a step asks [`ContextAttention`], which whoever knows the
+//! ranks implements, and rows go through host memory, in f32.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::backend::{Blocks, PackedHeads, Part, PartMut};
+use crate::backend::{Blocks, ContextOf, PackedHeads, Part, PartMut};
+use crate::device_context::{ContextCall, ContextForward, ContextPlan, DeviceContext};
 use crate::error::NnError;
 use crate::plans::Programs;
 
@@ -42,6 +45,12 @@ pub trait ContextAttention: Send {
         d_learned: &mut [f32],
     ) -> Result<(), NnError>;
 
+    /// What the ranks do, for a device that does it; then the two methods above are not called. None
+    /// where the device does not.
+    fn plan(&self) -> Option<&Arc<ContextPlan>> {
+        None
+    }
+
     /// Positions that the tokens of all ranks reach: RoPE may depend on them.
     fn positions(&self) -> usize;
 
@@ -64,36 +73,55 @@ pub struct ContextLayer<'a> {
     pub learned: &'a [f32],
 }
 
-/// [`ContextAttention`] on arrays of a device.
-pub(crate) struct Context<'a> {
+/// Attention over several ranks, by the device or by the host.
+pub(crate) struct Context<'a, B: Blocks> {
     pub attention: &'a mut dyn ContextAttention,
+    device: Option<&'a mut (dyn DeviceContext<B, B::Array> + 'static)>,
     /// The program of each layer.
-    pub programs: &'a [usize],
+    programs: &'a [usize],
 }
 
-/// A layer's attention on arrays of a device.
-pub(crate) struct ContextCall<'a, A> {
-    pub layer: usize,
-    pub slot: usize,
-    pub heads: PackedHeads,
-    pub learned: Part<'a, A>,
-}
-
-impl<'a> Context<'a> {
-    pub fn of(attention: &'a mut dyn ContextAttention, programs: &'a Programs) -> Self {
-        Self { attention, programs: programs.of_layer() }
+impl<'a, B: Blocks> Context<'a, B> {
+    /// `attention` of a batch, where its rows are on several ranks; by `device`, where there is one and a plan
+    /// for it.
+    pub fn of(
+        attention: Option<&'a mut (dyn ContextAttention + '_)>,
+        device: &'a mut Option<ContextOf<B>>,
+        blocks: &mut B,
+        programs: &'a Programs,
+        heads: PackedHeads,
+    ) -> Result<Option<Self>, NnError> {
+        let Some(attention) = attention else { return Ok(None) };
+        let mut device = device.as_deref_mut().filter(|_| attention.plan().is_some());
+        if let (Some(device), Some(plan)) = (&mut device, attention.plan()) {
+            device.plan(blocks, programs.all(), heads, plan)?;
+        }
+        Ok(Some(Self { attention, device, programs: programs.of_layer() }))
     }
 
-    pub fn forward<B: Blocks>(
+    pub fn again(&mut self) -> Context<'_, B> {
+        let device = self.device.as_deref_mut();
+        Context { attention: &mut *self.attention, device, programs: self.programs }
+    }
+
+    pub fn program(&self, layer: usize) -> usize {
+        self.programs[layer]
+    }
+
+    pub fn forward(
         &mut self,
         blocks: &mut B,
         call: ContextCall<'_, B::Array>,
         qkv: &B::Array,
         out: &mut B::Array,
+        lse: &mut B::Array,
     ) -> Result<(), NnError> {
-        let ContextCall { layer, slot, heads, learned } = call;
+        if let Some(device) = &mut self.device {
+            return device.forward(blocks, call, qkv, out, lse);
+        }
+        let ContextCall { program, slot, heads, learned } = call;
         let learned = &host(blocks, learned)?;
-        let layer = ContextLayer { program: self.programs[layer], slot, heads, learned };
+        let layer = ContextLayer { program, slot, heads, learned };
         let (of_qkv, of_out) = places(heads);
         let qkv = host(blocks, Part { array: qkv, place: of_qkv })?;
         let mut values = vec![0.0; of_out.len()];
@@ -101,17 +129,21 @@ impl<'a> Context<'a> {
         blocks.fill(PartMut { array: out, place: of_out, accumulate: false }, &values)
     }
 
-    pub fn backward<B: Blocks>(
+    pub fn backward(
         &mut self,
         blocks: &mut B,
         call: ContextCall<'_, B::Array>,
+        forward: ContextForward<'_, B::Array>,
         d_out: &B::Array,
         d_qkv: &mut B::Array,
         d_learned: PartMut<'_, B::Array>,
     ) -> Result<(), NnError> {
-        let ContextCall { layer, slot, heads, learned } = call;
+        if let Some(device) = &mut self.device {
+            return device.backward(blocks, call, forward, d_out, d_qkv, d_learned);
+        }
+        let ContextCall { program, slot, heads, learned } = call;
         let learned = &host(blocks, learned)?;
-        let layer = ContextLayer { program: self.programs[layer], slot, heads, learned };
+        let layer = ContextLayer { program, slot, heads, learned };
         let (of_qkv, of_out) = places(heads);
         let d_out = host(blocks, Part { array: d_out, place: of_out })?;
         let mut values = vec![0.0; of_qkv.len()];

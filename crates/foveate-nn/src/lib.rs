@@ -56,6 +56,7 @@ mod batch;
 mod config;
 mod context;
 mod cpu;
+mod device_context;
 mod dry;
 mod error;
 mod gathering;
@@ -86,9 +87,9 @@ mod through_host;
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
-    Array, AttentionShape, BlockTime, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape,
-    LossGradients, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums,
-    Transfers, Weights,
+    Array, AttentionShape, BlockTime, Blocks, ContextOf, KvCache, LayerAttention, LayerProgram,
+    LinearShape, LossGradients, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation,
+    SumOverRanks, Sums, Transfers, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
@@ -97,6 +98,9 @@ pub use config::{
 };
 pub use context::{ContextAttention, ContextLayer};
 pub use cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals};
+pub use device_context::{
+    ContextCall, ContextForward, ContextMoves, ContextPlan, DeviceContext, KeyStage,
+};
 pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};
 pub use gathering::{GroupTransfer, GroupTransferKind};

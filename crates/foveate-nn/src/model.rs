@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use foveate::DType;
 
 use crate::backend::{
-    Array, BlockTime, Blocks, Moments, PackedHeads, Part, PartMut, Sums, Weights,
+    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, Sums, Weights,
 };
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
@@ -20,10 +20,11 @@ use crate::moments::Moment;
 use crate::optimizer::{Rule, Span, Treatment};
 use crate::parameters::{Parameter, ParameterGroup, ParameterLayout};
 use crate::plans::{Plans, Programs};
+use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 use crate::share::{Cutting, Share};
-use crate::sharing::Sharing;
+use crate::sharing::{Carrier, Peers, Sharing};
 use crate::tape::Workspace;
 use crate::tensor::{TensorPart, TensorTransfers};
 
@@ -55,6 +56,8 @@ pub(crate) struct Running<B: Blocks> {
     gathering: Option<Gathering<B>>,
     /// Between ranks of `tensor`.
     tensor: Option<Box<dyn TensorTransfers>>,
+    /// Attention over the ranks of `context`, where the device computes it.
+    context: Option<ContextOf<B>>,
     /// Room for gradients of groups whose sums are kept.
     room: PassingGradients<B::Array>,
 }
@@ -223,6 +226,7 @@ impl<B: Blocks> Model<B> {
             tables: Vec::new(),
             gathering: None,
             tensor: None,
+            context: None,
             room: Default::default(),
         };
         let (weights, running) = (Weights::default(), Mutex::new(running));
@@ -255,6 +259,22 @@ impl<B: Blocks> Model<B> {
     /// What moves the stream between the ranks of `tensor` that have the other parts of the model.
     pub fn tensor(&mut self, transfers: Box<dyn TensorTransfers>) {
         lock(&self.running).tensor = Some(transfers);
+    }
+
+    /// Attention over the ranks of `peers`, which share the rows of a batch, by `carrier`. False where the
+    /// device leaves it to the host ([`crate::ContextAttention`]). All ranks call it.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device cannot reach the others.
+    pub fn context(&mut self, peers: Box<dyn Peers>, carrier: Carrier) -> Result<bool, NnError> {
+        let running = &mut *lock(&self.running);
+        running.context = running.blocks.context(peers, carrier)?;
+        Ok(running.context.is_some())
+    }
+
+    /// Dtypes of parameters, gradients, moments and activations.
+    pub fn precision(&self) -> Precision {
+        self.running().blocks.precision()
     }
 
     /// What of the model this rank has.

@@ -30,7 +30,7 @@ pub(crate) struct Pass<'a, B: Blocks> {
     /// Rows of the batch and tokens of a row.
     pub shape: [usize; 2],
     /// Attention, where the tokens of the batch are on several ranks.
-    pub context: Option<Context<'a>>,
+    pub context: Option<Context<'a, B>>,
     /// What of the model this rank has.
     pub part: &'a TensorPart,
     /// The stream, where its tokens are on several ranks of `tensor`.
@@ -161,10 +161,7 @@ impl<B: Blocks> Pass<'_, B> {
             ref mut stream,
         } = self;
         let stream = stream.as_mut().map(Stream::again);
-        let context = context.as_mut().map(|Context { attention, programs }| Context {
-            attention: &mut **attention,
-            programs,
-        });
+        let context = context.as_mut().map(Context::again);
         Step {
             blocks,
             config,

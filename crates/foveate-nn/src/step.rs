@@ -14,7 +14,8 @@ use crate::backend::{
     Part, Rotation,
 };
 use crate::config::ModelConfig;
-use crate::context::{Context, ContextCall};
+use crate::context::Context;
+use crate::device_context::{ContextCall, ContextForward};
 use crate::error::NnError;
 use crate::held::{Held, Target};
 use crate::parameters::{LayerPlaces, ParameterLayout};
@@ -33,7 +34,7 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub shape: [usize; 2],
     /// What was read before, where the batch goes on from there.
     pub cache: Option<&'a mut Cache<B::Array>>,
-    pub context: Option<Context<'a>>,
+    pub context: Option<Context<'a, B>>,
     pub part: &'a TensorPart,
     pub stream: Option<Stream<'a>>,
 }
@@ -213,8 +214,8 @@ impl<'a, B: Blocks> Step<'a, B> {
             Turned::Apart => (&ws.heads, &mut tape.out, &mut tape.lse),
         };
         let call = self.context_call(layer, ws.kept.attention.of(layer));
-        if let Some(context) = &mut self.context {
-            return context.forward(self.blocks, call, qkv, out);
+        if let Some((context, call)) = self.context.as_mut().zip(call) {
+            return context.forward(self.blocks, call, qkv, out, lse);
         }
         let attention = self.attention(layer);
         let cache = self.cache.as_mut().map(|cache| {
@@ -407,8 +408,12 @@ impl<'a, B: Blocks> Step<'a, B> {
         }
         let d_learned = gradients.of(&places.learned);
         let (d_out, d_qkv) = (&ws.d_attention, &mut ws.d_qkv);
-        match &mut self.context {
-            Some(context) => context.backward(blocks, call, d_out, d_qkv, d_learned)?,
+        match self.context.as_mut().zip(call) {
+            Some((context, call)) => {
+                let AttentionTape { out, lse, .. } = &*tape;
+                let forward = ContextForward { qkv, out, lse };
+                context.backward(blocks, call, forward, d_out, d_qkv, d_learned)?;
+            }
             None => {
                 let (attention, AttentionTape { out, lse, .. }) = (self.attention(layer), &*tape);
                 let blocks = &mut *self.blocks;
@@ -526,9 +531,10 @@ impl<'a, B: Blocks> Step<'a, B> {
         LayerAttention { program: &self.programs[layer], heads: self.heads(), values }
     }
 
-    fn context_call(&self, layer: usize, slot: usize) -> ContextCall<'a, B::Array> {
+    fn context_call(&self, layer: usize, slot: usize) -> Option<ContextCall<'a, B::Array>> {
+        let program = self.context.as_ref()?.program(layer);
         let learned = self.part(&self.places(layer).learned);
-        ContextCall { layer, slot, heads: self.heads(), learned }
+        Some(ContextCall { program, slot, heads: self.heads(), learned })
     }
 
     fn tokens(&self) -> usize {

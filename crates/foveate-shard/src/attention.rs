@@ -107,44 +107,9 @@ impl RankAttention {
         program: &Attention,
         sink: Option<&[f32]>,
     ) -> Result<Self, ShardError> {
+        proven.agree(world, program, sink)?;
         let plan = proven.plan();
         let mesh = plan.sharding.map().mesh();
-        if world.ranks() != mesh.ranks() {
-            let (runs, planned) = (world.ranks(), mesh.ranks());
-            return refused(format!("{runs} ranks run a plan of {planned}; start {planned}"));
-        }
-        if !proven.masks().iter().any(|mask| mask.as_ref() == program.get_mask()) {
-            return refused(
-                "the mask of the program is none of those that the plan was proven for; plan with it",
-            );
-        }
-        if let Some(sink) = sink.filter(|s| s.len() != plan.whole.heads) {
-            let (logits, heads) = (sink.len(), plan.whole.heads);
-            return refused(format!("sink: {logits} logits for {heads} query heads; give all"));
-        }
-        let hash = |program: Option<&Program>| program.map_or(0, program_hash);
-        let dropout = program.get_dropout().map(|d| d.keep_mask().program());
-        agree(
-            world,
-            &[
-                ("version", crate::hash::bytes(env!("CARGO_PKG_VERSION").bytes())),
-                ("mesh", crate::hash::bytes(mesh.to_string().bytes())),
-                ("map", crate::hash::bytes(plan.sharding.map().to_string().bytes())),
-                ("lengths", crate::hash::bytes(format!("{:?}", plan.whole).bytes())),
-                ("permutation", crate::hash::bytes(plan.permutation.id().to_string().bytes())),
-                ("dtype", plan.shape.element as u64),
-                ("plan", proven.proof().plan_hash),
-                ("mask", hash(program.get_mask().map(|m| m.program()))),
-                ("score", hash(program.get_score().map(|s| s.program()))),
-                ("dropout", hash(dropout)),
-                (
-                    "sink",
-                    crate::hash::words(
-                        sink.iter().flat_map(|s| s.iter().map(|x| x.to_bits().into())),
-                    ),
-                ),
-            ],
-        )?;
         let rank = world.rank();
         let own = &plan.ranks[rank];
         let dtype = dtype_of(plan.shape.element)?;
@@ -501,6 +466,61 @@ impl RankAttention {
             self.layout(name)?,
             self.plan().sharding.map(),
             self.rank,
+        )
+    }
+}
+
+impl ProvenPlan {
+    /// Compares the plan of attention with `program` with those of the other ranks of `world`, which are those
+    /// of the plan's mesh. `sink` has a logit for each query head of the whole problem. All ranks call it,
+    /// before attention first runs.
+    ///
+    /// # Errors
+    /// When the mask of `program` is none that the plan was proven for, ranks differ in the plan, the mask,
+    /// the score or dropout, or the group has another number of ranks.
+    pub fn agree(
+        &self,
+        world: &dyn Collectives,
+        program: &Attention,
+        sink: Option<&[f32]>,
+    ) -> Result<(), ShardError> {
+        let plan = self.plan();
+        let mesh = plan.sharding.map().mesh();
+        if world.ranks() != mesh.ranks() {
+            let (runs, planned) = (world.ranks(), mesh.ranks());
+            return refused(format!("{runs} ranks run a plan of {planned}; start {planned}"));
+        }
+        if !self.masks().iter().any(|mask| mask.as_ref() == program.get_mask()) {
+            return refused(
+                "the mask of the program is none of those that the plan was proven for; plan with it",
+            );
+        }
+        if let Some(sink) = sink.filter(|s| s.len() != plan.whole.heads) {
+            let (logits, heads) = (sink.len(), plan.whole.heads);
+            return refused(format!("sink: {logits} logits for {heads} query heads; give all"));
+        }
+        let hash = |program: Option<&Program>| program.map_or(0, program_hash);
+        let dropout = program.get_dropout().map(|d| d.keep_mask().program());
+        agree(
+            world,
+            &[
+                ("version", crate::hash::bytes(env!("CARGO_PKG_VERSION").bytes())),
+                ("mesh", crate::hash::bytes(mesh.to_string().bytes())),
+                ("map", crate::hash::bytes(plan.sharding.map().to_string().bytes())),
+                ("lengths", crate::hash::bytes(format!("{:?}", plan.whole).bytes())),
+                ("permutation", crate::hash::bytes(plan.permutation.id().to_string().bytes())),
+                ("dtype", plan.shape.element as u64),
+                ("plan", self.proof().plan_hash),
+                ("mask", hash(program.get_mask().map(|m| m.program()))),
+                ("score", hash(program.get_score().map(|s| s.program()))),
+                ("dropout", hash(dropout)),
+                (
+                    "sink",
+                    crate::hash::words(
+                        sink.iter().flat_map(|s| s.iter().map(|x| x.to_bits().into())),
+                    ),
+                ),
+            ],
         )
     }
 }

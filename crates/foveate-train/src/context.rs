@@ -3,7 +3,8 @@
 //! A plan is made for the masks of all layers over the documents of a batch, and proven, before
 //! anything runs. Its one permutation moves tokens, labels, documents and positions of every row; the
 //! blocks of a step then see rows of this rank's tokens, and attention alone knows of the others. A plan
-//! holds for the next batch, too, where the masks read no documents, or the documents are the same.
+//! holds for the next batch, too, where the masks read no documents, or the documents are the same. A device
+//! that computes attention over ranks itself is told what the plan says; elsewhere the host does.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,14 +12,14 @@ use std::time::Instant;
 use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, Tensor};
 use foveate_nn::{
-    AttentionProgram, Blocks, ContextAttention, ContextLayer, LearnedBuffer, Model, NnError,
-    PackedHeads, TensorPart,
+    AttentionProgram, Blocks, ContextAttention, ContextLayer, ContextMoves, ContextPlan, KeyStage,
+    LearnedBuffer, Model, NnError, PackedHeads, TensorPart,
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{
-    Axis, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, ProvenPlan,
-    RankAttention, RankForward, ShardError, ShardLayout, ShardPlan, Sharded, Strategy, Whole,
-    arrays, usual_tile,
+    Axis, Cells, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, Part, PlanOptions, Planes,
+    ProvenPlan, RankAttention, RankForward, ShardError, ShardLayout, ShardPlan, Sharded, Stage,
+    Strategy, Whole, arrays, usual_tile,
 };
 
 use crate::error::TrainError;
@@ -39,16 +40,23 @@ pub(crate) struct ContextPlanner {
     map: Map,
     /// Named by the recipe; the planner's choice where it names none.
     strategy: Option<Strategy>,
+    /// Whether the device computes attention over ranks.
+    by_device: bool,
     /// Ranks that have the other rows of a batch.
     rows: Box<dyn Collectives>,
     last: Option<ContextBatch>,
 }
 
 impl ContextPlanner {
-    /// For the mesh of `ranks`, which all call it.
-    pub fn new(ranks: Ranks<'_>, strategy: Option<Strategy>) -> Result<Self, TrainError> {
+    /// For the mesh of `ranks`, which all call it; `by_device` says whether the model's device computes
+    /// attention over ranks.
+    pub fn new(
+        ranks: Ranks<'_>,
+        strategy: Option<Strategy>,
+        by_device: bool,
+    ) -> Result<Self, TrainError> {
         let (map, rows) = (Map::new(ranks.mesh()), ranks.group(&ROWS)?);
-        Ok(Self { map, strategy, rows, last: None })
+        Ok(Self { map, strategy, by_device, rows, last: None })
     }
 
     /// The plan of batches of `rows` rows of one document of `len` tokens.
@@ -101,7 +109,12 @@ impl ContextPlanner {
             self.last = None;
             let (proven, programs) = proven(&self.map, self.strategy, model, shape, &documents)?;
             let layers = model.programs_of_layers().len();
-            let batch = ContextBatch::new(ranks.world(), proven, &programs, layers)?;
+            let batch = match self.by_device {
+                true => {
+                    ContextBatch::by_device(ranks.world(), proven, &programs, layers, &documents)?
+                }
+                false => ContextBatch::new(ranks.world(), proven, &programs, layers)?,
+            };
             self.last = Some(ContextBatch { shape, documents, ..batch });
         }
         let batch = self.last.as_mut().expect("it was just made");
@@ -134,6 +147,9 @@ pub(crate) struct ContextBatch {
     positions: usize,
     proven: Arc<ProvenPlan>,
     rank: usize,
+    /// What a device does; nothing where the host computes.
+    device: Option<Arc<ContextPlan>>,
+    /// What the host computes.
     programs: Vec<LayerAttention>,
     /// What forward passes keep, by slot.
     kept: Vec<Option<RankForward>>,
@@ -162,17 +178,39 @@ impl ContextBatch {
                 learned: program.learned.clone(),
             })
         };
-        Ok(Self {
+        let programs = programs.iter().map(attention).collect::<Result<_, ShardError>>()?;
+        Ok(Self { programs, ..Self::of(world, proven, layers) })
+    }
+
+    /// A batch whose attention a device computes. All ranks call it.
+    fn by_device(
+        world: &dyn Collectives,
+        proven: Arc<ProvenPlan>,
+        programs: &[AttentionProgram],
+        layers: usize,
+        documents: &[i32],
+    ) -> Result<Self, ShardError> {
+        for program in programs {
+            proven.agree(world, &program.attention(), None)?;
+        }
+        let batch = Self::of(world, proven, layers);
+        let plan = device_plan(batch.plan(), batch.rank, documents, batch.live_pairs());
+        Ok(Self { device: Some(Arc::new(plan)), ..batch })
+    }
+
+    fn of(world: &dyn Collectives, proven: Arc<ProvenPlan>, layers: usize) -> Self {
+        Self {
             shape: [0; 2],
             documents: Vec::new(),
             positions: 0,
-            programs: programs.iter().map(attention).collect::<Result<_, ShardError>>()?,
+            device: None,
+            programs: Vec::new(),
             rank: world.rank(),
             proven,
             kept: Vec::new(),
             layers,
             seconds: 0.0,
-        })
+        }
     }
 
     /// The plan.
@@ -309,6 +347,10 @@ impl ContextAttention for ContextBatch {
         ran
     }
 
+    fn plan(&self) -> Option<&Arc<ContextPlan>> {
+        self.device.as_ref()
+    }
+
     fn positions(&self) -> usize {
         self.positions
     }
@@ -316,6 +358,52 @@ impl ContextAttention for ContextBatch {
     fn live_pairs(&self) -> f64 {
         let heads = self.plan().whole.heads;
         self.proven.proof().loads[self.rank] as f64 / (heads * self.layers) as f64
+    }
+}
+
+/// What `plan` says of a rank, as a device is told; `live` is of its queries, in the mean of heads and layers.
+fn device_plan(plan: &ShardPlan, rank: usize, documents: &[i32], live: f64) -> ContextPlan {
+    let own = &plan.ranks[rank].own;
+    let members = plan.sharding.map().mesh().group(rank, &[MeshAxis::Context]);
+    let of_ranks = |parts: &[Part]| {
+        let of = |member: &usize| {
+            let part = parts.iter().find(|part| part.peer == *member);
+            part.map_or(Vec::new(), |part| part.cells.kv.as_slice().to_vec())
+        };
+        members.iter().map(of).collect()
+    };
+    let moves = match plan.strategy {
+        Strategy::Gather | Strategy::Exchange(_) => {
+            let stages = plan.ranks[rank].stages.iter().enumerate();
+            let stage = |(number, stage): (usize, &Stage)| KeyStage {
+                moves: members.iter().any(|&r| !plan.ranks[r].stages[number].sends.is_empty()),
+                sends: of_ranks(&stage.sends),
+                receives: of_ranks(&stage.receives),
+            };
+            ContextMoves::Keys(stages.map(stage).collect())
+        }
+        Strategy::HeadsForTokens => {
+            let heads = |&member: &usize| {
+                let Cells { heads, kv_heads, .. } = &plan.ranks[member].stages[0].compute;
+                [(heads, &own.heads), (kv_heads, &own.kv_heads)]
+                    .map(|(heads, own)| heads.start - own.start..heads.end - own.start)
+            };
+            ContextMoves::Heads(members.iter().map(heads).collect())
+        }
+    };
+    let queries = own.batch.len() * own.q.len();
+    ContextPlan {
+        whole: [plan.whole.batch, plan.whole.q_len],
+        documents: documents.to_vec(),
+        first_row: own.batch.start,
+        first_heads: [own.heads.start, own.kv_heads.start],
+        mean_kv_len: ((live / queries.max(1) as f64).ceil() as usize).max(1),
+        rank: members.iter().position(|&member| member == rank).expect("it is one of them"),
+        tokens: members
+            .iter()
+            .map(|&member| plan.ranks[member].own.q.as_slice().to_vec())
+            .collect(),
+        moves,
     }
 }
 
@@ -359,7 +447,7 @@ fn proven<B: Blocks>(
         hidden: config.hidden_size,
         ffn: config.intermediate_size,
         vocab: config.vocab_size,
-        element: ElementType::F32,
+        element: model.precision().weights.into(),
         parameters: layout.groups().iter().map(group).collect(),
     };
     let context = map.mesh().size(MeshAxis::Context);

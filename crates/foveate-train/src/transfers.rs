@@ -28,8 +28,8 @@ pub(crate) struct ParameterRanks<'a> {
 
 impl Sharing for ParameterRanks<'_> {
     fn peers(&self) -> Result<Box<dyn Peers>, NnError> {
-        let group = self.ranks.group(&PARAMETERS).map_err(|e| of_group(&e))?;
-        Ok(Box::new(GroupPeers(group)))
+        let group = GroupPeers::new(self.ranks, &PARAMETERS).map_err(|e| of_group(&e))?;
+        Ok(Box::new(group))
     }
 
     fn reduce_dtype(&self) -> DType {
@@ -53,8 +53,15 @@ impl Sharing for ParameterRanks<'_> {
     }
 }
 
-/// A group of ranks of parameters, for what a device moves.
-struct GroupPeers(Box<dyn Collectives>);
+/// A group of ranks, for what a device moves.
+pub(crate) struct GroupPeers(Box<dyn Collectives>);
+
+impl GroupPeers {
+    /// Of the ranks that differ on `axes` alone. Every rank asks for its own.
+    pub fn new(ranks: Ranks<'_>, axes: &[MeshAxis]) -> Result<Self, TrainError> {
+        ranks.group(axes).map(Self)
+    }
+}
 
 impl Peers for GroupPeers {
     fn rank(&self) -> usize {

@@ -2,18 +2,21 @@
 
 use foveate::cuda::{CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands};
 use foveate::mods::Leaf;
-use foveate::{AnyBuffer, BufferData, DType, Device, Layout, Positions, Problem, ScalarValue};
+use foveate::{
+    AnyBuffer, Buffer, BufferData, Coordinates, DType, Device, Layout, Positions, Problem,
+    ScalarValue,
+};
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Queue};
 use foveate_nn::{
-    AttentionProgram, AttentionShape, DOCUMENTS, KvCache, LayerAttention, LearnedBuffer, NnError,
-    NnErrorKind, PackedHeads, PartMut,
+    AttentionProgram, AttentionShape, ContextPlan, DOCUMENTS, KvCache, LayerAttention,
+    LearnedBuffer, NnError, NnErrorKind, PackedHeads, Part, PartMut,
 };
 
 use super::Cuda;
 use super::array::{CudaArray, Place, rows_of};
-use super::batch::Documents;
+use super::batch::Words;
 use super::clock::Timed;
 use crate::vectors::{Add, CopyRows, Widen};
 
@@ -23,8 +26,12 @@ pub struct AttentionPlan {
     plan: CudaPlan,
     reads_documents: bool,
     reads_query: bool,
-    documents: Option<Documents>,
+    /// Captured buffers by name, but for learned ones.
+    captured: Vec<(&'static str, Words)>,
 }
+
+/// Buffers of positions of the rank's queries and of the keys that they see.
+pub(super) const POSITIONS: [&str; 2] = ["shard_q_positions", "shard_kv_positions"];
 
 /// Learned buffers in device memory, f32, one after another.
 pub(super) struct Learned<'a> {
@@ -38,6 +45,21 @@ pub(super) struct Learned<'a> {
 fn reads_query(program: &AttentionProgram) -> bool {
     let mask = program.mask.as_ref().is_some_and(|mask| mask.program().uses(Leaf::Q));
     mask || program.score.as_ref().is_some_and(|score| score.program().uses(Leaf::Q))
+}
+
+/// Whether mods of a plan capture a buffer of this name.
+fn captures(plan: &CudaPlan, name: &str) -> bool {
+    let mut programs = plan.spec().programs();
+    programs.any(|program| program.graph().buffers().iter().any(|b| b.name() == name))
+}
+
+/// `plan`, with the learned buffers of its program in device memory.
+fn with_learned(mut plan: CudaPlan, program: &AttentionProgram) -> Result<CudaPlan, NnError> {
+    for (name, LearnedBuffer { shape, .. }) in &program.learned {
+        let buffer = AnyBuffer::on_device(name, shape, ElementType::F32, true)?;
+        plan = plan.rebind(&buffer).map_err(|e| error(&e))?;
+    }
+    Ok(plan)
 }
 
 /// A line that names what failed.
@@ -80,12 +102,48 @@ impl AttentionPlan {
             };
             plan = plan.rebind(&documents).map_err(|e| error(&e))?;
         }
-        for (name, LearnedBuffer { shape, .. }) in &program.learned {
-            let buffer = AnyBuffer::on_device(name, shape, ElementType::F32, true)?;
-            plan = plan.rebind(&buffer).map_err(|e| error(&e))?;
+        let plan = with_learned(plan, program)?;
+        let (reads_documents, captured) = (reads_documents && !cached, Vec::new());
+        Ok(Self { plan, reads_documents, reads_query: reads_query(program), captured })
+    }
+
+    /// A plan for queries of a rank and keys of all of them, in batches of `plan`'s shape; `first_heads` are
+    /// their places among the model's. Documents and positions come with [`Self::capturing`].
+    pub(super) fn over_ranks(
+        program: &AttentionProgram,
+        heads: PackedHeads,
+        first_heads: [usize; 2],
+        plan: &ContextPlan,
+        (ordinal, dtype, deterministic): (usize, DType, bool),
+    ) -> Result<Self, NnError> {
+        let PackedHeads { rows, len, heads_q, heads_kv, dim } = heads;
+        let [all_rows, all] = plan.whole;
+        let count = |n: usize| i32::try_from(n).expect("a batch is counted in i32");
+        let offset = |first: usize| Positions::offset(count(first));
+        let [q, kv] = POSITIONS.map(|name| Positions::map(Buffer::vector(name, vec![0])));
+        let [h, h_kv] = first_heads.map(offset);
+        let coordinates = Coordinates::new()
+            .batch(offset(plan.first_row))
+            .heads(h, h_kv)
+            .q(q?)
+            .kv(kv?)
+            .lengths(count(all), count(all));
+        let attention = program.attention().deterministic(deterministic);
+        let attention = attention.coordinates(coordinates).mean_kv_len(plan.mean_kv_len);
+        let kv = [rows, heads_kv, all, dim];
+        let problem = Problem::shaped(dtype, [rows, heads_q, len, dim], kv, kv)?;
+        let planned = attention.plan(&problem, &Device::cuda(ordinal))?;
+        let mut plan = planned.cuda().expect("it was planned for a GPU").clone();
+        let shapes: [(_, &[usize]); 3] =
+            [(DOCUMENTS, &[all_rows, all]), (POSITIONS[0], &[len]), (POSITIONS[1], &[all])];
+        for (name, shape) in shapes {
+            if captures(&plan, name) {
+                let buffer = AnyBuffer::on_device(name, shape, ElementType::I32, false)?;
+                plan = plan.rebind(&buffer).map_err(|e| error(&e))?;
+            }
         }
-        let reads_documents = reads_documents && !cached;
-        Ok(Self { plan, reads_documents, reads_query: reads_query(program), documents: None })
+        let (plan, captured) = (with_learned(plan, program)?, Vec::new());
+        Ok(Self { plan, reads_documents: false, reads_query: false, captured })
     }
 
     /// The kernels that it runs, forward and backward.
@@ -96,8 +154,16 @@ impl AttentionPlan {
     }
 
     /// Over the documents of a batch.
-    pub(super) fn over(&self, documents: Documents) -> Self {
-        Self { documents: Some(documents).filter(|_| self.reads_documents), ..self.clone() }
+    pub(super) fn over(&self, documents: Words) -> Self {
+        let captured = self.reads_documents.then_some((DOCUMENTS, documents));
+        Self { captured: captured.into_iter().collect(), ..self.clone() }
+    }
+
+    /// With those of some buffers that it captures.
+    pub(super) fn capturing(&self, buffers: &[(&'static str, &Words)]) -> Self {
+        let read = buffers.iter().filter(|(name, _)| captures(&self.plan, name));
+        let captured = read.map(|&(name, words)| (name, words.clone())).collect();
+        Self { captured, ..self.clone() }
     }
 
     /// For queries that start at `position`.
@@ -158,12 +224,12 @@ impl AttentionPlan {
     }
 
     fn captures<'a>(&'a self, learned: &Learned<'a>) -> Vec<(&'a str, DeviceArray<'a>)> {
-        let documents = self.documents.as_ref().map(|documents| (DOCUMENTS, documents.array()));
+        let captured = self.captured.iter().map(|(name, words)| (*name, words.array()));
         let array = |(name, shape, first): (&'a str, &'a [usize], usize)| {
             let address = learned.values + 4 * first as Address;
             (name, DeviceArray::new(address, ElementType::F32, shape))
         };
-        documents.into_iter().chain(learned.each().map(array)).collect()
+        captured.chain(learned.each().map(array)).collect()
     }
 }
 
@@ -216,16 +282,16 @@ pub(super) fn statistics(heads: PackedHeads, address: Address) -> DeviceTensor<3
 
 impl Cuda {
     /// Learned buffers as f32 numbers: where they are, and their gradients; the memory of both.
-    fn learned(
+    pub(super) fn learned(
         &self,
-        layer: &LayerAttention<'_, Self>,
+        values: &Part<'_, CudaArray>,
         backward: bool,
     ) -> Result<(Address, Address, [Option<Allocation>; 2]), NnError> {
-        let elems = layer.values.place.len();
+        let elems = values.place.len();
         if elems == 0 {
             return Ok((0, 0, [None, None]));
         }
-        let values = layer.values.vector();
+        let values = values.vector();
         let gradients = backward
             .then(|| self.scratch("gradients of learned buffers", 4 * elems))
             .transpose()?;
@@ -270,7 +336,7 @@ impl Cuda {
         let out = output(heads, out.vector().start(), dtype);
         let lse = statistics(heads, lse.vector().start());
         self.timed(Timed::Attention, |this| {
-            let (values, gradients, _memory) = this.learned(&layer, false)?;
+            let (values, gradients, _memory) = this.learned(&layer.values, false)?;
             let learned = Learned { buffers: layer.program.learned, values, gradients };
             layer.program.plan.forward(&this.queue, operands, &learned, out, lse)
         })
@@ -294,18 +360,26 @@ impl Cuda {
             output(heads, d_out.vector().start(), dtype),
         );
         self.timed(Timed::AttentionBackward, |this| {
-            let (values, gradients, _memory) = this.learned(&layer, true)?;
+            let (values, gradients, _memory) = this.learned(&layer.values, true)?;
             let learned = Learned { buffers: layer.program.learned, values, gradients };
             let plan = layer.program.plan;
             plan.backward(&this.queue, operands, &learned, of_rows, destinations)?;
-            let to = d_learned.vector();
-            let [elems] = to.layout.shape;
-            if elems == 0 {
-                return Ok(());
-            }
-            let from = DeviceTensor::contiguous(gradients, DType::F32, [elems]);
-            this.begin_sums(&d_learned)?;
-            this.run(&Add { from, to })
+            this.add_learned(gradients, &d_learned)
         })
+    }
+
+    /// Queues that gradients of learned buffers are added to those before.
+    pub(super) fn add_learned(
+        &self,
+        gradients: Address,
+        to: &PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let [elems] = to.vector().layout.shape;
+        if elems == 0 {
+            return Ok(());
+        }
+        let from = DeviceTensor::contiguous(gradients, DType::F32, [elems]);
+        self.begin_sums(to)?;
+        self.run(&Add { from, to: to.vector() })
     }
 }

@@ -1,5 +1,6 @@
 //! Batches on the device: one copy brings all that depends on a batch alone.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -65,22 +66,51 @@ impl Rotations {
     }
 }
 
-/// The documents of a batch, which keep its memory.
+/// Integers in memory that they keep. Layers share what is made of them, since their version says that they
+/// stay the same.
 #[derive(Clone, Debug)]
-pub(super) struct Documents {
+pub(super) struct Words {
     memory: Arc<Allocation>,
+    /// Bytes from the start of the memory.
     start: usize,
-    shape: [usize; 2],
+    shape: Vec<usize>,
     version: u64,
 }
 
-impl Documents {
-    /// i32 `[rows, len]`. Layers share what is made of them, since their version is the batch's.
+impl Words {
+    /// Brings arrays, of these shapes, to the device by one copy.
+    pub fn upload<const N: usize>(
+        pool: &Pool,
+        arrays: [(Vec<usize>, Vec<i32>); N],
+    ) -> Result<[Self; N], GpuError> {
+        let mut bytes = Vec::new();
+        let placed = arrays.map(|(shape, words)| {
+            bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
+            let start = bytes.len();
+            bytes.extend(foveate_gpu::abi::array_bytes(&words));
+            (shape, start)
+        });
+        let (memory, version) = (Arc::new(pool.upload(&bytes)?), new_version());
+        Ok(placed.map(|(shape, start)| Self { memory: Arc::clone(&memory), start, shape, version }))
+    }
+
+    /// i32 of its shape.
     pub fn array(&self) -> DeviceArray<'_> {
         let address = self.memory.address() + self.start as Address;
         let array = DeviceArray::new(address, ElementType::I32, &self.shape);
         DeviceArray { version: Some(self.version), ..array }
     }
+
+    /// Those of `range` of a vector.
+    pub fn part(&self, range: Range<usize>) -> Self {
+        Self { start: self.start + 4 * range.start, shape: vec![range.len()], ..self.clone() }
+    }
+}
+
+/// Differs from every other one.
+fn new_version() -> u64 {
+    static VERSION: AtomicU64 = AtomicU64::new(1);
+    VERSION.fetch_add(1, Ordering::Relaxed)
 }
 
 impl CudaBatch {
@@ -90,7 +120,6 @@ impl CudaBatch {
         batch: &Batch<'_>,
         tables: Vec<Arc<Rotations>>,
     ) -> Result<Self, GpuError> {
-        static VERSION: AtomicU64 = AtomicU64::new(1);
         let order = TokenOrder::new(batch.tokens)?;
         let words = order.words();
         let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();
@@ -115,7 +144,7 @@ impl CudaBatch {
             starts,
             order,
             tables,
-            version: VERSION.fetch_add(1, Ordering::Relaxed),
+            version: new_version(),
         })
     }
 
@@ -143,11 +172,11 @@ impl CudaBatch {
         DeviceArray::new(self.at(3), ElementType::I32, &self.words)
     }
 
-    pub(super) fn documents(&self) -> Documents {
-        Documents {
+    pub(super) fn documents(&self) -> Words {
+        Words {
             memory: Arc::clone(&self.memory),
             start: self.starts[1],
-            shape: self.shape,
+            shape: self.shape.to_vec(),
             version: self.version,
         }
     }

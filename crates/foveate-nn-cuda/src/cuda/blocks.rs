@@ -9,9 +9,10 @@ use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
-    KvCache, LayerAttention, LinearShape, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
-    OptimizerStep, PackedHeads, Part, PartMut, PlanBytes, Precision, RopePairing, RopeTable,
-    Rotation, Sharing, Span, SumOverRanks, Sums, Transfers, Weights,
+    Carrier, ContextOf, KvCache, LayerAttention, LinearShape, Moment, MomentDtype, Moments,
+    NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads, Part, PartMut, Peers, PlanBytes,
+    Precision, RopePairing, RopeTable, Rotation, Sharing, Span, SumOverRanks, Sums, Transfers,
+    Weights,
 };
 use foveate_tensor::DType;
 
@@ -21,7 +22,7 @@ use super::batch::{CudaBatch, Rotations};
 use super::clock::Timed;
 use super::totals::CudaTotals;
 use super::updates::CudaSpans;
-use super::{Cuda, beta, failed, logits_tokens_of, sharing, transfer};
+use super::{Cuda, beta, context, failed, logits_tokens_of, sharing, transfer};
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
@@ -96,6 +97,14 @@ impl Blocks for Cuda {
 
     fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError> {
         sharing::transfers(ranks, self.ordinal)
+    }
+
+    fn context(
+        &mut self,
+        peers: Box<dyn Peers>,
+        carrier: Carrier,
+    ) -> Result<Option<ContextOf<Self>>, NnError> {
+        context::context(peers, self.ordinal, carrier)
     }
 
     fn profile(&mut self, on: bool) -> Result<(), NnError> {

@@ -13,6 +13,10 @@ mod attention;
 mod batch;
 mod blocks;
 mod clock;
+mod context;
+#[cfg(test)]
+#[path = "../../tests/ranks/context.rs"]
+pub(crate) mod context_plans;
 mod loss;
 mod sharing;
 #[cfg(test)]

@@ -27,16 +27,16 @@ use nccl::Nccl;
 
 /// Bytes of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Span {
-    address: Address,
-    bytes: usize,
+pub(super) struct Span {
+    pub address: Address,
+    pub bytes: usize,
 }
 
 /// Of each rank, in order of rank.
-type Spans = Vec<Vec<Span>>;
+pub(super) type Spans = Vec<Vec<Span>>;
 
 /// What carries bytes between the GPUs of a group of ranks.
-trait Exchange: Send {
+pub(super) trait Exchange: Send {
     /// Queues that what each rank has in `outgoing` for another goes to where that has it in `incoming`,
     /// as many bytes in as many pieces, once the work before `ready` is done. What a rank sends itself is
     /// not looked at.
@@ -53,13 +53,15 @@ trait Exchange: Send {
 }
 
 /// Transfers of one kind.
-struct Way {
-    exchange: Box<dyn Exchange>,
-    queue: Queue,
+pub(super) struct Way {
+    pub exchange: Box<dyn Exchange>,
+    pub queue: Queue,
 }
 
 impl Way {
-    fn new(peers: Box<dyn Peers>, ordinal: usize, in_process: bool) -> Result<Self, NnError> {
+    /// Among `peers`, of which this one has GPU `ordinal`. All ranks call it.
+    pub fn new(peers: Box<dyn Peers>, ordinal: usize, carrier: Carrier) -> Result<Self, NnError> {
+        let in_process = copies::in_process(&*peers)? && carrier == Carrier::Auto;
         let queue = Engine::get(ordinal).and_then(|e| e.new_queue()).map_err(|e| failed(&e))?;
         let exchange: Box<dyn Exchange> = match in_process {
             true => Box::new(Copies::new(peers)?),
@@ -68,13 +70,20 @@ impl Way {
         Ok(Self { exchange, queue })
     }
 
-    fn done(&self) -> Result<Event, NnError> {
+    /// The present end of its transfers.
+    pub fn done(&self) -> Result<Event, NnError> {
         mark(self.queue.stream())
+    }
+
+    /// Waits for its transfers.
+    pub fn settle(&self) {
+        // Where the device has failed there is nobody to tell.
+        let _ = self.queue.stream().wait(FAREWELL, "transfers between ranks");
     }
 }
 
 /// The present end of a stream's work.
-fn mark(stream: &Stream) -> Result<Event, NnError> {
+pub(super) fn mark(stream: &Stream) -> Result<Event, NnError> {
     let mark = || {
         let event = Event::new(stream.device())?;
         event.record(stream).map(|()| event)
@@ -110,8 +119,7 @@ pub(super) fn transfers(
         return Ok(Box::new(ThroughHost::new(ranks.through_host()?)));
     }
     let numbers = ranks.peers()?;
-    let in_process = copies::in_process(&*numbers)? && ranks.carrier() == Carrier::Auto;
-    let way = || Way::new(ranks.peers()?, ordinal, in_process);
+    let way = || Way::new(ranks.peers()?, ordinal, ranks.carrier());
     Ok(Box::new(GpuTransfers {
         gathers: way()?,
         sums: way()?,
@@ -244,10 +252,8 @@ impl Transfers<Cuda> for GpuTransfers {
 impl Drop for GpuTransfers {
     /// Arrays that are being written, or that others read, go back only when that is over.
     fn drop(&mut self) {
-        for way in [&self.gathers, &self.sums] {
-            // Where the device has failed there is nobody to tell.
-            let _ = way.queue.stream().wait(FAREWELL, "transfers between ranks");
-        }
+        self.gathers.settle();
+        self.sums.settle();
     }
 }
 

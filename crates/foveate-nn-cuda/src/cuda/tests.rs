@@ -1,6 +1,7 @@
 //! Each block beside the CPU's, on shapes that divide nothing, and what stands between host and
 //! device. They need a GPU, and say so where there is none.
 
+mod context;
 mod rotations;
 mod sharing;
 

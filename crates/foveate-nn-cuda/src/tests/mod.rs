@@ -2,7 +2,9 @@
 //! and else on the host (`machine.h`), the launches as a GPU would get them. What is written is NaN
 //! before, and so is what lies around it; nothing around it changes.
 
+mod attention;
 mod blocks;
+mod key_rows;
 mod sources;
 mod updates;
 

@@ -67,9 +67,10 @@ impl<B: Blocks> Model<B> {
         let running = &mut *self.running();
         let sizes = self.sizes();
         let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
-        let Running { blocks, workspace, gathering, room, tensor, .. } = running;
+        let Running { blocks, workspace, gathering, room, tensor, context: device, .. } = running;
         let programs = prepared.of_layers(&self.programs);
-        let context = context.map(|attention| Context::of(attention, &self.programs));
+        let heads = PackedHeads::of(sizes.local, prepared.shape);
+        let context = Context::of(context, device, blocks, &self.programs, heads)?;
         let stream = sizes.stream(tensor, prepared.shape);
         let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         let accumulate = !std::mem::take(cleared);
@@ -162,12 +163,13 @@ impl<B: Blocks> Model<B> {
         let Self { config, local, part, programs, layout, share, weights, running, .. } = self;
         let (running, sizes) = (&mut *lock(running), Sizes { config, local, part });
         let prepared = Prepared::new(running, sizes, programs, batch, context.as_deref())?;
-        let Running { blocks, workspace, gathering, tensor, .. } = running;
+        let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
         if let Some(gathering) = gathering {
             gathering.start(layout, true);
         }
         let of_layers = prepared.of_layers(programs);
-        let context = context.map(|attention| Context::of(attention, programs));
+        let heads = PackedHeads::of(sizes.local, prepared.shape);
+        let context = Context::of(context, device, blocks, programs, heads)?;
         let stream = sizes.stream(tensor, prepared.shape);
         let mut pass = prepared.pass(sizes, layout, &of_layers, context, stream);
         let mut parameters = Updated {
@@ -292,9 +294,10 @@ impl<B: Blocks> Model<B> {
         self.check_parameters()?;
         let sizes = self.sizes();
         let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
-        let Running { blocks, workspace, gathering, tensor, .. } = running;
+        let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
         let programs = prepared.of_layers(&self.programs);
-        let context = context.map(|attention| Context::of(attention, &self.programs));
+        let heads = PackedHeads::of(sizes.local, prepared.shape);
+        let context = Context::of(context, device, blocks, &self.programs, heads)?;
         let stream = sizes.stream(tensor, prepared.shape);
         let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         match gathering {
@@ -382,7 +385,7 @@ impl<B: Blocks> Prepared<B> {
         Sizes { local: config, part, .. }: Sizes<'a>,
         layout: &'a ParameterLayout,
         programs: &'a [LayerProgram<'a, B>],
-        context: Option<Context<'a>>,
+        context: Option<Context<'a, B>>,
         stream: Option<Stream<'a>>,
     ) -> Pass<'a, B> {
         let (batch, shape) = (&self.batch, self.shape);

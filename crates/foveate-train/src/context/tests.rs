@@ -1,5 +1,6 @@
 //! Steps over ranks of `context`, which are threads here, beside the same steps on one rank.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use foveate::tensor::random::Random;
@@ -8,6 +9,7 @@ use foveate_nn::{
     Gradients, IGNORE, LayerRope, LearnedBuffer, ModelConfig, Moments, OptimizerStep,
     ProgramConfig, Queued, Recompute, RopeScaling, Rule, Treatment,
 };
+use foveate_shard::Ranges;
 use foveate_shard::collectives::run_threads;
 
 use super::*;
@@ -117,7 +119,7 @@ fn planner<'a>(
     let section =
         MeshSection { replicate, shard, context, tensor, strategy, ..MeshSection::default() };
     let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
-    Ok((ranks, ContextPlanner::new(ranks, strategy).map_err(refused)?))
+    Ok((ranks, ContextPlanner::new(ranks, strategy, false).map_err(refused)?))
 }
 
 /// What some steps came to.
@@ -309,6 +311,70 @@ fn every_strategy_and_recomputation_comes_to_what_one_rank_comes_to() {
             let found = run.on_mesh(mesh, Some(strategy)).unwrap();
             close(&format!("{strategy} on {mesh:?}"), &found, &one, &other);
             assert!(found == run.on_mesh(mesh, Some(strategy)).unwrap(), "the same bits again");
+        }
+    }
+}
+
+/// What a device moves is what the plan that was proven moves, rank by rank.
+#[test]
+fn a_device_is_told_what_the_plan_says() {
+    let model = Model::new(config([4, 4]), &learned().into(), 3).unwrap();
+    for (strategy, sizes) in STRATEGIES.into_iter().zip([
+        [1, 1, 4, 1],
+        [1, 2, 3, 1],
+        [2, 1, 4, 1],
+        [1, 1, 2, 2],
+        [1, 1, 4, 1],
+    ]) {
+        let [replicate, shard, context, tensor] = sizes;
+        let text = format!("replicate={replicate},shard={shard},context={context},tensor={tensor}");
+        let mesh = Mesh::parse(&text, sizes.iter().product()).unwrap();
+        let rows = rows(4, 37, 5);
+        let (proven, _) =
+            proven(&Map::new(mesh), Some(strategy), &model, [4, 37], &rows.documents).unwrap();
+        let plan = proven.plan();
+        let told = |rank: usize| device_plan(plan, rank, &rows.documents, 30.0);
+        for rank in 0..mesh.ranks() {
+            let (of, own) = (told(rank), &plan.ranks[rank]);
+            let members = mesh.group(rank, &[MeshAxis::Context]);
+            assert_eq!((of.whole, members[of.rank]), ([4, 37], rank));
+            assert_eq!(of.first_row, own.own.batch.start);
+            assert_eq!(of.first_heads, [own.own.heads.start, own.own.kv_heads.start]);
+            assert_eq!(of.documents, rows.documents);
+            let all: Vec<Range<usize>> = of.tokens.concat();
+            assert_eq!(all.iter().map(Range::len).sum::<usize>(), 37);
+            assert_eq!(Ranges::of(all), Ranges::one(0..37));
+            assert_eq!(of.mean_kv_len, 30usize.div_ceil(own.own.batch.len() * own.own.q.len()));
+            let stages = match &of.moves {
+                ContextMoves::Keys(stages) => stages,
+                ContextMoves::Heads(heads) => {
+                    let cells =
+                        |heads: &Range<usize>, first| heads.start + first..heads.end + first;
+                    let [q, kv] = &heads[of.rank];
+                    let computed = &own.stages[0].compute;
+                    assert_eq!(computed.heads, cells(q, of.first_heads[0]));
+                    assert_eq!(computed.kv_heads, cells(kv, of.first_heads[1]));
+                    continue;
+                }
+            };
+            assert_eq!(stages.len(), own.stages.len());
+            for (number, (stage, planned)) in stages.iter().zip(&own.stages).enumerate() {
+                let first = if number == 0 { own.own.kv.clone() } else { Ranges::default() };
+                let arrive = Ranges::of(stage.receives.iter().flatten().cloned());
+                assert_eq!(first.union(&arrive), planned.compute.kv);
+                for (place, &other) in members.iter().enumerate() {
+                    let ContextMoves::Keys(theirs) = told(other).moves else { unreachable!() };
+                    assert_eq!(stage.sends[place], theirs[number].receives[of.rank]);
+                    assert_eq!(stage.moves, theirs[number].moves);
+                    assert!(stage.moves || stage.sends[place].is_empty());
+                }
+            }
+            // Gradients return by the way that keys came.
+            for part in &own.returns {
+                let place = members.iter().position(|&member| member == part.peer).unwrap();
+                let came = stages.iter().flat_map(|stage| stage.receives[place].clone());
+                assert_eq!(Ranges::of(came), part.cells.kv);
+            }
         }
     }
 }

@@ -46,7 +46,7 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         let part = part_of(ranks, &config)?;
         let mut model = Model::unfilled_part(blocks, config, attention, &|_| false, part)?;
         share_parameters(ranks, recipe, &mut model, gpu)?;
-        let context = context(ranks, recipe, &model, gpu)?;
+        let context = context(ranks, recipe, &mut model, gpu)?;
         let copies = ranks.group(&[MeshAxis::Replicate])?;
         Ok(Self { model, ranks, copies, context, labelled: 0 })
     }

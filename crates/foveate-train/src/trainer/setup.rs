@@ -33,7 +33,7 @@ use crate::recipe::{Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tensor::{TensorGroup, copied_heads};
 use crate::tokens::{Ends, Tokenizer};
-use crate::transfers::ParameterRanks;
+use crate::transfers::{GroupPeers, ParameterRanks};
 use crate::whole;
 
 /// A run between two steps.
@@ -159,7 +159,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let Made { mut model, attention, mut memory, recompute, saves_beside } =
             made.map_err(wrong)?;
         share_parameters(ranks, recipe, &mut model, gpu.as_deref())?;
-        let context = context(ranks, recipe, &model, gpu.as_deref())?;
+        let context = context(ranks, recipe, &mut model, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
         let described = context.as_ref().map(|context| context.describe(ranks, &model, shape));
         let described =
@@ -323,30 +323,24 @@ fn counts(
 pub(super) fn context<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
-    model: &Model<B>,
+    model: &mut Model<B>,
     gpu: Option<&str>,
 ) -> Result<Option<ContextPlanner>, TrainError> {
-    let mesh = ranks.mesh();
-    if !is_needed(&mesh, model) {
+    if !is_needed(&ranks.mesh(), model) {
         return Ok(None);
     }
-    let Some(gpu) = gpu else {
-        return Ok(Some(ContextPlanner::new(ranks, recipe.mesh.strategy)?));
-    };
-    let remedy = format!("runs on CPUs alone, and run.device is {gpu}; set run.device = \"cpu\"");
-    Err(match mesh.size(MeshAxis::Context) {
-        1 => TrainError::recipe(
-            "[mesh]",
-            format!(
-                "cuts the rows of a batch, and here a row's attention depends on which row it is, or \
-                 on the longest; that {remedy}, or train on one rank"
-            ),
-        ),
-        context => TrainError::recipe(
-            "mesh.context",
-            format!("is {context}, but attention over several ranks {remedy}, or leave it at 1"),
-        ),
-    })
+    let peers = GroupPeers::new(ranks, &[MeshAxis::Context])?;
+    let by_device = model.context(Box::new(peers), recipe.mesh.transfers);
+    let by_device = by_device.map_err(TrainError::model)?;
+    if let Some(gpu) = gpu.filter(|_| !by_device) {
+        let message = format!(
+            "is \"host\", but ranks that share rows, or have to know which rows of a batch they have, \
+             compute attention on {gpu} with keys that go between GPUs; leave it out, or set run.device = \
+             \"cpu\""
+        );
+        return Err(TrainError::recipe("mesh.transfers", message));
+    }
+    Ok(Some(ContextPlanner::new(ranks, recipe.mesh.strategy, by_device)?))
 }
 
 /// Refuses more ranks that share rows than a batch has rows.

@@ -2,7 +2,7 @@
 //! bits that the host's memory gives, and beside one rank what it reaches.
 
 #[path = "../../../tests/ranks/mod.rs"]
-mod ranks;
+pub(super) mod ranks;
 
 use foveate_gpu::driver::Device;
 use foveate_nn::{Carrier, Cutting, Peers, Reshard};

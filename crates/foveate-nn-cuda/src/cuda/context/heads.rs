@@ -1,0 +1,284 @@
+//! Heads that are given for tokens: every rank computes some heads over all tokens.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use foveate_gpu::DeviceTensor;
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::Allocation;
+use foveate_nn::{Array, Blocks, ContextPlan, DOCUMENTS, NnError, PackedHeads};
+use foveate_tensor::DType;
+
+use super::super::array::CudaArray;
+use super::super::attention::{POSITIONS, output, packed, statistics};
+use super::super::batch::Words;
+use super::super::sharing::Spans;
+use super::super::{Cuda, failed};
+use super::{Moving, Pass, RowsAt, columns, fit};
+use crate::vectors::CopyRows;
+
+/// Heads for tokens, by a plan.
+pub(super) struct Heads {
+    heads: PackedHeads,
+    rank: usize,
+    /// Of each rank, its query heads and its key/value heads among those of a token here.
+    of_ranks: Vec<[Range<usize>; 2]>,
+    /// Where each rank's tokens lie among all of a row.
+    tokens: Vec<Range<usize>>,
+    documents: Words,
+    /// Of all tokens, as they lie.
+    positions: Words,
+    kept: Vec<Kept>,
+}
+
+/// What a forward pass keeps of all tokens: the packed projection of this rank's heads, and attention.
+#[derive(Default)]
+struct Kept {
+    qkv: CudaArray,
+    out: CudaArray,
+    lse: CudaArray,
+}
+
+impl Heads {
+    pub fn new(
+        blocks: &mut Cuda,
+        heads: PackedHeads,
+        plan: &Arc<ContextPlan>,
+        of_ranks: &[[Range<usize>; 2]],
+    ) -> Result<Self, NnError> {
+        let all = plan.tokens.iter().flatten().cloned().flatten();
+        let positions: Vec<i32> = all.map(|position| position as i32).collect();
+        let mut first = 0;
+        let tokens = plan.tokens.iter().map(|own| {
+            first += own.iter().map(Range::len).sum::<usize>();
+            first - own.iter().map(Range::len).sum::<usize>()..first
+        });
+        let tokens = tokens.collect();
+        let arrays =
+            [(plan.whole.to_vec(), plan.documents.clone()), (vec![positions.len()], positions)];
+        let words = Words::upload(blocks.queue.pool(), arrays).map_err(|e| failed(&e))?;
+        let [documents, positions] = words;
+        let (rank, of_ranks) = (plan.rank, of_ranks.to_vec());
+        Ok(Self { heads, rank, of_ranks, tokens, documents, positions, kept: Vec::new() })
+    }
+
+    /// The packed projection of all tokens, of this rank's heads.
+    pub fn own_heads(&self) -> PackedHeads {
+        let [q, kv] = &self.of_ranks[self.rank];
+        let len = self.tokens.last().map_or(0, |last| last.end);
+        PackedHeads { len, heads_q: q.len(), heads_kv: kv.len(), ..self.heads }
+    }
+
+    /// The first of these heads among the model's.
+    pub fn first_heads(&self, plan: &ContextPlan) -> [usize; 2] {
+        let [q, kv] = &self.of_ranks[self.rank];
+        [plan.first_heads[0] + q.start, plan.first_heads[1] + kv.start]
+    }
+
+    pub fn forward(
+        &mut self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        pass: &Pass<'_>,
+        qkv: &CudaArray,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (own, dtype) = (self.own_heads(), qkv.dtype());
+        let (all, q_width) = (own.rows * own.len, own.heads_q * own.dim);
+        let mut kept = std::mem::take(fit(&mut self.kept, pass.slot));
+        let Kept { qkv: all_qkv, out: all_out, lse: all_lse } = &mut kept;
+        blocks.resize("heads of all tokens", all_qkv, dtype, all * own.width())?;
+        blocks.resize("attention of all tokens", all_out, dtype, all * q_width)?;
+        blocks.resize("logs of denominators", all_lse, DType::F32, all * own.heads_q)?;
+        let (from, to) = (qkv.vector().start(), all_qkv.vector().start());
+        self.give(blocks, moving, [from, to], dtype, true)?;
+        if all > 0 {
+            let operands = packed(own, to, dtype);
+            let to = output(own, all_out.vector().start(), dtype);
+            let lse = statistics(own, all_lse.vector().start());
+            let plan = self.plan(pass);
+            plan.forward(&blocks.queue, operands, &pass.learned, to, lse)?;
+        }
+        let (from, to) = (all_out.vector().start(), out.vector().start());
+        self.give_back(blocks, moving, [from, to], dtype, false)?;
+        self.kept[pass.slot] = kept;
+        Ok(())
+    }
+
+    pub fn backward(
+        &mut self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        pass: &Pass<'_>,
+        d_out: &CudaArray,
+        d_qkv: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (own, dtype) = (self.own_heads(), d_out.dtype());
+        let (all, q_width) = (own.rows * own.len, own.heads_q * own.dim);
+        let bytes = all * dtype.bytes();
+        let all_d_out = blocks.scratch("gradients of all tokens", bytes * q_width)?;
+        let all_d_qkv = blocks.scratch("gradients of all tokens", bytes * own.width())?;
+        let (from, to) = (d_out.vector().start(), all_d_out.address());
+        self.give(blocks, moving, [from, to], dtype, false)?;
+        if all > 0 {
+            let Kept { qkv, out, lse } = &self.kept[pass.slot];
+            let of_rows = (
+                output(own, out.vector().start(), dtype),
+                statistics(own, lse.vector().start()),
+                output(own, to, dtype),
+            );
+            let operands = packed(own, qkv.vector().start(), dtype);
+            let gradients = packed(own, all_d_qkv.address(), dtype);
+            let plan = self.plan(pass);
+            plan.backward(&blocks.queue, operands, &pass.learned, of_rows, gradients)?;
+        }
+        let (from, to) = (all_d_qkv.address(), d_qkv.vector().start());
+        self.give_back(blocks, moving, [from, to], dtype, true)
+    }
+
+    fn plan(&self, pass: &Pass<'_>) -> super::AttentionPlan {
+        pass.plan.capturing(&[
+            (DOCUMENTS, &self.documents),
+            (POSITIONS[0], &self.positions),
+            (POSITIONS[1], &self.positions),
+        ])
+    }
+
+    /// Elements of a token here, and which of them are a rank's: its query heads, and its keys and values
+    /// where these are `packed` behind.
+    fn columns(&self, rank: usize, packed: bool) -> (usize, Vec<Range<usize>>) {
+        let PackedHeads { heads_q, heads_kv, dim, .. } = self.heads;
+        let [q, kv] = &self.of_ranks[rank];
+        let piece = |first: usize, heads: &Range<usize>| {
+            (first + heads.start) * dim..(first + heads.end) * dim
+        };
+        match packed {
+            false => (heads_q * dim, vec![piece(0, q)]),
+            true => {
+                let keys = [heads_q, heads_q + heads_kv].map(|first| piece(first, kv));
+                (self.heads.width(), [vec![piece(0, q)], keys.to_vec()].concat())
+            }
+        }
+    }
+
+    /// Tokens of this rank, of every row, to the ranks whose heads they are of.
+    fn give(
+        &self,
+        blocks: &Cuda,
+        moving: &mut Moving,
+        [from, to]: [Address; 2],
+        dtype: DType,
+        packed: bool,
+    ) -> Result<(), NnError> {
+        let staged = self.staged(blocks, to, dtype, packed)?;
+        for (rank, (apart, _)) in staged.iter().enumerate() {
+            for [from, to] in self.pairs(rank, [from, *apart], dtype, packed) {
+                blocks.run(&CopyRows { from, to })?;
+            }
+        }
+        let [of_ranks, of_all] = self.spans(&staged, to, dtype, packed);
+        moving.begin(blocks.queue.stream(), of_ranks, &of_all)?;
+        moving.end(blocks.queue.stream())
+    }
+
+    /// All tokens of this rank's heads to the ranks whose tokens they are.
+    fn give_back(
+        &self,
+        blocks: &Cuda,
+        moving: &mut Moving,
+        [from, to]: [Address; 2],
+        dtype: DType,
+        packed: bool,
+    ) -> Result<(), NnError> {
+        let staged = self.staged(blocks, from, dtype, packed)?;
+        let [of_ranks, of_all] = self.spans(&staged, from, dtype, packed);
+        moving.begin(blocks.queue.stream(), of_all, &of_ranks)?;
+        moving.end(blocks.queue.stream())?;
+        for (rank, (apart, _)) in staged.iter().enumerate() {
+            for [to, from] in self.pairs(rank, [to, *apart], dtype, packed) {
+                blocks.run(&CopyRows { from, to })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Of each rank, where its heads of this rank's tokens lie side by side: for itself among `all` tokens.
+    fn staged(
+        &self,
+        blocks: &Cuda,
+        all: Address,
+        dtype: DType,
+        packed: bool,
+    ) -> Result<Vec<(Address, Option<Allocation>)>, NnError> {
+        let PackedHeads { rows, len, .. } = self.heads;
+        let staged = |rank: usize| {
+            if rank == self.rank {
+                return Ok((all, None));
+            }
+            let bytes = rows * len * self.width(rank, packed) * dtype.bytes();
+            let memory = blocks.scratch("heads of other ranks", bytes)?;
+            Ok((memory.address(), Some(memory)))
+        };
+        (0..self.of_ranks.len()).map(staged).collect()
+    }
+
+    /// Elements of a token that are a rank's.
+    fn width(&self, rank: usize, packed: bool) -> usize {
+        self.columns(rank, packed).1.iter().map(Range::len).sum()
+    }
+
+    /// A rank's heads of this rank's tokens: among all heads at `here`, and side by side at `apart`.
+    fn pairs(
+        &self,
+        rank: usize,
+        [here, apart]: [Address; 2],
+        dtype: DType,
+        packed: bool,
+    ) -> Vec<[DeviceTensor<2>; 2]> {
+        let PackedHeads { rows, len, .. } = self.heads;
+        let (all, width) = (self.own_heads().len, self.width(rank, packed));
+        let own = self.tokens[rank].start;
+        let groups: Vec<[usize; 3]> = match rank == self.rank {
+            true => (0..rows).map(|row| [row * len, row * all + own, len]).collect(),
+            false => vec![[0, 0, rows * len]],
+        };
+        let (stride, pieces) = self.columns(rank, packed);
+        let mut pairs = Vec::new();
+        for [first, first_apart, tokens] in groups.into_iter().filter(|group| group[2] > 0) {
+            let mut column = 0;
+            for piece in &pieces {
+                let shape = [tokens, piece.len()];
+                pairs.push([
+                    columns(here, dtype, shape, stride, first * stride + piece.start),
+                    columns(apart, dtype, shape, width, first_apart * width + column),
+                ]);
+                column += piece.len();
+            }
+        }
+        pairs
+    }
+
+    /// By rank, its heads of this rank's tokens where they are staged, and this rank's heads of its tokens
+    /// among `all`.
+    fn spans(
+        &self,
+        staged: &[(Address, Option<Allocation>)],
+        all: Address,
+        dtype: DType,
+        packed: bool,
+    ) -> [Spans; 2] {
+        let PackedHeads { rows, len, .. } = self.heads;
+        let others = |rank: usize| if rank == self.rank { 0..0 } else { 0..rows };
+        let of_ranks = staged.iter().enumerate().map(|(rank, (address, _))| {
+            let at = RowsAt::new(*address, self.width(rank, packed), dtype);
+            others(rank).map(|row| at.span(&(row * len..(row + 1) * len))).collect()
+        });
+        let at = RowsAt::new(all, self.width(self.rank, packed), dtype);
+        let len = self.own_heads().len;
+        let of_all = self.tokens.iter().enumerate().map(|(rank, own)| {
+            let place = |row: usize| row * len + own.start..row * len + own.end;
+            others(rank).map(|row| at.span(&place(row))).collect()
+        });
+        [of_ranks.collect(), of_all.collect()]
+    }
+}

@@ -1,0 +1,281 @@
+//! Keys that go to the queries which see them.
+
+use std::sync::Arc;
+
+use foveate::Layout;
+use foveate_gpu::DeviceTensor;
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::Allocation;
+use foveate_nn::{
+    Array, Blocks, ContextForward, ContextPlan, DOCUMENTS, KeyStage, NnError, PackedHeads,
+};
+use foveate_tensor::DType;
+
+use super::super::array::CudaArray;
+use super::super::attention::{POSITIONS, output, packed, statistics};
+use super::super::batch::Words;
+use super::super::sharing::Spans;
+use super::super::{Cuda, failed};
+use super::{Moving, Pass, RowsAt, columns, fit};
+use crate::context::{Join, SumKeys};
+use crate::key_rows::{KeyRows, of_rows};
+use crate::vectors::CopyRows;
+
+/// Keys, by a plan.
+pub(super) struct Keys {
+    heads: PackedHeads,
+    rows: KeyRows,
+    /// Whether any rank sends something, by stage.
+    moves: Vec<bool>,
+    documents: Words,
+    /// Of the rank's queries, and of the keys as they lie.
+    positions: [Words; 2],
+    /// [`KeyRows::sources`].
+    sources: Words,
+    /// By slot, keys and values, `[rows, keys, 2 · heads_kv · dim]`.
+    kept: Vec<CudaArray>,
+}
+
+impl Keys {
+    pub fn new(
+        blocks: &mut Cuda,
+        heads: PackedHeads,
+        plan: &Arc<ContextPlan>,
+        stages: &[KeyStage],
+    ) -> Result<Self, NnError> {
+        let rows = KeyRows::new(plan, stages);
+        let sources = rows.sources(heads.rows);
+        let arrays = [
+            (plan.whole.to_vec(), plan.documents.clone()),
+            (vec![heads.len], rows.positions[..heads.len].to_vec()),
+            (vec![rows.len()], rows.positions.clone()),
+            (vec![sources.len()], sources),
+        ];
+        let words = Words::upload(blocks.queue.pool(), arrays).map_err(|e| failed(&e))?;
+        let [documents, queries, keys, sources] = words;
+        let moves = stages.iter().map(|stage| stage.moves).collect();
+        Ok(Self {
+            heads,
+            rows,
+            moves,
+            documents,
+            positions: [queries, keys],
+            sources,
+            kept: Vec::new(),
+        })
+    }
+
+    pub fn forward(
+        &mut self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        pass: &Pass<'_>,
+        qkv: &CudaArray,
+        out: &mut CudaArray,
+        lse: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let PackedHeads { rows, len, .. } = self.heads;
+        let (width, dtype, all) = (self.width(), qkv.dtype(), self.rows.len());
+        let kept = fit(&mut self.kept, pass.slot);
+        blocks.resize("keys of all ranks", kept, dtype, rows * all * width)?;
+        let (keys, packed_width) = (kept.vector().start(), self.heads.width());
+        for row in 0..rows {
+            let from = qkv.vector().start();
+            let first = row * len * packed_width + packed_width - width;
+            blocks.run(&CopyRows {
+                from: columns(from, dtype, [len, width], packed_width, first),
+                to: columns(keys, dtype, [len, width], width, row * all * width),
+            })?;
+        }
+        let at = RowsAt::new(keys, width, dtype);
+        for (stage, _) in self.moves.iter().enumerate().filter(|(_, moves)| **moves) {
+            let spans = |of: &[Vec<_>]| -> Spans {
+                let pieces = of.iter().map(|pieces| of_rows(rows, all, || pieces.iter()));
+                pieces.map(|pieces| at.spans(&pieces)).collect()
+            };
+            let outgoing = spans(&self.rows.sends[stage]);
+            let incoming = spans(&self.rows.receives[stage]);
+            moving.begin(blocks.queue.stream(), outgoing, &incoming)?;
+        }
+        let mut sums = self.sums(blocks, dtype)?;
+        let to = (out.vector().start(), lse.vector().start());
+        for (stage, &moves) in self.moves.iter().enumerate() {
+            if moves {
+                moving.end(blocks.queue.stream())?;
+            }
+            let place = self.rows.stages[stage].clone();
+            if place.is_empty() || !self.is_needed() {
+                continue;
+            }
+            let positions = self.positions[1].part(place.clone());
+            let plan = pass.plan.capturing(&[
+                (DOCUMENTS, &self.documents),
+                (POSITIONS[0], &self.positions[0]),
+                (POSITIONS[1], &positions),
+            ]);
+            let [q, ..] = packed(self.heads, qkv.vector().start(), dtype);
+            let [k, v] = self.views(keys, dtype, place.start, place.len());
+            let (part, part_lse) = sums.next(self.heads, to);
+            plan.forward(&blocks.queue, [q, k, v], &pass.learned, part, part_lse)?;
+            sums.join(blocks, self.heads, to)?;
+        }
+        Ok(())
+    }
+
+    pub fn backward(
+        &mut self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        pass: &Pass<'_>,
+        forward: &ContextForward<'_, CudaArray>,
+        d_out: &CudaArray,
+        d_qkv: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let PackedHeads { rows, len, heads_q, dim, .. } = self.heads;
+        let (width, q_width) = (self.width(), heads_q * dim);
+        let (dtype, all) = (forward.qkv.dtype(), self.rows.len());
+        let (places, returned) = self.rows.returned_to(rows);
+        let keys = self.kept[pass.slot].vector().start();
+        let d_keys = 4 * (rows * all + returned) * width;
+        let d_keys = blocks.scratch("gradients of keys", d_keys)?;
+        let d_q = blocks.scratch("gradients of queries", 4 * rows * len * q_width)?;
+        if self.is_needed() {
+            let plan = pass.plan.capturing(&[
+                (DOCUMENTS, &self.documents),
+                (POSITIONS[0], &self.positions[0]),
+                (POSITIONS[1], &self.positions[1]),
+            ]);
+            let [q, ..] = packed(self.heads, forward.qkv.vector().start(), dtype);
+            let [k, v] = self.views(keys, dtype, 0, all);
+            let [dk, dv] = self.views(d_keys.address(), DType::F32, 0, all);
+            let dq = output(self.heads, d_q.address(), DType::F32);
+            let of_rows = (
+                output(self.heads, forward.out.vector().start(), dtype),
+                statistics(self.heads, forward.lse.vector().start()),
+                output(self.heads, d_out.vector().start(), dtype),
+            );
+            let gradients = [dq, dk, dv];
+            plan.backward(&blocks.queue, [q, k, v], &pass.learned, of_rows, gradients)?;
+        }
+        let moves = self.moves.contains(&true);
+        if moves {
+            let at = RowsAt::new(d_keys.address(), width, DType::F32);
+            let spans =
+                |of: &[Vec<_>]| -> Spans { of.iter().map(|pieces| at.spans(pieces)).collect() };
+            let outgoing = spans(&self.rows.returns(rows));
+            moving.begin(blocks.queue.stream(), outgoing, &spans(&places))?;
+        }
+        let to = |first: usize, width| {
+            let address = d_qkv.vector().start();
+            columns(address, dtype, [rows * len, width], self.heads.width(), first)
+        };
+        let wide = |address: Address, rows, width| {
+            DeviceTensor::contiguous(address, DType::F32, [rows, width])
+        };
+        if self.is_needed() {
+            let from = wide(d_q.address(), rows * len, q_width);
+            blocks.run(&SumKeys { from, sources: None, to: to(0, q_width) })?;
+        }
+        if moves {
+            moving.end(blocks.queue.stream())?;
+        }
+        if self.is_needed() {
+            let from = wide(d_keys.address(), rows * all + returned, width);
+            let sources = Some(self.sources.array());
+            blocks.run(&SumKeys { from, sources, to: to(q_width, width) })?;
+        }
+        Ok(())
+    }
+
+    /// Elements of a token's keys and values.
+    fn width(&self) -> usize {
+        2 * self.heads.heads_kv * self.heads.dim
+    }
+
+    /// Whether this rank has queries.
+    fn is_needed(&self) -> bool {
+        self.heads.rows * self.heads.len > 0
+    }
+
+    /// Keys and values from key `first` on of every row of the array at `address`.
+    fn views(&self, address: Address, dtype: DType, first: usize, len: usize) -> [DeviceTensor; 2] {
+        let PackedHeads { rows, heads_kv, dim, .. } = self.heads;
+        let (width, all) = (self.width(), self.rows.len());
+        [0, heads_kv * dim].map(|column| {
+            let strides = [all * width, dim, width, 1];
+            let layout =
+                Layout::strided([rows, heads_kv, len, dim], strides, first * width + column);
+            DeviceTensor { address, dtype, layout }
+        })
+    }
+
+    /// Room for what stages give.
+    fn sums(&self, blocks: &Cuda, dtype: DType) -> Result<Sums, NnError> {
+        let PackedHeads { rows, len, heads_q, dim, .. } = self.heads;
+        let stages = self.rows.stages.iter().filter(|keys| !keys.is_empty()).count();
+        let mut sums = Sums { dtype, stages, done: 0, outs: Vec::new(), lses: Vec::new() };
+        if stages > 1 && self.is_needed() {
+            let elems = rows * len * heads_q;
+            let take = |elems: usize| blocks.scratch("attention over some keys", 4 * elems);
+            sums.outs = (0..2).map(|_| take(elems * dim)).collect::<Result<_, _>>()?;
+            sums.lses = (0..3).map(|_| take(elems)).collect::<Result<_, _>>()?;
+        }
+        Ok(sums)
+    }
+}
+
+/// Attention over the keys of the stages so far, in f32 where there are several.
+struct Sums {
+    dtype: DType,
+    stages: usize,
+    done: usize,
+    /// Over those so far, and over those of a stage.
+    outs: Vec<Allocation>,
+    /// Over those so far, in turn, and over those of a stage.
+    lses: Vec<Allocation>,
+}
+
+impl Sums {
+    /// Where the next stage's go; `to` are the addresses of those of all.
+    fn next(
+        &self,
+        heads: PackedHeads,
+        (out, lse): (Address, Address),
+    ) -> (DeviceTensor, DeviceTensor<3>) {
+        if self.stages == 1 {
+            return (output(heads, out, self.dtype), statistics(heads, lse));
+        }
+        let (out, lse) = if self.done == 0 { (0, 0) } else { (1, 2) };
+        let (out, lse) = (self.outs[out].address(), self.lses[lse].address());
+        (output(heads, out, DType::F32), statistics(heads, lse))
+    }
+
+    /// Queues that what the stage gave joins that of those before.
+    fn join(
+        &mut self,
+        blocks: &Cuda,
+        heads: PackedHeads,
+        (out, lse): (Address, Address),
+    ) -> Result<(), NnError> {
+        let (before, is_last) = (self.done, self.done + 1 == self.stages);
+        self.done += 1;
+        if before == 0 {
+            return Ok(());
+        }
+        let PackedHeads { rows, len, heads_q, dim, .. } = heads;
+        let tokens = |address: Address, dtype| {
+            DeviceTensor::contiguous(address, dtype, [rows, len, heads_q, dim])
+        };
+        let of_lse = |which: usize| self.lses[which].address();
+        let to_lse = if is_last { lse } else { of_lse(before % 2) };
+        blocks.run(&Join {
+            out: tokens(self.outs[0].address(), DType::F32),
+            lse: statistics(heads, of_lse((before - 1) % 2)),
+            part: tokens(self.outs[1].address(), DType::F32),
+            part_lse: statistics(heads, of_lse(2)),
+            to: is_last.then(|| tokens(out, self.dtype)),
+            to_lse: statistics(heads, to_lse),
+            dtype: self.dtype,
+        })
+    }
+}
