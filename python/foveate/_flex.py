@@ -377,8 +377,7 @@ class _Gradient(torch.autograd.Function):
         *learned: Tensor,
     ) -> tuple[Tensor | None, ...]:
         plan = call.plan or call.planned(q, k, v, sink, learned, forward_only=False)
-        # On CUDA the kernels write all three.
-        gradients = [_empty_in_order(t, t.shape) if wanted or t.is_cuda else None for t, wanted in zip((q, k, v), needs)]
+        gradients = [_empty_in_order(t, t.shape) if wanted else None for t, wanted in zip((q, k, v), needs)]
         d_sink = torch.empty_like(sink) if sink is not None and needs[3] else None
         captures = () if call.score is None else call.score.captures
         destinations = [
@@ -392,8 +391,7 @@ class _Gradient(torch.autograd.Function):
         except IndexError as error:
             raise _trace.named(error, call.score, call.mask) from None
         call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
-        wanted_ones = (d if wanted else None for d, wanted in zip(gradients, needs))
-        return (*wanted_ones, d_sink, *(d if d is None else d.to(t.dtype) for d, t in zip(destinations, learned)))
+        return (*gradients, d_sink, *(d if d is None else d.to(t.dtype) for d, t in zip(destinations, learned)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -114,7 +114,7 @@ class CudaPlan:
         forward: list[Tensor],
         d_out: Tensor,
         d_lse: Tensor | None,
-        gradients: list[Tensor],
+        gradients: list[Tensor | None],
         captures: list[Tensor | None],
         d_sink: Tensor | None,
     ) -> None: ...

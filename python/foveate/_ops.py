@@ -117,10 +117,9 @@ def _backward(
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     operands = (query, key, value)
-    cuda = query.is_cuda  # Its kernels write all three gradients, and those of captured tensors in float32.
-    gradients = [_flex._empty_in_order(t, t.shape) if wanted or cuda else None for t, wanted in zip(operands, needs)]
-    into = {
-        f"s{i}": torch.zeros(captures[i].shape, dtype=torch.float32 if cuda else mods[1][i].dtype, device=query.device)
+    gradients = [_flex._empty_in_order(t, t.shape) if wanted else None for t, wanted in zip(operands, needs)]
+    into = {  # On CUDA in float32.
+        f"s{i}": torch.zeros(captures[i].shape, dtype=torch.float32 if query.is_cuda else mods[1][i].dtype, device=query.device)
         for i in learned
     }
     read = () if call.score is None else call.score.captures
@@ -128,7 +127,7 @@ def _backward(
         list(operands), [out, lse], d_out, d_lse, gradients, [into[c.name] if c.learned else None for c in read], None
     )
     call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
-    dq, dk, dv = (d if d is not None and wanted else t.new_empty(0) for t, d, wanted in zip(operands, gradients, needs))
+    dq, dk, dv = (t.new_empty(0) if d is None else d for t, d in zip(operands, gradients))
     return dq, dk, dv, [into[f"s{i}"].to(captures[i].dtype) for i in learned]
 
 

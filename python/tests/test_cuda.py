@@ -590,6 +590,28 @@ def test_torchs_own_block_masks_count():
     compare(q, k, v, mask=lambda b, h, i, j: partial[i // 128, j // 128], block_mask=lists)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 200, 200, 64, 64), (1, 6, 3, 77, 130, 40, 24), (1, 2, 2, 130, 130, 192, 128)], ids=str)
+def test_gradients_that_nobody_wants_are_not_made(shape, dtype):
+    every = [*operands(*shape, dtype=dtype), torch.randn(shape[1], device=DEVICE).requires_grad_()]
+
+    def gradients(*wanted):
+        q, k, v, slope = (t.detach().requires_grad_(i in wanted) for i, t in enumerate(every))
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i), Mask(causal), enable_gqa=True)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        made = torch.autograd.grad(out, [t for t in (q, k, v, slope) if t.requires_grad], like(out, 1))
+        return dict(zip(wanted, made)), torch.cuda.max_memory_allocated() - before
+
+    expected, most = gradients(0, 1, 2, 3)
+    for wanted in ((0,), (1,), (2,), (3,), (0, 1), (0, 2), (1, 2), (0, 3), (1, 2, 3)):
+        made, memory = gradients(*wanted)
+        assert made.keys() == set(wanted) and memory <= most
+        for i, gradient in made.items():
+            # Sums are in another order.
+            close(f"gradient {i} of {wanted}", gradient, expected[i].double(), dtype, max(shape[3:5]) * shape[5], expected[i] * 1.01)
+
+
 def test_deterministic_algorithms_give_the_same_bits():
     q, k, v = operands(l=1000, s=1000)
     bias = torch.zeros(4, 1000, device=DEVICE, requires_grad=True)

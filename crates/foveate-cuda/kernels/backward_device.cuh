@@ -67,6 +67,7 @@ constexpr int scratch_bytes(int columns) { return 16 * scratch_pitch(columns); }
 template <int M, int N>
 __device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim, const float (&sum)[M][N][4],
                            int row0, int column0, float factor, bool accumulate, char* scratch) {
+    if (!view.data) return;     // not asked for
     const int lane = threadIdx.x % 32;
     GradElem* data = static_cast<GradElem*>(view.data) + view.at(batch, head, first);
     #pragma unroll

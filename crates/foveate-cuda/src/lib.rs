@@ -63,6 +63,6 @@ pub use choose::{Records, Tuning};
 pub use error::{CudaError, CudaErrorKind};
 pub use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, Queue};
 pub use operands::{
-    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
+    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen, Wanted,
 };
 pub use plan::{CudaOptions, CudaPlan, Description, TileTables};

@@ -63,18 +63,48 @@ pub struct DeviceBackward<'a> {
     pub d_out: DeviceTensor,
     /// Gradient of the loss with respect to `lse`, f32.
     pub d_lse: Option<DeviceTensor<3>>,
-    /// Gradient of q; dq, dk and dv have one dtype.
-    pub dq: DeviceTensor,
-    /// Gradient of k (summed over the batch when k is shared).
-    pub dk: DeviceTensor,
-    /// Gradient of v (summed over the batch when v is shared).
-    pub dv: DeviceTensor,
+    /// Gradient of q, if it is wanted; dq, dk and dv have one dtype. What only unwanted ones need is not
+    /// computed.
+    pub dq: Option<DeviceTensor>,
+    /// Gradient of k (summed over the batch when k is shared), if it is wanted.
+    pub dk: Option<DeviceTensor>,
+    /// Gradient of v (summed over the batch when v is shared), if it is wanted.
+    pub dv: Option<DeviceTensor>,
     /// Add to dq, dk, dv, d_sink and d_captures instead of overwriting them.
     pub accumulate: bool,
     /// Gradient of the sink, f32 `[Hq]`.
     pub d_sink: Option<DeviceTensor<1>>,
     /// Gradients of learned captured buffers by name, f32, row-major like the buffers.
     pub d_captures: Vec<(&'a str, DeviceTensor<1>)>,
+}
+
+/// Gradients that a backward pass makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Wanted {
+    /// dq.
+    pub q: bool,
+    /// dk.
+    pub k: bool,
+    /// dv.
+    pub v: bool,
+    /// Those of learned captured buffers.
+    pub captures: bool,
+}
+
+impl Wanted {
+    /// All of them.
+    pub const ALL: Self = Self { q: true, k: true, v: true, captures: true };
+
+    /// Whether a kernel whose CTAs own tiles of keys makes any.
+    pub(crate) fn by_keys(self) -> bool {
+        self.k || self.v || self.captures
+    }
+
+    /// Whether dq has a kernel of its own because nothing, or nothing else, is wanted of the one
+    /// whose CTAs own tiles of keys.
+    pub(crate) fn separates_dq(self) -> bool {
+        !(self.q && self.by_keys())
+    }
 }
 
 /// A cache of keys and values in pages: row `r` of batch entry `b` is row `r % page_size` of page
@@ -254,11 +284,12 @@ impl DeviceBackward<'_> {
         let statistics = [("lse", Some(&self.lse)), ("d_lse", self.d_lse.as_ref())];
         statistics.iter().try_for_each(|(name, rows)| statistic(name, *rows, dims))?;
         let shapes = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
-        for ((name, tensor), shape) in self.gradients().into_iter().zip(shapes) {
+        for ((name, tensor), shape) in self.destinations().zip(shapes) {
+            let Some(tensor) = tensor else { continue };
             tensor.check_shape(name, shape)?;
-            tensor.check_dtype(name, self.dq.dtype)?;
+            tensor.check_dtype(name, self.grad_dtype())?;
+            written(name, tensor.dtype)?;
         }
-        written("dq", self.dq.dtype)?;
         if let Some(d_sink) = &self.d_sink {
             if self.operands.sink.is_none() {
                 let reason = "d_sink is asked for, but there is no sink; leave it out";
@@ -269,8 +300,25 @@ impl DeviceBackward<'_> {
         Ok(())
     }
 
-    fn gradients(&self) -> [(&'static str, &DeviceTensor); 3] {
+    fn destinations(&self) -> impl Iterator<Item = (&'static str, Option<&DeviceTensor>)> {
         [("dq", &self.dq), ("dk", &self.dk), ("dv", &self.dv)]
+            .map(|(n, t)| (n, t.as_ref()))
+            .into_iter()
+    }
+
+    fn gradients(&self) -> impl Iterator<Item = (&'static str, &DeviceTensor)> {
+        self.destinations().filter_map(|(name, tensor)| Some((name, tensor?)))
+    }
+
+    /// The dtype of dq, dk and dv; that of q where none is wanted.
+    pub(crate) fn grad_dtype(&self) -> DType {
+        self.gradients().next().map_or(self.operands.q.dtype, |(_, tensor)| tensor.dtype)
+    }
+
+    /// Which gradients are wanted.
+    pub(crate) fn wanted(&self) -> Wanted {
+        let [q, k, v] = [&self.dq, &self.dk, &self.dv].map(Option::is_some);
+        Wanted { q, k, v, captures: !self.d_captures.is_empty() }
     }
 
     /// The least alignment of a row of any tensor.
@@ -288,7 +336,7 @@ impl DeviceBackward<'_> {
         accesses.read("lse", &self.lse)?;
         accesses.read("d_out", &self.d_out)?;
         self.d_lse.iter().try_for_each(|t| accesses.read("d_lse", t))?;
-        self.gradients().into_iter().try_for_each(|(name, t)| accesses.write(name, t))?;
+        self.gradients().try_for_each(|(name, t)| accesses.write(name, t))?;
         self.d_sink.iter().try_for_each(|t| accesses.write("d_sink", t))?;
         self.d_captures.iter().try_for_each(|(name, t)| accesses.write(name, t))?;
         Ok(accesses)

@@ -78,9 +78,9 @@ impl Tensors {
             lse,
             d_out,
             d_lse: None,
-            dq,
-            dk,
-            dv,
+            dq: Some(dq),
+            dk: Some(dk),
+            dv: Some(dv),
             accumulate: false,
             d_sink: Some(d_sink),
             d_captures: vec![("bias", d_bias)],
@@ -149,6 +149,63 @@ fn a_pass_queues_its_kernels_in_order_and_makes_lists_and_tables_once() {
         names(&launches()),
         ["fv_delta", "fv_row_weight_sum", "fv_backward", "fv_backward_dq"]
     );
+}
+
+#[test]
+fn gradients_that_nobody_asks_for_are_not_computed() {
+    if !inside("gradients_that_nobody_asks_for_are_not_computed") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let bias = Buffer::learned("bias", &[DIMS.len_k], vec![0.5; DIMS.len_k]).unwrap();
+    let score = ScoreMod::new((expr::score() + bias.at([expr::kv()])).dynamic()).unwrap();
+    let spec = Spec { score: Some(score), ..PLAIN };
+    let tensors = Tensors::new(&DIMS);
+    let all = tensors.backward.clone();
+    let none = DeviceBackward {
+        dq: None,
+        dk: None,
+        dv: None,
+        d_sink: None,
+        d_captures: Vec::new(),
+        ..all.clone()
+    };
+    let (dq, dk, dv) = (all.dq, all.dk, all.dv);
+    let d_captures = all.d_captures.clone();
+    for deterministic in [false, true] {
+        let plan = plan(&spec, &DIMS, CudaOptions { deterministic, ..CudaOptions::default() });
+        plan.forward_on(&queue, &tensors.forward).unwrap();
+        let made = |args: &DeviceBackward<'_>| {
+            plan.backward_on(&queue, args).unwrap();
+            launches();
+            plan.backward_on(&queue, args).unwrap();
+            let launched = launches();
+            names(&launched).into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let rows = ["fv_delta", "fv_row_weight_sum"];
+        assert_eq!(made(&none), Vec::<String>::new());
+        let sink = DeviceBackward { d_sink: all.d_sink, ..none.clone() };
+        assert_eq!(made(&sink), [&rows[..], &["fv_sink_gradient"]].concat());
+        assert_eq!(
+            made(&DeviceBackward { dq, ..none.clone() }),
+            [&rows[..], &["fv_backward_dq"]].concat()
+        );
+        for keys in [
+            DeviceBackward { dk, ..none.clone() },
+            DeviceBackward { dv, ..none.clone() },
+            DeviceBackward { dk, dv, ..none.clone() },
+        ] {
+            assert_eq!(made(&keys), [&rows[..], &["fv_backward"]].concat());
+        }
+        let sums: &[&str] = if deterministic { &["fv_capture_sums"] } else { &[] };
+        let captures = DeviceBackward { d_captures: d_captures.clone(), ..none.clone() };
+        assert_eq!(made(&captures), [&rows[..], &["fv_backward"], sums].concat());
+        let last = if deterministic { "fv_backward_dq" } else { "fv_dq" };
+        assert_eq!(
+            made(&DeviceBackward { dq, dv, ..none.clone() }),
+            [&rows[..], &["fv_backward", last]].concat()
+        );
+    }
 }
 
 #[test]

@@ -17,12 +17,13 @@ use std::sync::{Arc, Mutex};
 
 use foveate::cuda::{
     CudaError, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands,
-    DevicePages, DeviceTensor, Engine, Queue, TileTables,
+    DevicePages, DeviceTensor, Engine, Queue, TileTables, Wanted, tile_kinds_on,
 };
 use foveate::mask::Varies;
 use foveate::mods::{DynExpr, Program};
 use foveate::{DType, Layout, MaskMod};
 use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
@@ -116,8 +117,8 @@ type Offsets<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, usize, usize);
 pub struct Plan {
     kept: Arc<Kept>,
     device: usize,
-    /// Whether a backward follows: its kernels are compiled beside those of the forward.
-    backward: bool,
+    /// What a backward makes, if one follows: its kernels are compiled beside those of the forward.
+    backward: Option<Wanted>,
     /// By the names of the plan's captured buffers.
     captures: Vec<(String, Held)>,
     /// Names of the score's captured buffers, in the order of its captures.
@@ -174,7 +175,15 @@ pub fn cuda_plan(
     let mods = [mask.map(|m| m.get().program()), score.map(|s| s.get().program())];
     let mut plan = Plan {
         device,
-        backward: !forward_only,
+        backward: match forward_only {
+            true => None,
+            false => Some(Wanted {
+                q: requires_grad(q)?,
+                k: requires_grad(k)?,
+                v: requires_grad(v)?,
+                captures: score.is_some_and(|s| s.get().learns()),
+            }),
+        },
         captures: Vec::new(),
         learned: Vec::new(),
         sink: sink.map(|sink| Held::new(sink, device, "the sink")).transpose()?,
@@ -216,6 +225,10 @@ pub fn cuda_plan(
     }
     plan.captures.extend(lengths.map(|lengths| (LENGTHS.into(), lengths)));
     Ok(plan)
+}
+
+fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor.getattr(intern!(tensor.py(), "requires_grad"))?.extract()
 }
 
 /// The captured tensors of a traced function by the names of a kept program of its structure; `learned` takes
@@ -479,8 +492,8 @@ impl Plan {
         })
     }
 
-    /// Queues the backward: `dq`, `dk` and `dv`, for each capture of the score that has a destination in
-    /// `captures`, contiguous f32, its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
+    /// Queues the backward: those of `dq`, `dk` and `dv` that are given, for each capture of the score that has a
+    /// destination in `captures`, contiguous f32, its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
     #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures, d_sink))]
     fn backward(
         &self,
@@ -489,7 +502,7 @@ impl Plan {
         forward: [Bound<'_, PyAny>; 2],
         d_out: &Bound<'_, PyAny>,
         d_lse: Option<&Bound<'_, PyAny>>,
-        gradients: [Bound<'_, PyAny>; 3],
+        gradients: [Option<Bound<'_, PyAny>>; 3],
         captures: Vec<Option<Bound<'_, PyAny>>>,
         d_sink: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
@@ -505,9 +518,11 @@ impl Plan {
         let d_out = four(d_out, device, "the gradient of out")?;
         let d_lse =
             d_lse.map(|d| tensor::<3>(&on(d, device, "the gradient of lse")?)).transpose()?;
+        let destination = |into: &Option<Bound<'_, PyAny>>, name| {
+            into.as_ref().map(|into| four(into, device, name)).transpose()
+        };
         let [dq, dk, dv] = &gradients;
-        let [dq, dk, dv] =
-            [four(dq, device, "dq")?, four(dk, device, "dk")?, four(dv, device, "dv")?];
+        let [dq, dk, dv] = [destination(dq, "dq")?, destination(dk, "dk")?, destination(dv, "dv")?];
         let d_sink =
             d_sink.map(|d| tensor::<1>(&on(d, device, "the gradient of the sink")?)).transpose()?;
         let vector = |into: &Bound<'_, PyAny>| -> PyResult<DeviceTensor<1>> {
@@ -520,8 +535,10 @@ impl Plan {
             .filter_map(|(name, into)| Some((&name[..], into.as_ref()?)))
             .map(|(name, into)| Ok((name, vector(into)?)))
             .collect::<PyResult<Vec<_>>>()?;
-        let layouts = [&out, &d_out, &dq, &dk, &dv].map(layout_key);
-        let key = ("backward", layouts, d_lse.is_some(), d_sink.is_some(), d_captures.len());
+        let layouts = [&out, &d_out].map(layout_key);
+        let gradients = [&dq, &dk, &dv].map(|into| into.as_ref().map(layout_key));
+        let key =
+            ("backward", layouts, gradients, d_lse.is_some(), d_sink.is_some(), d_captures.len());
         self.run(py, operands, key, |plan, queue, operands, _| {
             plan.backward_on(
                 queue,

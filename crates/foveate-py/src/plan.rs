@@ -59,6 +59,11 @@ impl Traced {
         &self.program
     }
 
+    /// Whether a captured tensor wants a gradient.
+    pub fn learns(&self) -> bool {
+        self.captures.iter().any(|c| c.get().is_learned())
+    }
+
     /// The captured tensors, in the order of the program's slots.
     pub fn in_order(&self) -> &[Py<Capture>] {
         &self.captures

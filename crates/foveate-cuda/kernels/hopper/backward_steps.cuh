@@ -234,6 +234,7 @@ __device__ void load_rows(float (&rows)[HELD], u32 first) {
 // its view.
 template <int COLUMNS>
 __device__ void store_gradient(const View& view, i64 first, int rows, int dim, const float (&sums)[COLUMNS][4], float factor, bool accumulate) {
+    if (!view.data) return;     // not asked for
     const int lane = threadIdx.x % 32;
     GradElem* data = static_cast<GradElem*>(view.data) + first;
     #pragma unroll

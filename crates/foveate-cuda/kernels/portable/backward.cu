@@ -6,7 +6,8 @@
 //     S = Q K^T    P = exp(score(scale S) - lse)            dV += P^T dO
 //     dP = dO V^T  dS = P (dP - delta) dscore/ds            dK += dS^T Q     dQ += dS K
 //
-// All warps have one role. dK and dV stay in registers until the epilogue. dQ of a step is a partial sum
+// All warps have one role. dK and dV stay in registers until the epilogue; one that has no destination is not
+// asked for, and left out. dQ of a step is a partial sum
 // over all CTAs, so it is added to dq_accum in memory, in no fixed order; with FV_SEPARATE_DQ this kernel
 // skips dq and fv_backward_dq computes it. `scale` joins dK in the epilogue and dQ in fv_dq.
 //
@@ -194,11 +195,13 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         scores.capture(mods, score_tile, none);
 
         p_written.wait(number);
-        multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim, FV_DVP / 8 - v_column / 8);
+        if (p.dv.data)
+            multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim, FV_DVP / 8 - v_column / 8);
         p_read.arrive_warp();
         ds_written.wait(number);
         auto add_dk = [&] {
-            multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_K>(dk, ds_by_key, stage + q_by_dim, FV_DP / 8 - k_column / 8);
+            if (p.dk.data)
+                multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_K>(dk, ds_by_key, stage + q_by_dim, FV_DP / 8 - k_column / 8);
         };
         if constexpr (FV_STAGES == 1) {
             add_dk();

@@ -50,6 +50,8 @@ pub struct Class {
     pub deterministic: bool,
     /// A captured index outside its axis is reported.
     pub checked: bool,
+    /// Gradients of q, or all others, are not asked for, so dq has a kernel of its own.
+    pub separate_dq: bool,
 }
 
 /// The sizes that decide between configurations that fit.
@@ -91,6 +93,7 @@ impl Class {
             paged: false,
             deterministic: false,
             checked: false,
+            separate_dq: false,
         }
     }
 
@@ -129,13 +132,14 @@ impl Class {
         let wide = self.dim.max(self.dim_v) > Tiles::MOST_DIM_OF_BOTH;
         let registers = !wide && !self.dscore && !self.captures;
         let sparse = self.mask && sizes.mean_loop_len(kernel) < Sizes::FEW;
-        kernel.owns_keys() && self.deterministic && registers && !sparse
+        kernel.owns_keys() && self.deterministic && !self.separate_dq && registers && !sparse
     }
 
     /// A kernel of this class. What the kernel does not read is left at its default, so that
     /// classes share what they can.
     pub(crate) fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = tiles;
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, .. } = tiles;
+        let ordered_dq = tiles.ordered_dq && !self.separate_dq;
         let plain = Config {
             family,
             tile_q,
@@ -148,7 +152,7 @@ impl Class {
             ..Config::new(kernel, self.dtype, self.dim, self.dim_v)
         };
         let wide = tiles.are_wide_backward(kernel, self.dim.max(self.dim_v));
-        let separate_dq = wide || self.deterministic && !ordered_dq;
+        let separate_dq = wide || self.separate_dq || self.deterministic && !ordered_dq;
         let (group, mask, score, checked) = (self.group, self.mask, self.score, self.checked);
         match kernel {
             Kernel::Forward => Config {

@@ -11,6 +11,7 @@ use super::class::Class;
 use super::schedule::Axis;
 use crate::compile::codegen::Mods;
 use crate::compile::config::{Config, Entry, Kernel};
+use crate::operands::Wanted;
 
 /// A forward or a backward, as far as it decides what is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,8 +32,8 @@ pub enum Pass {
         deterministic: bool,
         /// dq has a kernel of its own; see [`Config::separate_dq`].
         separate_dq: bool,
-        /// Gradients of captured buffers are asked for.
-        captures: bool,
+        /// Gradients that are asked for. Of some of them dq has a kernel of its own.
+        wanted: Wanted,
     },
 }
 
@@ -114,7 +115,7 @@ impl Pass {
             sink: class.sink,
             deterministic: class.deterministic,
             separate_dq,
-            captures: class.captures,
+            wanted: Wanted { captures: class.captures, ..Wanted::ALL },
         }
     }
 
@@ -131,7 +132,7 @@ impl Pass {
                 let combine = of_queries(Entry::Combine, Nothing, false, Grid::TilesByTileHeads);
                 [forward, combine.filter(|_| kv_split)].into_iter().flatten().collect()
             }
-            Self::Backward { row_weight_sum, sink, deterministic, separate_dq, captures } => {
+            Self::Backward { row_weight_sum, sink, deterministic, separate_dq, wanted } => {
                 let by_heads = Grid::TilesByHeads;
                 let delta = of_queries(Entry::Delta, Nothing, false, by_heads);
                 let sums = of_queries(Entry::RowWeightSum, Backward, false, by_heads);
@@ -157,9 +158,9 @@ impl Pass {
                     delta,
                     sums.filter(|_| row_weight_sum),
                     of_sink.filter(|_| sink),
-                    Some(keys),
-                    of_captures.filter(|_| deterministic && captures),
-                    dq,
+                    Some(keys).filter(|_| wanted.by_keys() || wanted.q && !separate_dq),
+                    of_captures.filter(|_| deterministic && wanted.captures),
+                    dq.filter(|_| wanted.q),
                 ];
                 all.into_iter().flatten().collect()
             }
@@ -192,11 +193,12 @@ mod tests {
 
     /// The passes that differ.
     fn passes() -> Vec<Pass> {
-        let backward = (0..32).map(|bits| {
-            let [row_weight_sum, sink, deterministic, wide, captures] =
-                [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
-            let separate_dq = deterministic || wide;
-            Pass::Backward { row_weight_sum, sink, deterministic, separate_dq, captures }
+        let backward = (0..256).map(|bits| {
+            let [row_weight_sum, sink, deterministic, separate, captures, q, k, v] =
+                [1, 2, 4, 8, 16, 32, 64, 128].map(|bit| bits & bit != 0);
+            let wanted = Wanted { q, k, v, captures };
+            let separate_dq = deterministic || separate;
+            Pass::Backward { row_weight_sum, sink, deterministic, separate_dq, wanted }
         });
         let forward = [false, true].map(|kv_split| Pass::Forward { kv_split });
         forward.into_iter().chain(backward).collect()
@@ -226,7 +228,9 @@ mod tests {
                 let on_keys = launch.axis == Axis::Keys;
                 assert_eq!(on_keys, launch.entry.kernel().owns_keys(), "{pass:?}: {launch:?}");
             }
-            assert!(launches.iter().any(|launch| launch.main_loop), "{pass:?}");
+            let made = |wanted: Wanted| wanted.q || wanted.by_keys();
+            let works = !matches!(pass, Pass::Backward { wanted, .. } if !made(wanted));
+            assert_eq!(launches.iter().any(|launch| launch.main_loop), works, "{pass:?}");
         }
     }
 

@@ -122,14 +122,12 @@ impl CudaPlan {
         let mut dtypes: Vec<DType> = dtypes.collect();
         dtypes.dedup();
         let dtype = if let [dtype] = dtypes[..] { dtype } else { DType::F32 };
-        // Kernels write all three; what nobody asked for stays on the device.
-        let on_device = |wanted: &Option<TensorMut<'_>>, shape: [usize; 4]| match wanted {
-            Some(wanted) => Destination::new(pool, wanted, dtype, accumulate),
-            None => Destination::scratch(pool, dtype, shape),
+        let on_device = |wanted: &Option<TensorMut<'_>>| {
+            let wanted = wanted.as_ref();
+            wanted.map(|into| Destination::new(pool, into, dtype, accumulate)).transpose()
         };
-        let on_dq = on_device(&dq, dims.q_shape())?;
-        let on_dk = on_device(&dk, dims.k_shape())?;
-        let on_dv = on_device(&dv, dims.v_shape())?;
+        let [on_dq, on_dk, on_dv] = [on_device(&dq)?, on_device(&dk)?, on_device(&dv)?];
+        let tensor = |on: &Option<Destination<4>>| on.as_ref().map(|on| on.tensor);
         // Sums in f32, which are added to a destination and rounded there.
         let vector = |into: &SliceMut<'_>| -> Result<(Allocation, DeviceTensor<1>), CudaError> {
             let allocation = pool.upload(&vec![0; 4 * into.len()])?;
@@ -146,9 +144,9 @@ impl CudaPlan {
             lse: lse.tensor,
             d_out: d_out.tensor,
             d_lse: d_lse.as_ref().map(|d| d.tensor),
-            dq: on_dq.tensor,
-            dk: on_dk.tensor,
-            dv: on_dv.tensor,
+            dq: tensor(&on_dq),
+            dk: tensor(&on_dk),
+            dv: tensor(&on_dv),
             accumulate,
             d_sink: on_sink.as_ref().map(|(_, tensor)| *tensor),
             d_captures: names.zip(on_captures.iter().map(|(_, tensor)| *tensor)).collect(),
@@ -162,7 +160,7 @@ impl CudaPlan {
             ("dk", &on_dk, &rows.k, &mut dk),
             ("dv", &on_dv, &rows.k, &mut dv),
         ] {
-            if let Some(into) = into {
+            if let (Some(on), Some(into)) = (on, into) {
                 on.download(name, rows, self, whole_row(into))?;
             }
         }
@@ -392,15 +390,6 @@ impl<const N: usize> Destination<N> {
         };
         let tensor = DeviceTensor { address: memory.address(), dtype, layout };
         Ok(Self { memory, tensor, before })
-    }
-
-    /// Memory of zeros for what a pass writes and nobody reads.
-    fn scratch(pool: &Pool, dtype: DType, shape: [usize; N]) -> Result<Self, CudaError> {
-        let layout = Layout::contiguous(shape);
-        let memory = pool.take(layout.elems() * dtype.bytes())?;
-        memory.fill(0)?;
-        let tensor = DeviceTensor { address: memory.address(), dtype, layout };
-        Ok(Self { memory, tensor, before: None })
     }
 
     /// Writes the rows of sequences to the destination with `write`, which is given a row's place

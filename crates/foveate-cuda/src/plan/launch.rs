@@ -15,7 +15,7 @@ use super::report::Report;
 use super::resident::{CallState, Gradient, LaunchSchedule};
 use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
 use crate::compile::config::{Config, Entry, Family, Kernel};
-use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView};
+use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView, View};
 use crate::error::CudaError;
 use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, row_view, view, written};
 use foveate_gpu::access::Accesses;
@@ -45,8 +45,8 @@ impl CudaPlan {
         plan.launch_forward(&Call::new(queue, &dims, &args.operands, self.options.checked)?, args)
     }
 
-    /// Queues the backward pass on tensors in device memory: computes `dq`, `dk`, `dv` and, when
-    /// asked, the gradients of the sink and of learned captured buffers.
+    /// Queues the backward pass on tensors in device memory: computes those of `dq`, `dk`, `dv`
+    /// and the gradients of the sink and of learned captured buffers that are asked for.
     ///
     /// # Errors
     /// Those of [`Self::forward_on`], a score that cannot be differentiated, or keys in pages.
@@ -121,26 +121,30 @@ impl CudaPlan {
     ) -> Result<(), CudaError> {
         self.release_finished_queues();
         let Call { queue, dims, checked, .. } = *call;
+        let wanted = args.wanted();
+        if !(wanted.q || wanted.by_keys() || args.d_sink.is_some()) {
+            return Ok(());
+        }
         let class = Class {
-            grad_dtype: written("dq", args.dq.dtype)?,
+            grad_dtype: written("a gradient", args.grad_dtype())?,
             align: args.align(),
             unmapped: self.unmapped(&args.operands, Some(&args.d_out)),
             sink: args.operands.sink.is_some(),
-            captures: !args.d_captures.is_empty(),
+            captures: wanted.captures,
             checked,
+            separate_dq: wanted.separates_dq(),
             ..self.class()
         };
         let sums = RowSums::new(queue, dims, class.has_row_weight_sum())?;
         let captured = Captured::new(self, queue, args)?;
-        let [row_weight_sum, deterministic, captures] =
-            [class.has_row_weight_sum(), class.deterministic, class.captures];
+        let [row_weight_sum, deterministic] = [class.has_row_weight_sum(), class.deterministic];
         let mut pass = PassLauncher::new(self, call, class, true, &captured.gradients)?;
         let launches = Pass::Backward {
             row_weight_sum,
             sink: args.d_sink.is_some(),
             deterministic,
             separate_dq: pass.chosen.separates_dq(),
-            captures,
+            wanted,
         };
         let mut params = backward_params(args, dims, self.scale(), &sums)?;
         let (mut main, mut _dq_accum) = (None, None);
@@ -161,7 +165,10 @@ impl CudaPlan {
                     pass.launch_products(&step, &params, args)?;
                     main = Some(step);
                 }
-                Entry::BackwardDq => pass.launch_products(&step, &params, args)?,
+                Entry::BackwardDq => {
+                    pass.launch_products(&step, &params, args)?;
+                    main = main.or(Some(step));
+                }
                 Entry::Delta | Entry::RowWeightSum | Entry::SinkGradient | Entry::Dq => {
                     pass.launch(&step, &params.over(&step.schedule))?
                 }
@@ -356,7 +363,8 @@ impl<'a> PassLauncher<'a> {
     /// What checked kernels have reported, of the pass or of the schedule and lists of its main
     /// loop.
     fn read_report(self, main: Option<Step>) -> Result<(), CudaError> {
-        let Step { kernel, schedule, .. } = main.expect("a pass has a launch with a main loop");
+        // Without a main loop nothing was evaluated whose result anybody asked for.
+        let Some(Step { kernel, schedule, .. }) = main else { return Ok(()) };
         let before = schedule.out_of_range();
         self.report.read(self.plan.options.timeout, before, &kernel.mods.source)
     }
@@ -470,6 +478,11 @@ fn begin_gradients(queue: &Queue, args: &DeviceBackward<'_>) -> Result<(), CudaE
     Ok(())
 }
 
+/// A gradient as kernels take it; nowhere if it is not wanted.
+fn destination(wanted: &Option<DeviceTensor>, name: &str, group: usize) -> Result<View, CudaError> {
+    wanted.as_ref().map_or(Ok(View::default()), |tensor| view(tensor, name, group))
+}
+
 fn backward_params(
     args: &DeviceBackward<'_>,
     dims: &Dims,
@@ -484,9 +497,9 @@ fn backward_params(
         v: view(&o.v, "v", 1)?,
         out: view(&args.out, "out", group)?,
         d_out: view(&args.d_out, "d_out", group)?,
-        dq: view(&args.dq, "dq", group)?,
-        dk: view(&args.dk, "dk", 1)?,
-        dv: view(&args.dv, "dv", 1)?,
+        dq: destination(&args.dq, "dq", group)?,
+        dk: destination(&args.dk, "dk", 1)?,
+        dv: destination(&args.dv, "dv", 1)?,
         lse: row_view(&args.lse),
         d_lse: args.d_lse.map_or(RowView::default(), |d| row_view(&d)),
         delta: row_view(&DeviceTensor::contiguous(delta, DType::F32, dims.row_shape())),

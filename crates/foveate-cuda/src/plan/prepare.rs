@@ -8,21 +8,21 @@ use super::kernels::sizes;
 use crate::choose::schedule::Axis;
 use crate::choose::{Class, KernelPlan, Pass, PassLaunch};
 use crate::error::CudaError;
-use crate::operands::{DeviceForward, written};
+use crate::operands::{DeviceForward, Wanted, written};
 use foveate_gpu::Queue;
 
 impl CudaPlan {
-    /// Compiles and loads the kernels that [`Self::forward_on`] would launch for `args` and, with `backward`,
-    /// those of [`Self::backward_on`] with gradients laid out as `args` are, each on a thread of its own. Nothing
-    /// is launched, and memory is neither taken nor read.
+    /// Compiles and loads the kernels that [`Self::forward_on`] would launch for `args` and, where gradients are
+    /// wanted, those of [`Self::backward_on`] with gradients laid out as `args` are, each on a thread of its own.
+    /// Nothing is launched, and memory is neither taken nor read.
     ///
     /// # Errors
-    /// Those of planning and compiling; a score that cannot be differentiated, with `backward`.
+    /// Those of planning and compiling; a score that cannot be differentiated, where gradients are wanted.
     pub fn prepare(
         &self,
         queue: &Queue,
         args: &DeviceForward<'_>,
-        backward: bool,
+        backward: Option<Wanted>,
     ) -> Result<(), CudaError> {
         self.engine.check_queue(queue)?;
         let dims = self.admit(&args.operands)?;
@@ -33,25 +33,32 @@ impl CudaPlan {
         let forward = plan.forward_class(&call, args)?;
         let chosen = plan.chosen(forward, sizes, false)?;
         let pass = Pass::Forward { kv_split: chosen.kv_splits > 1 };
-        let mut wanted: Vec<_> =
+        let mut queued: Vec<_> =
             pass.launches().into_iter().map(|launch| (chosen.clone(), launch)).collect();
-        if backward {
+        if let Some(wanted) = backward {
             plan.differentiable()?;
             let class = Class {
                 grad_dtype: written("dq", args.operands.q.dtype)?,
                 align: args.align(),
                 unmapped: plan.unmapped(&args.operands, Some(&args.out)),
                 sink: args.operands.sink.is_some(),
-                captures: !plan.spec.learned().is_empty(),
+                captures: wanted.captures,
                 checked: call.checked,
+                separate_dq: wanted.separates_dq(),
                 ..plan.class()
             };
             let chosen = plan.chosen(class.clone(), sizes, true)?;
-            let pass = Pass::backward(&class, chosen.separates_dq());
-            wanted.extend(pass.launches().into_iter().map(|launch| (chosen.clone(), launch)));
+            let pass = Pass::Backward {
+                row_weight_sum: class.has_row_weight_sum(),
+                sink: class.sink,
+                deterministic: class.deterministic,
+                separate_dq: chosen.separates_dq(),
+                wanted,
+            };
+            queued.extend(pass.launches().into_iter().map(|launch| (chosen.clone(), launch)));
         }
         thread::scope(|scope| {
-            let started: Vec<_> = wanted
+            let started: Vec<_> = queued
                 .iter()
                 .map(|(chosen, launch)| scope.spawn(|| plan.prepare_launch(&call, chosen, launch)))
                 .collect();
