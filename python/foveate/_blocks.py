@@ -304,6 +304,12 @@ def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: in
     if rows < needed:
         raise ValueError(f"block_mask lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}")
     width = max(columns, -(-kv_len // tile_kv), 1)
+    if lists[0].is_cuda:
+        _cuda.start()
+        shape = torch.broadcast_shapes(*(t.shape[:2] for t in lists))
+        made = torch.empty((*shape, rows, width), dtype=torch.uint8, device=lists[0].device)
+        _native.tile_kinds([t.to(torch.int32) for t in lists], made)
+        return made
     kinds = _scattered(lists[0], lists[1], 1, width)
     if len(lists) == 4:
         kinds = torch.maximum(kinds, _scattered(lists[2], lists[3], 2, width))
@@ -327,9 +333,7 @@ def _scattered(counts: Tensor, indices: Tensor, kind: int, width: int) -> Tensor
     """A table ``[B, H, rows, width]`` with ``kind`` where a list has a tile."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
     outside = (indices < 0) | (indices >= width)
-    if indices.is_cuda:
-        listed = listed & ~outside  # To say so would wait for the device.
-    elif bool(outside[listed].any()):
+    if bool(outside[listed].any()):
         raise ValueError(f"block_mask lists a tile outside its {width} columns")
     kinds = torch.zeros((*indices.shape[:-1], width + 1), dtype=torch.uint8, device=indices.device)
     kinds.scatter_(-1, torch.where(listed, indices, width).long(), kind)

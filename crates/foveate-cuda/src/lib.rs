@@ -65,4 +65,4 @@ pub use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, Queue};
 pub use operands::{
     DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen, Wanted,
 };
-pub use plan::{CudaOptions, CudaPlan, Description, TileTables};
+pub use plan::{CudaOptions, CudaPlan, Description, DeviceBlockLists, TileTables, tile_kinds_on};

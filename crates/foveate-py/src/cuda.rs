@@ -16,8 +16,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex};
 
 use foveate::cuda::{
-    CudaError, CudaPlan, DeviceArray, DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands,
-    DevicePages, DeviceTensor, Engine, Queue, TileTables, Wanted, tile_kinds_on,
+    CudaError, CudaPlan, DeviceArray, DeviceBackward, DeviceBlockLists, DeviceForward,
+    DeviceOffsets, DeviceOperands, DevicePages, DeviceTensor, Engine, Queue, TileTables, Wanted,
+    tile_kinds_on,
 };
 use foveate::mask::Varies;
 use foveate::mods::{DynExpr, Program};
@@ -305,6 +306,35 @@ pub fn tile_tables(
         let into = TileTables { partial: four(0), full };
         plan.tile_tables_on(queue, batch, [q_len, kv_len], tile, captures, &into)
     })
+}
+
+/// Queues the making of the table of tiles `kinds`, contiguous uint8 `[B, H, rows, columns]`, from lists on its device:
+/// `kv_num_blocks` and `kv_indices`, and those of full tiles where there are four, int32 of any strides.
+#[pyfunction]
+pub fn tile_kinds(
+    py: Python<'_>,
+    lists: Vec<Bound<'_, PyAny>>,
+    kinds: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let into = Borrowed::anywhere(kinds)?;
+    let Place::Cuda(device) = into.place else {
+        return Err(PyValueError::new_err("the table is on no CUDA device"));
+    };
+    if !into.is_contiguous() || ![2, 4].contains(&lists.len()) {
+        return Err(PyValueError::new_err("a contiguous table is made of two lists, or four"));
+    }
+    let lists = lists.iter().map(|list| on(list, device, "a list of tiles"));
+    let lists = lists.collect::<PyResult<Vec<_>>>()?;
+    let pair =
+        |at: usize| DeviceBlockLists { counts: array(&lists[at]), tiles: array(&lists[at + 1]) };
+    let (partial, full) = (pair(0), (lists.len() == 4).then(|| pair(2)));
+    let engine = engine(device)?;
+    let _current = Current::set(py, device)?;
+    let queue = queue(py, &engine, device)?;
+    let into = DeviceArray { strides: None, ..array(&into) };
+    // The first call of a device compiles.
+    let run = || tile_kinds_on(&engine, &queue, &partial, full.as_ref(), &into);
+    py.detach(run).map_err(memory::raised)
 }
 
 /// Calls `run` with a plan for a mask alone, on the device of contiguous arrays.

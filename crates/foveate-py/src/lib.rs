@@ -36,7 +36,7 @@ mod _native {
     use crate::capture::Capture;
     #[pymodule_export]
     use crate::cuda::{
-        Plan as CudaPlan, cuda_plan, library_folders, tile_runs, tile_tables, varies,
+        Plan as CudaPlan, cuda_plan, library_folders, tile_kinds, tile_runs, tile_tables, varies,
     };
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};

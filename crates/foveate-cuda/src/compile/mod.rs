@@ -15,6 +15,7 @@ pub mod params;
 pub mod resources;
 pub mod source;
 pub mod spill_fallback;
+pub(crate) mod tile_kinds;
 pub(crate) mod tile_tables;
 mod wgmma;
 

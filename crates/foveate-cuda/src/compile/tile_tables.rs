@@ -57,7 +57,7 @@ pub(crate) fn source(arch: Arch) -> KernelSource {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::fmt::Write;
 
     use foveate_gpu::cache::Cache;
@@ -65,14 +65,17 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn the_kernel_compiles_as_planned_and_declares_the_same_sizes_and_offsets() {
+    /// A struct's name, its size, and names and offsets of its fields.
+    type Struct<'a> = (&'a str, usize, &'a [(&'a str, usize)]);
+
+    /// Compiles a kernel that stands alone, and whose structs are laid out as `structs`.
+    pub fn compiles_as_planned(text: &str, structs: &[Struct<'_>], expected: &Expected<'_>) {
         let compiler = match Compiler::get() {
             Ok(compiler) => compiler,
             Err(e) => return println!("skipped: {e}"),
         };
-        let mut text = String::from(TEXT);
-        for (name, size, fields) in STRUCTS {
+        let mut text = String::from(text);
+        for (name, size, fields) in structs {
             writeln!(text, "static_assert(sizeof({name}) == {size});").unwrap();
             for (field, offset) in *fields {
                 let at = format!("__INTADDR__(&((({name}*)0)->{field}))");
@@ -81,7 +84,12 @@ mod tests {
         }
         for capability in [(8, 0), (9, 0)] {
             let compiled = Cache::at(None).compile(compiler, &text, Arch::new(capability)).unwrap();
-            assert_eq!(EXPECTED.compare(&compiled).unwrap(), Ok(()));
+            assert_eq!(expected.compare(&compiled).unwrap(), Ok(()));
         }
+    }
+
+    #[test]
+    fn the_kernel_compiles_as_planned_and_declares_the_same_sizes_and_offsets() {
+        compiles_as_planned(TEXT, STRUCTS, &EXPECTED);
     }
 }

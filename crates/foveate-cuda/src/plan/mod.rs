@@ -18,6 +18,7 @@ mod launch;
 mod prepare;
 mod report;
 mod resident;
+mod tile_kinds;
 mod tile_runs;
 mod tune;
 
@@ -37,6 +38,7 @@ use foveate_gpu::sync::lock;
 use foveate_gpu::{Engine, Queue};
 
 pub use describe::Description;
+pub use tile_kinds::{DeviceBlockLists, tile_kinds_on};
 pub use tile_runs::TileTables;
 
 /// How a plan runs.

@@ -6,6 +6,7 @@ mod operations;
 mod ranges;
 mod sequences;
 mod sine;
+mod tile_kinds;
 mod tile_tables;
 
 use super::*;
