@@ -209,16 +209,21 @@ impl Sizes {
         }
     }
 
-    /// What candidates are ranked at. Of few queries, as in decoding, on keys that grow, each
-    /// other tile is a kernel to compile between two tokens; so lengths are told apart by powers of
-    /// two there, and those of a few tiles not at all.
+    /// What candidates are ranked at. Each other tile is a kernel to compile, between two tokens or two steps; so
+    /// lengths are told apart by powers of four: 16 to 63 are 32, and 4096 to 16,383 are 8192. Of few queries, as in decoding, whose keys are what takes the
+    /// time, these are told apart by powers of two, and those of a few tiles not at all.
     pub(super) fn ranked(&self) -> Self {
-        const FEW_QUERIES: usize = 16;
         const FEW_KEYS: usize = 256;
+        let rung = |n: usize| 2 * 4usize.pow(n.max(16).ilog2() / 2);
         match self.keys.checked_next_power_of_two() {
-            Some(keys) if self.queries <= FEW_QUERIES => Self { keys: keys.max(FEW_KEYS), ..*self },
-            _ => *self,
+            Some(keys) if self.has_few_queries() => Self { keys: keys.max(FEW_KEYS), ..*self },
+            _ => Self { queries: rung(self.queries), keys: rung(self.keys), ..*self },
         }
+    }
+
+    /// Whether there are as few queries as in decoding.
+    pub(super) fn has_few_queries(&self) -> bool {
+        self.queries <= 16
     }
 }
 

@@ -118,7 +118,13 @@ impl KernelPlan {
         let mut forward = choose(Kernel::Forward)?;
         let kv_splits = options.kv_splits.unwrap_or_else(|| {
             let Candidate { config, occupancy, .. } = &forward.chosen;
-            model::kv_splits(profile, config, occupancy.ctas, sizes)
+            let of = |sizes: &Sizes| model::kv_splits(profile, config, occupancy.ctas, sizes);
+            // With any it is another kernel, and lengths make as few of these as of tiles.
+            match (of(sizes), of(&sizes.ranked())) {
+                (splits, _) if sizes.has_few_queries() => splits,
+                (_, 1) => 1,
+                (splits, _) => splits.max(2),
+            }
         });
         if !(1..=MAX_KV_SPLITS).contains(&kv_splits) {
             return Err(CudaError::argument(format!(
@@ -196,7 +202,7 @@ pub fn choose(
     let heads = if pack_gqa { class.group } else { 1 };
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
-    let mut all = candidates(kernel, &asked, sizes.queries * heads, heads);
+    let mut all = candidates(kernel, &asked, sizes.ranked().queries * heads, heads);
     if Family::Hopper.has(kernel) && asked.allows(Family::Hopper) {
         match hopper_refusal(profile, class, options, kernel, pack_gqa) {
             None => all.extend(hopper_candidates(kernel, class, sizes, &asked)),

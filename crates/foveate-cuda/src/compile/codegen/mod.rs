@@ -272,7 +272,12 @@ struct Part<'a> {
 impl<'a> Part<'a> {
     fn new(program: &'a Program, captures: &mut Captures, options: &Options) -> Self {
         let slots = captures.add(program);
-        let range = |leaf| options.extent.range(leaf);
+        // A buffer in device memory may have another length in the next call, so that one which is as long as
+        // there are positions is no reason for another text.
+        let more = usize::from(program.graph().buffers().iter().any(AnyBuffer::is_on_device));
+        let Extent { queries, keys, .. } = options.extent;
+        let extent = Extent { queries: queries + more, keys: keys + more, ..options.extent };
+        let range = |leaf| extent.range(leaf);
         let (within, normal) = (program.indices_within(&range), program.positive_normals(&range));
         Self { program, slots, within, normal }
     }
