@@ -205,7 +205,7 @@ def variants_alone():
         programs.add((mask._program((1, 2, s, s)).text(), _trace.score(score, (1, 2, s, s)).text()))
     variants = collections.Counter()
     for file in pathlib.Path(os.environ["FOVEATE_DUMP_KERNELS"]).glob("*.cu"):
-        variants[tuple(re.findall(r"__global__[^;{]*?(\w+)\s*\(", file.read_text()))] += 1
+        variants[tuple(re.findall(r"__global__[^;{]*?(fv_\w+)\s*\(", file.read_text()))] += 1
     print(variants, file=sys.stderr)
     print(len(programs), max(variants.values()))
 

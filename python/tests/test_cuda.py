@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 from reference import attention, close, dense
 
-from foveate import AuxRequest, BlockMask, Mask, create_block_mask, flex_attention, paged, prepare, varlen
+from foveate import AuxRequest, BlockMask, Mask, TraceError, create_block_mask, flex_attention, paged, prepare, varlen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: torch finds no CUDA device")
 
@@ -734,6 +734,75 @@ def test_inductor_compiles_a_layer():
         assert (a - b).abs().max() <= 0.02 * b.abs().max()
 
 
+def test_reduce_overhead_records_graphs_of_forward_and_backward():
+    from torch._dynamo.utils import counters
+    from torch._inductor.cudagraph_trees import get_manager
+
+    q, k, v = operands()
+    d_out = like(q, 1)
+
+    def attend(q, k, v, ids):
+        return flex_attention(q * 1, k, v, block_mask=Mask.causal() & Mask.document(ids), enable_gqa=True)
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+    for width in (70, 33, 70, 51):
+        torch.compiler.cudagraph_mark_step_begin()
+        ids = torch.arange(200, device=DEVICE) // width
+        out = compiled(q, k, v, ids)
+        gradients = torch.autograd.grad(out, (q, k, v), d_out)
+        found = [t.clone() for t in (out, *gradients)]
+        eager = attend(q, k, v, ids)
+        assert torch.equal(found[0], eager)
+        for a, b in zip(found[1:], torch.autograd.grad(eager, (q, k, v), d_out)):
+            assert (a - b).abs().max() <= 0.02 * b.abs().max()
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert list(get_manager(0, create_if_none_exists=False).get_roots())
+    torch._dynamo.reset()
+
+
+_VARIANTS = """
+import collections, pathlib, re, sys
+import torch
+from foveate import Mask, _trace, flex_attention
+
+def draw(low, high):
+    return int(torch.randint(low, high, ()))
+
+torch.manual_seed(1)
+programs = set()
+for _ in range(200):
+    s, window, cap = draw(1, 3000), draw(1, 500), 1.0 + draw(0, 1000) / 10
+    ids = torch.sort(torch.randint(0, draw(1, 20), (s,), device="cuda")).values
+    q, k, v = (torch.randn(1, 2, s, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask = Mask(lambda b, h, q, kv: (q >= kv) & (q - kv < window) & (ids[q] == ids[kv]))
+
+    def score(score, b, h, q, kv):
+        return cap * torch.tanh(score / cap)
+
+    out = flex_attention(q, k, v, score, mask)
+    torch.autograd.grad(out, (q, k, v), out.detach())
+    programs.add((mask._program((1, 2, s, s)).text(), _trace.score(score, (1, 2, s, s)).text()))
+torch.cuda.synchronize()
+kernels = collections.Counter(
+    tuple(re.findall(r"__global__[^;{]*?(fv_\\w+)\\s*\\(", file.read_text())) for file in pathlib.Path(sys.argv[1]).glob("*.cu")
+)
+assert len(programs) == 1, len(programs)
+assert kernels and max(kernels.values()) <= 6, kernels
+print(dict(kernels))
+"""
+
+
+def test_other_lengths_values_and_documents_are_no_other_program_and_few_kernels(tmp_path):
+    dumped = tmp_path / "kernels"
+    more = dict(FOVEATE_DUMP_KERNELS=str(dumped), FOVEATE_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=os.pathsep.join(sys.path))
+    run = [sys.executable, "-c", _VARIANTS, str(dumped)]
+    done = subprocess.run(run, env=os.environ | more, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "fv_backward" in done.stdout, done.stdout
+
+
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="skipped: there is one CUDA device")
 
 
@@ -814,7 +883,7 @@ def test_threads_of_two_devices_run_beside_each_other():
 def test_tensors_of_two_devices_are_one_clear_error():
     q, k, v = operands()
     ids = torch.zeros(200, dtype=torch.int64, device="cuda:1")
-    with pytest.raises(ValueError, match="cuda:1"):
+    with pytest.raises(TraceError, match="is on cuda:1, and q, k and v are on cuda:0"):
         flex_attention(q, k, v, block_mask=Mask.document(ids), enable_gqa=True)
     with pytest.raises(ValueError, match="cuda:1"):
         flex_attention(q, k.to("cuda:1"), v.to("cuda:1"), enable_gqa=True)
