@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._functorch.config
 from reference import attention, close
 
 from foveate import Mask, TraceError, flex_attention
@@ -66,3 +67,37 @@ def test_a_captured_batch_is_refused():
     slopes = torch.randn(3, 4)
     with pytest.raises(TraceError, match="vmap"):
         torch.vmap(lambda slope: flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h]))(slopes)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, compiled):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        self.attend = torch.compile(self.plain, fullgraph=True) if compiled else self.plain
+
+    def plain(self, q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s - 0.1 * (i - j), Mask.causal())
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+# What a schedule that splits the backward sets for compiled parts of any kind.
+@pytest.mark.parametrize("compiled", [False, True])
+@torch._functorch.config.patch(donated_buffer=False)
+def test_a_backward_that_a_pipeline_splits_gives_the_same_gradients(compiled):
+    backward = pytest.importorskip("torch.distributed.pipelining._backward")
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layer = Layer(compiled)
+    x, d = torch.randn(2, 20, 16, requires_grad=True), torch.randn(2, 20, 16)
+    layer(x).backward(d)
+    whole = [x.grad, *(p.grad for p in layer.parameters())]
+    x.grad = None
+    for parameter in layer.parameters():
+        parameter.grad = None
+    dx, groups = backward.stage_backward_input([layer(x)], [d], [x], layer.parameters())
+    backward.stage_backward_weight(layer.parameters(), groups)
+    for a, b in zip([dx[0], *(p.grad for p in layer.parameters())], whole):
+        assert torch.equal(a, b)
