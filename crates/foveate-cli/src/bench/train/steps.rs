@@ -202,8 +202,8 @@ impl Watched<'_> {
             let batches = case.accumulate() as f64;
             (sum.flops, sum.bytes) = (flops * batches, bytes * batches);
             if sum.block.starts_with("attention") {
-                // What it reads follows from its tiles.
-                (sum.flops, sum.bytes) = (sum.flops * keys / case.len() as f64, 0.0);
+                // Counted for every pair of what tokens are here. What it reads follows from its tiles.
+                (sum.flops, sum.bytes) = (sum.flops * keys / len as f64, 0.0);
             }
             let gradient = precision.gradients.bytes();
             match sum.block {
