@@ -14,8 +14,9 @@ Prints one JSON object a measurement. The peers:
   all of it bf16 (`bf16`). `--torchtitan` names its wheel or an unpacked folder; without it, pip
   downloads the wheel (0.5 MB).
 
-`--ranks 2` runs torchtitan on two GPUs, by its FSDP2 (`--mesh shard`, the rows shared) or its tensor
-parallelism with sequence parallelism (`--mesh tensor`).
+`--ranks 2` runs torchtitan on two GPUs, by its FSDP2 (`--mesh shard`, the rows shared), its tensor
+parallelism with sequence parallelism (`--mesh tensor`), or FSDP2 and its context parallelism with a
+balance of load (`--mesh context`).
 
 Documents are cut where `foveate bench train --starts` says. Each measurement is a process of its own:
 a few steps to warm up, then the median of `--steps`.
@@ -42,7 +43,7 @@ MODELS = {
     "8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
 }
 WARM = 3
-MESHES = ("shard", "tensor")
+MESHES = ("shard", "tensor", "context")
 
 
 def starts_of_rows(foveate: Path, rows: int, length: int, documents: int) -> list[list[int]]:

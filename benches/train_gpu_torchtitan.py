@@ -1,6 +1,6 @@
 """The peer `torchtitan` of `train_gpu_peers.py`: the Llama of torchtitan 0.2.2 with its loss, its
 compilation of layers and its activation checkpointing, and PyTorch's fused AdamW; of several ranks with
-its FSDP2 or its tensor parallelism.
+its FSDP2, its tensor parallelism, or its context parallelism with FSDP2.
 
 What torchtitan imports beside PyTorch, and needs for nothing here, is replaced by names.
 """
@@ -71,6 +71,7 @@ def main():
     load(named.site)
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config.job_config import ActivationCheckpoint, Compile
+    from torchtitan.distributed import context_parallel
     from torchtitan.distributed.activation_checkpoint import apply_ac
     from torchtitan.models.llama3 import Transformer
     from torchtitan.models.llama3.infra import parallelize
@@ -95,12 +96,17 @@ def main():
         sys.exit(f"its feed-forward part has {found} columns, not {wide}")
     if ranks > 1 and args.mesh == "tensor":
         parallelize.apply_tp(model, mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
+    context = ranks > 1 and args.mesh == "context"
+    if context:
+        attention = [layer.attention.inner_attention for layer in model.layers.values()]
+        context_parallel.apply_cp_to_attention_module(attention, mesh, sizes.attn_type)
     if args.recompute != "none":
         settings = ActivationCheckpoint(mode=args.recompute, selective_ac_option="op")
         saved = parallelize._op_sac_save_list
         apply_ac(model, settings, model_compile_enabled=True, op_sac_save_list=saved)
     parallelize.apply_compile(model, Compile(enable=True, components=["model", "loss"]))
-    if ranks > 1 and args.mesh == "shard":
+    fsdp = ranks > 1 and args.mesh in ("shard", "context")
+    if fsdp:
         parallelize.apply_fsdp(
             model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, pp_enabled=False
         )
@@ -129,9 +135,14 @@ def main():
         masks = model.get_attention_masks(input_batch=own(tokens), tokenizer=tokenizer)
         more["attention_masks"] = masks
     tokens, labels = own(tokens), own(labels)
+    if context:
+        balance = "ptrr" if args.documents > 1 else "headtail"
+        tokens, labels, more = context_parallel.prepare_context_parallel_input(
+            tokens, labels, more, mesh, torch.device(device), balance
+        )
 
     # FSDP2 casts by itself; the words of the logits lie on the ranks of tensor.
-    casts = args.state == "f32" and not (ranks > 1 and args.mesh == "shard")
+    casts = args.state == "f32" and not fsdp
     loss_parallel = torch.distributed.tensor.parallel.loss_parallel
 
     def step():
