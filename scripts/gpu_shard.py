@@ -75,6 +75,15 @@ CONTEXTS = [
     (4, "f32", "bias", ("mesh.context=4", "mesh.strategy=exchange:1", "train.recompute=full")),
     (8, "exact", "alibi", ("mesh.replicate=2", "mesh.shard=2", "mesh.context=2", "mesh.strategy=exchange:3")),
 ]
+# Ranks of tensor: with key/value heads of their own, and with one that several have.
+TENSOR = [
+    ("f32", 2, ("mesh.tensor=2",)),
+    ("exact", 4, ("mesh.tensor=4",)),
+    ("exact", 4, ("mesh.tensor=2", "model.tie_word_embeddings=false")),
+    ("bf16_gradients", 6, ("mesh.tensor=3", "mesh.reshard=after_backward")),
+    ("bf16", 4, ("mesh.tensor=2", "mesh.replicate=2")),
+    ("int8_moments", 2, ("mesh.tensor=2",)),
+]
 STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16"]
 failures = 0
 
@@ -140,9 +149,11 @@ def beside_one_rank(place, number, state, ranks, sets, program="documents", proc
     tell(f"{name}, again", again == (losses, weights), "the same bits" if again[1] == weights else "other bits")
 
 
-def carried(place):
-    """Copies between threads, the host's memory and, on two GPUs, NCCL give the same bits."""
-    runs = [("copies", (), False), ("host", ("mesh.transfers=host",), False)]
+def carried(place, mesh):
+    """Copies between threads, the host's memory and, on two GPUs, NCCL give the same bits on a mesh of two ranks."""
+    runs = [("copies", (), False)]
+    # Through the host ranks of tensor multiply all tokens at once.
+    runs += [("host", ("mesh.transfers=host",), False)] if "tensor" not in mesh else []
     if gpus(place) > 1:
         runs += [("nccl", ("mesh.transfers=nccl",), False), ("processes", (), True)]
     else:
@@ -150,12 +161,12 @@ def carried(place):
     found = {}
     for name, sets, processes in runs:
         try:
-            sets = ("precision.state=exact", *sets)
+            sets = ("precision.state=exact", mesh, *sets)
             found[name] = place.train(f"by-{name}", 2, sets, processes=processes)
         except (RuntimeError, subprocess.TimeoutExpired) as e:
-            tell(f"ranks by {name}", False, str(e)[:600])
+            tell(f"{mesh} by {name}", False, str(e)[:600])
     for name, come in found.items():
-        tell(f"ranks by {name} have the bits of copies", come == found.get("copies"))
+        tell(f"{mesh} by {name} has the bits of copies", come == found.get("copies"))
 
 
 def gpus(place):
@@ -185,6 +196,8 @@ def main(foveate, folder, most=99):
     cases = [(state, *MESHES[i % len(MESHES)]) for i, state in enumerate(STATES)]
     cases.append(("exact", 2, ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))
     cases.append(("f32", 2, ("mesh.transfers=host",)))
+    cases += TENSOR
+    cases.append(("exact", 2, ("mesh.tensor=2", "optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))
     cases += [("exact", *mesh) for i, mesh in enumerate(MESHES) if i != 1]
     for number, (state, ranks, sets) in enumerate(cases[:most]):
         beside_one_rank(place, number, state, ranks, sets)
@@ -195,7 +208,8 @@ def main(foveate, folder, most=99):
     if gpus(place) > 1:
         sets = ("mesh.context=2", "mesh.strategy=exchange:2")
         beside_one_rank(place, "context-nccl", "exact", 2, sets, "bias", processes=True)
-    carried(place)
+    for mesh in ("mesh.shard=2", "mesh.tensor=2"):
+        carried(place, mesh)
     resumed(place)
     return int(failures > 0)
 

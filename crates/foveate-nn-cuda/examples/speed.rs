@@ -181,9 +181,15 @@ fn embeddings(b: &mut Bench, width: usize) -> Result<(), GpuError> {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
     let tokens = DeviceArray::new(b.upload(&bytes)?, ElementType::I32, &count);
     let table = b.tensor(dtype, [VOCABULARY, width])?;
-    b.line("embedding", width, 2 * matrix, &Embedding { table, tokens, out, scale: 1.0 })?;
+    b.line(
+        "embedding",
+        width,
+        2 * matrix,
+        &Embedding { table, first: None, tokens, out, scale: 1.0 },
+    )?;
     let words_len = [order.words().len()];
     let backward = EmbeddingBackward {
+        first: None,
         d_out: x,
         d_table: b.tensor(DType::F32, [VOCABULARY, width])?,
         order: &order,

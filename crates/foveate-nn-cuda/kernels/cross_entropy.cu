@@ -14,6 +14,24 @@ struct CrossEntropyParams {
     float cap, z_weight;
 };
 
+// Of a rank that has the logits of a part of the vocabulary.
+struct LogitSumsParams {
+    Rows logits;                // [tokens, vocabulary]
+    u64 labels;                 // i32 [tokens]; negative: none
+    u64 sums;                   // f32 [tokens, 3], written: the largest logit, the sum of exponentials beside it, the label's logit
+    int vocabulary, first;      // ids of the rank, and the first of them
+    float cap;
+};
+
+struct CrossEntropyPartParams {
+    Rows logits;                // [tokens, vocabulary]; overwritten by the gradient where that is wanted
+    u64 labels;                 // i32 [tokens]; negative: none
+    u64 sums;                   // f32 [ranks, tokens, 3]
+    u64 losses;                 // f32 [tokens]
+    int vocabulary, first, ranks, tokens, wants_gradient;
+    float cap;
+};
+
 struct TotalParams {
     u64 losses, labels;         // f32, i32 [tokens]
     u64 loss, labelled;         // f64, i64: added to
@@ -42,27 +60,18 @@ __device__ Capped capped(float z, float cap) {
     } else return {z, 1.f};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
+// Of all logits of a row, for every thread of its CTA.
+__device__ Exponentials exponentials(const Elem* logits, int vocabulary, float cap) {
     Exponentials* const of_warps = scratch<Exponentials>();
-    Elem* const logits = p.logits.row(blockIdx.x);
-    const int label = reinterpret_cast<const int*>(p.labels)[blockIdx.x];
     const int first = threadIdx.x * VECTOR, step = THREADS * VECTOR;
-    if (label < 0) {
-        if (threadIdx.x == 0) reinterpret_cast<float*>(p.losses)[blockIdx.x] = 0.f;
-        const float zeros[VECTOR] = {};
-        if (p.wants_gradient)
-            for (int column = first; column < p.vocabulary; column += step) store(logits + column, zeros);
-        return;
-    }
     Exponentials all = {bits_float(0xff800000), 0.f};
-    for (int column = first; column < p.vocabulary; column += step) {
+    for (int column = first; column < vocabulary; column += step) {
         float z[VECTOR];
         load(z, logits + column);
-        Exponentials here = {capped(z[0], p.cap).value, 0.f};
+        Exponentials here = {capped(z[0], cap).value, 0.f};
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            z[i] = capped(z[i], p.cap).value;
+            z[i] = capped(z[i], cap).value;
             here.most = max_or_nan(here.most, z[i]);
         }
         // A row of -infinity alone: its exponentials are NaN, as its softmax is.
@@ -81,10 +90,27 @@ fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
         all = low;
     }
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = all;
-    const float at_label = capped(widen<FV_DTYPE>(logits[label]), p.cap).value;
-    sync_cta();         // also: the label's logit has been read before its gradient is written
+    sync_cta();
     all = of_warps[0];
     for (int warp = 1; warp < WARPS; ++warp) all.add(of_warps[warp]);
+    return all;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
+    Elem* const logits = p.logits.row(blockIdx.x);
+    const int label = reinterpret_cast<const int*>(p.labels)[blockIdx.x];
+    const int first = threadIdx.x * VECTOR, step = THREADS * VECTOR;
+    if (label < 0) {
+        if (threadIdx.x == 0) reinterpret_cast<float*>(p.losses)[blockIdx.x] = 0.f;
+        const float zeros[VECTOR] = {};
+        if (p.wants_gradient)
+            for (int column = first; column < p.vocabulary; column += step) store(logits + column, zeros);
+        return;
+    }
+    const float at_label = capped(widen<FV_DTYPE>(logits[label]), p.cap).value;
+    // Its CTA waits: the label's logit has been read before its gradient is written.
+    const Exponentials all = exponentials(logits, p.vocabulary, p.cap);
     const float lse = all.most + logf(all.sum);
     if (threadIdx.x == 0) reinterpret_cast<float*>(p.losses)[blockIdx.x] = lse - at_label + p.z_weight * lse * lse;
     if (!p.wants_gradient) return;
@@ -96,6 +122,50 @@ fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
         for (int i = 0; i < VECTOR; ++i) {
             const Capped y = capped(z[i], p.cap);
             z[i] = (exp2_fast((y.value - all.most) * LOG2_E) * factor - (column + i == label ? 1.f : 0.f)) * y.slope;
+        }
+        store(logits + column, z);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_logit_sums(const __grid_constant__ LogitSumsParams p) {
+    const Elem* const logits = p.logits.row(blockIdx.x);
+    const int label = reinterpret_cast<const int*>(p.labels)[blockIdx.x], own = label - p.first;
+    float* const sums = reinterpret_cast<float*>(p.sums) + 3 * i64(blockIdx.x);
+    if (label < 0) {
+        if (threadIdx.x < 3) sums[threadIdx.x] = 0.f;
+        return;
+    }
+    const Exponentials all = exponentials(logits, p.vocabulary, p.cap);
+    if (threadIdx.x > 0) return;
+    sums[0] = all.most;
+    sums[1] = all.sum;
+    sums[2] = own >= 0 && own < p.vocabulary ? capped(widen<FV_DTYPE>(logits[own]), p.cap).value : 0.f;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_cross_entropy_part(const __grid_constant__ CrossEntropyPartParams p) {
+    Elem* const logits = p.logits.row(blockIdx.x);
+    const int label = reinterpret_cast<const int*>(p.labels)[blockIdx.x], own = label - p.first;
+    // In order of rank: every rank has the same bits.
+    Exponentials all = {bits_float(0xff800000), 0.f};
+    float at_label = 0.f;
+    for (int rank = 0; rank < p.ranks; ++rank) {
+        const float* const sums = reinterpret_cast<const float*>(p.sums) + 3 * (i64(rank) * p.tokens + blockIdx.x);
+        all.add({sums[0], sums[1]});
+        at_label += sums[2];
+    }
+    if (threadIdx.x == 0) reinterpret_cast<float*>(p.losses)[blockIdx.x] = label < 0 ? 0.f : all.most + logf(all.sum) - at_label;
+    if (!p.wants_gradient) return;
+    const float factor = 1.f / all.sum;
+    for (int column = threadIdx.x * VECTOR; column < p.vocabulary; column += THREADS * VECTOR) {
+        float z[VECTOR];
+        load(z, logits + column);
+        #pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+            const Capped y = capped(z[i], p.cap);
+            const float d = exp2_fast((y.value - all.most) * LOG2_E) * factor - (column + i == own ? 1.f : 0.f);
+            z[i] = label < 0 ? 0.f : d * y.slope;
         }
         store(logits + column, z);
     }

@@ -1,4 +1,4 @@
-// Rows of a table by token, and the gradient of the table.
+// Rows of a table, or of a part of it, by token, and the gradient of the table.
 //
 // The gradient of a row is the sum over the places where its token stands, in their order. Places are sorted by
 // token and cut into segments, a CTA each, so that a frequent token keeps no single CTA busy: a token of one
@@ -12,6 +12,7 @@ struct EmbeddingParams {
     u64 tokens;                 // i32 [rows of out]
     int width;
     float scale;
+    int first, rows;            // the token of the table's first row, and its rows; 0 for tokens without one
 };
 
 // As EmbeddingOrder in src/embedding.rs makes them.
@@ -20,12 +21,13 @@ struct Joined { int token, first, end, unused; };           // rows of partial
 
 struct EmbeddingBackwardParams {
     Rows d_out;
-    u64 d_table;                // Gradient [vocabulary, width], added to
+    u64 d_table;                // Gradient [rows, width], added to
     u64 order;                  // i32: places, sorted by token
     u64 segments;               // Segment, or Joined
     u64 partial;                // f32 [segments of tokens with more than one, width]
     int width;
     float scale;
+    int first, rows;            // the token of the table's first row, and its rows; other tokens are left out
 };
 
 // A vector of the table's gradient, in either type.
@@ -39,8 +41,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 fv_embedding(const __grid_constant__ EmbeddingParams p) {
     const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (column >= p.width) return;
-    float x[VECTOR];
-    load(x, p.table.row(reinterpret_cast<const int*>(p.tokens)[blockIdx.x]) + column);
+    const int row = reinterpret_cast<const int*>(p.tokens)[blockIdx.x] - p.first;
+    float x[VECTOR] = {};
+    if (row >= 0 && row < p.rows) load(x, p.table.row(row) + column);
     #pragma unroll
     for (int i = 0; i < VECTOR; ++i) x[i] *= p.scale;
     store(p.out.row(blockIdx.x) + column, x);
@@ -51,6 +54,8 @@ fv_embedding_backward(const __grid_constant__ EmbeddingBackwardParams p) {
     const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (column >= p.width) return;
     const Segment segment = reinterpret_cast<const Segment*>(p.segments)[blockIdx.x];
+    const int row = segment.token - p.first;
+    if (row < 0 || row >= p.rows) return;
     const int* const order = reinterpret_cast<const int*>(p.order);
     float sum[VECTOR] = {};
     #pragma unroll 4
@@ -64,7 +69,7 @@ fv_embedding_backward(const __grid_constant__ EmbeddingBackwardParams p) {
         store_f32(reinterpret_cast<float*>(p.partial) + i64(segment.partial) * p.width + column, sum);
         return;
     }
-    Gradient* const to = reinterpret_cast<Gradient*>(p.d_table) + i64(segment.token) * p.width + column;
+    Gradient* const to = reinterpret_cast<Gradient*>(p.d_table) + i64(row) * p.width + column;
     float before[VECTOR];
     load_sums(before, to);
     #pragma unroll
@@ -77,9 +82,11 @@ fv_embedding_join(const __grid_constant__ EmbeddingBackwardParams p) {
     const int column = blockIdx.y * THREADS + threadIdx.x;
     if (column >= p.width) return;
     const Joined joined = reinterpret_cast<const Joined*>(p.segments)[blockIdx.x];
+    const int row = joined.token - p.first;
+    if (row < 0 || row >= p.rows) return;
     float sum = 0.f;
     for (int i = joined.first; i < joined.end; ++i) sum += reinterpret_cast<const float*>(p.partial)[i64(i) * p.width + column];
     constexpr int DTYPE = FV_NARROW ? FV_DTYPE : 2;
-    Gradient& to = reinterpret_cast<Gradient*>(p.d_table)[i64(joined.token) * p.width + column];
+    Gradient& to = reinterpret_cast<Gradient*>(p.d_table)[i64(row) * p.width + column];
     to = narrow<DTYPE>(widen<DTYPE>(to) + p.scale * sum);
 }

@@ -1,4 +1,4 @@
-//! Rows of a table by token, and the gradient of the table without atomics.
+//! Rows of a table, or of a part of it, by token, and the gradient of the table without atomics.
 
 use foveate_gpu::abi::{Address, array_bytes};
 use foveate_gpu::access::Accesses;
@@ -12,9 +12,11 @@ use crate::params::{EmbeddingBackwardParams, EmbeddingParams};
 /// `out[t] = scale · table[tokens[t]]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Embedding<'a> {
-    /// `[vocabulary, width]`, f16, bf16 or f32.
+    /// `[rows, width]`, f16, bf16 or f32: of all tokens, or of some that follow each other.
     pub table: DeviceTensor<2>,
-    /// i32 `[tokens]`, each below the vocabulary: whoever uploads them has checked it.
+    /// Of a part of a table the token of its first row; tokens that have no row are 0.
+    pub first: Option<usize>,
+    /// i32 `[tokens]`, each a row of a table that is whole: whoever uploads them has checked it.
     pub tokens: DeviceArray<'a>,
     /// `[tokens, width]`, in the dtype of the table, written.
     pub out: DeviceTensor<2>,
@@ -28,8 +30,10 @@ pub struct Embedding<'a> {
 pub struct EmbeddingBackward<'a> {
     /// `[tokens, width]`, f16, bf16 or f32.
     pub d_out: DeviceTensor<2>,
-    /// `[vocabulary, width]`, f32 or in the dtype of `d_out`, rows side by side, added to.
+    /// `[rows, width]`, f32 or in the dtype of `d_out`, rows side by side, added to.
     pub d_table: DeviceTensor<2>,
+    /// Of a part of a table the token of its first row; tokens that have no row are left out.
+    pub first: Option<usize>,
     /// The order of the batch's tokens.
     pub order: &'a TokenOrder,
     /// Where [`TokenOrder::words`] lies: i32 `[words]`.
@@ -120,7 +124,8 @@ impl Block for Embedding<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("table", self.table.dtype)?;
         let [tokens, width] = self.out.layout.shape;
-        let table = matrix("table", &self.table, [self.table.layout.shape[0], width], dtype)?;
+        let [rows, _] = self.table.layout.shape;
+        let table = matrix("table", &self.table, [rows, width], dtype)?;
         let out = matrix("out", &self.out, [tokens, width], dtype)?;
         integers("tokens", &self.tokens, tokens)?;
         accesses.read("table", &self.table)?;
@@ -135,6 +140,8 @@ impl Block for Embedding<'_> {
             tokens: self.tokens.address,
             width: count("columns", width)?,
             scale: self.scale,
+            first: count("tokens before a part", self.first.unwrap_or(0))?,
+            rows: count("rows of a table", rows)?,
         };
         let columns = width.div_ceil(vector * THREADS as usize);
         Ok(vec![KernelLaunch::new(&source, "fv_embedding", [tokens, columns], &parameters)?])
@@ -152,7 +159,8 @@ impl Block for EmbeddingBackward<'_> {
         let d_table = dense("d_table", &self.d_table, [rows, width], sum_dtype)?;
         let partial_shape = [order.partial_rows, width];
         let partial = dense("partial", &self.partial, partial_shape, DType::F32)?;
-        if !order.places.is_empty() && order.last as usize >= rows {
+        let is_whole = self.first.is_none();
+        if is_whole && !order.places.is_empty() && order.last as usize >= rows {
             return Err(GpuError::argument(format!(
                 "token {} is beyond the {rows} rows of d_table",
                 order.last
@@ -174,6 +182,8 @@ impl Block for EmbeddingBackward<'_> {
             partial,
             width: count("columns", width)?,
             scale: self.scale,
+            first: count("tokens before a part", self.first.unwrap_or(0))?,
+            rows: count("rows of a table", rows)?,
         };
         let vector = vector(dtype, &[d_out], &[width]);
         let whole = whole_f32(d_table) && whole_f32(partial);

@@ -154,7 +154,9 @@ impl File {
             Self::Embedding { .. } => {
                 &["fv_embedding", "fv_embedding_backward", "fv_embedding_join"]
             }
-            Self::CrossEntropy { .. } => &["fv_cross_entropy", "fv_total"],
+            Self::CrossEntropy { .. } => {
+                &["fv_cross_entropy", "fv_cross_entropy_part", "fv_logit_sums", "fv_total"]
+            }
             Self::Update { moments: 2, .. } => &["fv_update_int8"],
             Self::Update { .. } => &["fv_factor", "fv_squares", "fv_update"],
             Self::Vectors => {

@@ -6,9 +6,11 @@ use foveate_gpu::{DeviceArray, DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
-use crate::operands::{count, integers, matrix, operand_dtype, vector};
+use crate::operands::{count, dense, integers, matrix, operand_dtype, vector};
 use crate::optimizer::Totals;
-use crate::params::{CrossEntropyParams, TotalParams};
+use crate::params::{
+    CrossEntropyParams, CrossEntropyPartParams, LogitSumsParams, Rows, TotalParams,
+};
 
 /// Cross-entropy of each token's logits z and label, in nats:
 /// `lse − y[label] + z_weight · lse²` with `y = cap · tanh(z/cap)` (or z) and
@@ -30,6 +32,47 @@ pub struct CrossEntropy<'a> {
     pub z_weight: f32,
 }
 
+/// Numbers that ranks which have different parts of the vocabulary tell each other of a token.
+pub const LOGIT_SUMS: usize = 3;
+
+/// Of each token's logits, those of a part of the vocabulary: the largest y ([`CrossEntropy`]), the sum of
+/// `exp(y)` beside it, and the label's y, 0 where another rank has it. All are 0 for a token without a
+/// label.
+#[derive(Clone, Copy, Debug)]
+pub struct LogitSums<'a> {
+    /// `[tokens, ids of the part]`, f16, bf16 or f32.
+    pub logits: DeviceTensor<2>,
+    /// i32 `[tokens]`: ids of all of the vocabulary, or negative for none.
+    pub labels: DeviceArray<'a>,
+    /// The part's first id.
+    pub first: usize,
+    /// f32 `[tokens, LOGIT_SUMS]`, side by side, written.
+    pub sums: DeviceTensor<2>,
+    /// As in [`CrossEntropy`].
+    pub cap: Option<f32>,
+}
+
+/// [`CrossEntropy`], without z-loss, of a rank that has the logits of a part of the vocabulary: losses are
+/// those of all of it, and the same bits on all ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropyPart<'a> {
+    /// `[tokens, ids of the part]`, f16, bf16 or f32.
+    pub logits: DeviceTensor<2>,
+    /// i32 `[tokens]`: ids of all of the vocabulary, or negative for none.
+    pub labels: DeviceArray<'a>,
+    /// The part's first id.
+    pub first: usize,
+    /// f32 `[ranks · tokens, LOGIT_SUMS]`, side by side: what [`LogitSums`] wrote on each rank, in order of
+    /// rank.
+    pub sums: DeviceTensor<2>,
+    /// f32 `[tokens]`, written.
+    pub losses: DeviceTensor<1>,
+    /// Logits become their part of the gradient of the sum of the losses.
+    pub gradient: bool,
+    /// As in [`CrossEntropy`].
+    pub cap: Option<f32>,
+}
+
 /// Adds losses and labels to the totals of a step: the losses in their order, in f64.
 #[derive(Clone, Copy, Debug)]
 pub struct AddLosses<'a> {
@@ -43,6 +86,20 @@ pub struct AddLosses<'a> {
 
 const THREADS: u32 = 512;
 
+fn check_cap(cap: Option<f32>) -> Result<(), GpuError> {
+    match cap {
+        Some(cap) if !(cap > 0.0 && cap.is_finite()) => {
+            Err(GpuError::argument(format!("a cap of logits of {cap}; it is above 0")))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn source(dtype: DType, logits: Rows, vocabulary: usize, cap: Option<f32>) -> Source {
+    let vector = vector(dtype, &[logits], &[vocabulary]);
+    Source { file: File::CrossEntropy { cap: cap.is_some() }, dtype, vector, threads: THREADS }
+}
+
 impl Block for CrossEntropy<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("logits", self.logits.dtype)?;
@@ -50,20 +107,14 @@ impl Block for CrossEntropy<'_> {
         let logits = matrix("logits", &self.logits, shape, dtype)?;
         integers("labels", &self.labels, tokens)?;
         self.losses.check_vector("losses", tokens)?;
-        if let Some(cap) = self.cap
-            && !(cap > 0.0 && cap.is_finite())
-        {
-            return Err(GpuError::argument(format!("a cap of logits of {cap}; it is above 0")));
-        }
+        check_cap(self.cap)?;
         match self.gradient {
             true => accesses.write("logits", &self.logits)?,
             false => accesses.read("logits", &self.logits)?,
         }
         accesses.read_array("labels", &self.labels)?;
         accesses.write("losses", &self.losses)?;
-        let vector = vector(dtype, &[logits], &[vocabulary]);
-        let file = File::CrossEntropy { cap: self.cap.is_some() };
-        let source = Source { file, dtype, vector, threads: THREADS };
+        let source = source(dtype, logits, vocabulary, self.cap);
         let parameters = CrossEntropyParams {
             logits,
             labels: self.labels.address,
@@ -74,6 +125,64 @@ impl Block for CrossEntropy<'_> {
             z_weight: self.z_weight,
         };
         Ok(vec![KernelLaunch::new(&source, "fv_cross_entropy", [tokens, 1], &parameters)?])
+    }
+}
+
+impl Block for LogitSums<'_> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
+        let dtype = operand_dtype("logits", self.logits.dtype)?;
+        let shape @ [tokens, vocabulary] = self.logits.layout.shape;
+        let logits = matrix("logits", &self.logits, shape, dtype)?;
+        integers("labels", &self.labels, tokens)?;
+        let sums = dense("sums", &self.sums, [tokens, LOGIT_SUMS], DType::F32)?;
+        check_cap(self.cap)?;
+        accesses.read("logits", &self.logits)?;
+        accesses.read_array("labels", &self.labels)?;
+        accesses.write("sums", &self.sums)?;
+        let parameters = LogitSumsParams {
+            logits,
+            labels: self.labels.address,
+            sums,
+            vocabulary: count("words of a vocabulary", vocabulary)?,
+            first: count("words before a part", self.first)?,
+            cap: self.cap.unwrap_or(0.0),
+        };
+        let source = source(dtype, logits, vocabulary, self.cap);
+        Ok(vec![KernelLaunch::new(&source, "fv_logit_sums", [tokens, 1], &parameters)?])
+    }
+}
+
+impl Block for CrossEntropyPart<'_> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
+        let dtype = operand_dtype("logits", self.logits.dtype)?;
+        let shape @ [tokens, vocabulary] = self.logits.layout.shape;
+        let logits = matrix("logits", &self.logits, shape, dtype)?;
+        integers("labels", &self.labels, tokens)?;
+        self.losses.check_vector("losses", tokens)?;
+        let ranks = self.sums.layout.shape[0] / tokens.max(1);
+        let sums = dense("sums", &self.sums, [ranks * tokens, LOGIT_SUMS], DType::F32)?;
+        check_cap(self.cap)?;
+        match self.gradient {
+            true => accesses.write("logits", &self.logits)?,
+            false => accesses.read("logits", &self.logits)?,
+        }
+        accesses.read_array("labels", &self.labels)?;
+        accesses.read("sums", &self.sums)?;
+        accesses.write("losses", &self.losses)?;
+        let parameters = CrossEntropyPartParams {
+            logits,
+            labels: self.labels.address,
+            sums,
+            losses: self.losses.start(),
+            vocabulary: count("words of a vocabulary", vocabulary)?,
+            first: count("words before a part", self.first)?,
+            ranks: count("ranks", ranks)?,
+            tokens: count("tokens", tokens)?,
+            wants_gradient: self.gradient.into(),
+            cap: self.cap.unwrap_or(0.0),
+        };
+        let source = source(dtype, logits, vocabulary, self.cap);
+        Ok(vec![KernelLaunch::new(&source, "fv_cross_entropy_part", [tokens, 1], &parameters)?])
     }
 }
 

@@ -108,12 +108,16 @@ abi_structs! {
         pub width: i32,
         /// Of what is read.
         pub scale: f32,
+        /// Token of the first row of the table.
+        pub first: i32,
+        /// Rows of the table.
+        pub rows: i32,
     }
     /// Of `kernels/embedding.cu`.
     pub struct EmbeddingBackwardParams {
         /// `[tokens, width]`.
         pub d_out: Rows,
-        /// `[vocabulary, width]`.
+        /// `[rows, width]`.
         pub d_table: Address,
         /// Places, sorted by token.
         pub order: Address,
@@ -125,6 +129,10 @@ abi_structs! {
         pub width: i32,
         /// Of the sums.
         pub scale: f32,
+        /// Token of the first row of the table.
+        pub first: i32,
+        /// Rows of the table.
+        pub rows: i32,
     }
     /// Of `kernels/cross_entropy.cu`.
     pub struct CrossEntropyParams {
@@ -142,6 +150,44 @@ abi_structs! {
         pub cap: f32,
         /// Of the square of lse.
         pub z_weight: f32,
+    }
+    /// Of `kernels/cross_entropy.cu`.
+    pub struct LogitSumsParams {
+        /// `[tokens, vocabulary]`.
+        pub logits: Rows,
+        /// i32 `[tokens]`.
+        pub labels: Address,
+        /// f32 `[tokens, 3]`.
+        pub sums: Address,
+        /// Columns.
+        pub vocabulary: i32,
+        /// Id of the first column.
+        pub first: i32,
+        /// Of logits.
+        pub cap: f32,
+    }
+    /// Of `kernels/cross_entropy.cu`.
+    pub struct CrossEntropyPartParams {
+        /// `[tokens, vocabulary]`.
+        pub logits: Rows,
+        /// i32 `[tokens]`.
+        pub labels: Address,
+        /// f32 `[ranks, tokens, 3]`.
+        pub sums: Address,
+        /// f32 `[tokens]`.
+        pub losses: Address,
+        /// Columns.
+        pub vocabulary: i32,
+        /// Id of the first column.
+        pub first: i32,
+        /// Ranks.
+        pub ranks: i32,
+        /// Tokens.
+        pub tokens: i32,
+        /// Whether logits become their gradient.
+        pub wants_gradient: i32,
+        /// Of logits.
+        pub cap: f32,
     }
     /// Of `kernels/cross_entropy.cu`.
     pub struct TotalParams {

@@ -14,9 +14,9 @@ use std::{env, fs};
 use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
-    AdamW, Batch, Carrier, ContextAttention, Cutting, LearnedBuffer, Model, ModelConfig,
-    OptimizerStep, ParameterState, Peers, ProgramConfig, Recompute, Reshard, RopePairing, Rule,
-    Treatment,
+    AdamW, AttentionConfig, Batch, Carrier, ContextAttention, Cutting, LearnedBuffer, Model,
+    ModelConfig, OptimizerStep, ParameterState, Peers, ProgramConfig, Recompute, Reshard,
+    RopePairing, Rule, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -43,7 +43,7 @@ fn model() -> Model<Cuda> {
 }
 
 /// Two layers, a learned bias.
-fn unfilled() -> Model<Cuda> {
+fn sizes() -> (ModelConfig, AttentionConfig) {
     let config = ModelConfig {
         vocab_size: VOCAB,
         hidden_size: 40,
@@ -67,8 +67,16 @@ fn unfilled() -> Model<Cuda> {
         learned: BTreeMap::from([("bias".to_owned(), bias)]),
         ..ProgramConfig::default()
     };
-    let cuda = Cuda::new(0, ParameterState::Exact.into(), true).unwrap();
-    Model::unfilled_on(cuda, config, &attention.into()).unwrap()
+    (config, attention.into())
+}
+
+fn cuda() -> Cuda {
+    Cuda::new(0, ParameterState::Exact.into(), true).unwrap()
+}
+
+fn unfilled() -> Model<Cuda> {
+    let (config, attention) = sizes();
+    Model::unfilled_on(cuda(), config, &attention).unwrap()
 }
 
 /// A model and the state of its optimiser; each step has two batches.
@@ -106,6 +114,17 @@ impl Steps {
         assert!(steps.model.context(Box::new(rank.clone()), rank.carrier).unwrap());
         steps.context = Some((rank.rank(), rank.ranks(), how));
         steps
+    }
+
+    /// Of a rank of `tensor`.
+    fn of_part(rank: &TestRank) -> Self {
+        let (config, attention) = sizes();
+        let part = TensorPart::of(&config, rank.rank(), rank.ranks()).unwrap();
+        let rank = rank.with_kv_copies(part.kv_copies.clone());
+        let mut model = Model::unfilled_part(cuda(), config, &attention, &|_| false, part).unwrap();
+        model.tensor(&rank).unwrap();
+        model.draw_missing(1).unwrap();
+        Self::of(model)
     }
 
     fn of(model: Model<Cuda>) -> Self {
@@ -352,10 +371,11 @@ fn a_step_of_two_layers_queues_its_blocks_in_order() {
     assert_eq!(queued, expected, "{queued}");
 }
 
-/// Steps of two ranks, threads called `rank-0` and `rank-1`, which share rows where it is said how.
+/// Steps of `ranks` ranks, threads called `rank-0` and so on, each of which `made` makes.
 fn on_ranks(
+    ranks: usize,
+    made: impl Fn(&TestRank) -> Steps + Sync,
     carrier: Carrier,
-    how: Option<How>,
     recompute: Recompute,
     steps: usize,
     between: impl Fn(&TestRank) + Sync,
@@ -363,13 +383,10 @@ fn on_ranks(
     // What threads share is there before them.
     Cuda::available(0).unwrap();
     std::thread::scope(|scope| {
-        for rank in TestRank::all(2, carrier, DType::F32) {
-            let (between, name) = (&between, format!("rank-{}", rank.rank()));
+        for rank in TestRank::all(ranks, carrier, DType::F32) {
+            let (between, made, name) = (&between, &made, format!("rank-{}", rank.rank()));
             let run = move || {
-                let mut own = match how {
-                    None => Steps::of_rank(&rank),
-                    Some(how) => Steps::of_context(&rank, how),
-                };
+                let mut own = made(&rank);
                 for _ in 0..steps {
                     between(&rank);
                     let totals = own.queue(recompute);
@@ -390,7 +407,7 @@ fn ranks_read_what_others_wrote_and_keep_what_others_read() {
     }
     for carrier in [Carrier::Auto, Carrier::Nccl, Carrier::Host] {
         trace::start();
-        on_ranks(carrier, None, Recompute::None, 3, |_| {});
+        on_ranks(2, Steps::of_rank, carrier, Recompute::None, 3, |_| {});
         let notes = trace::stop();
         let reads = |what: &str| {
             let is = |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
@@ -409,7 +426,7 @@ fn a_step_of_two_ranks_moves_groups_beside_its_blocks() {
     }
     let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
     // What the first step does once is no matter here.
-    on_ranks(Carrier::Auto, None, Recompute::None, 2, |rank| {
+    on_ranks(2, Steps::of_rank, Carrier::Auto, Recompute::None, 2, |rank| {
         if rank.rank() == 1 {
             let _ = fs::remove_file(&log);
         }
@@ -432,7 +449,8 @@ fn ranks_that_share_rows_read_what_others_wrote_and_keep_what_others_read() {
         (Carrier::Nccl, How::Heads, Recompute::Mlp),
     ] {
         trace::start();
-        on_ranks(carrier, Some(how), recompute, 3, |_| {});
+        let made = |rank: &TestRank| Steps::of_context(rank, how);
+        on_ranks(2, made, carrier, recompute, 3, |_| {});
         let notes = trace::stop();
         let sends =
             |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with("send of"));
@@ -442,17 +460,57 @@ fn ranks_that_share_rows_read_what_others_wrote_and_keep_what_others_read() {
 }
 
 #[test]
+fn ranks_of_tensor_read_what_others_wrote_and_keep_what_others_read() {
+    if !inside("ranks_of_tensor_read_what_others_wrote_and_keep_what_others_read") {
+        return;
+    }
+    // On four ranks two hold copies of a key/value head.
+    for (ranks, carrier) in
+        [(2, Carrier::Auto), (3, Carrier::Nccl), (2, Carrier::Host), (4, Carrier::Auto)]
+    {
+        trace::start();
+        on_ranks(ranks, Steps::of_part, carrier, Recompute::None, 2, |_| {});
+        let notes = trace::stop();
+        let reads = |what: &str| {
+            let is = |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
+            notes.iter().any(is)
+        };
+        assert_eq!(reads("a copy"), carrier != Carrier::Host);
+        assert_eq!(reads("send of"), carrier == Carrier::Nccl);
+        assert_eq!(trouble(&notes), [""; 0], "{ranks} ranks, {carrier:?}");
+    }
+}
+
+#[test]
 fn a_step_of_ranks_that_share_rows_computes_on_own_keys_while_others_arrive() {
     if !inside("a_step_of_ranks_that_share_rows_computes_on_own_keys_while_others_arrive") {
         return;
     }
     let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
-    on_ranks(Carrier::Auto, Some(How::Exchange(1)), Recompute::None, 2, |rank| {
+    let made = |rank: &TestRank| Steps::of_context(rank, How::Exchange(1));
+    on_ranks(2, made, Carrier::Auto, Recompute::None, 2, |rank| {
         if rank.rank() == 1 {
             let _ = fs::remove_file(&log);
         }
     });
     let queued = fs::read_to_string(log).unwrap();
     let expected = include_str!("step_of_context.txt");
+    assert_eq!(queued, expected, "{queued}");
+}
+
+#[test]
+fn a_step_of_two_ranks_of_tensor_moves_the_stream_around_its_products() {
+    if !inside("a_step_of_two_ranks_of_tensor_moves_the_stream_around_its_products") {
+        return;
+    }
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
+    // What the first step does once is no matter here.
+    on_ranks(2, Steps::of_part, Carrier::Auto, Recompute::None, 2, |rank| {
+        if rank.rank() == 1 {
+            let _ = fs::remove_file(&log);
+        }
+    });
+    let queued = fs::read_to_string(log).unwrap();
+    let expected = include_str!("step_of_tensor.txt");
     assert_eq!(queued, expected, "{queued}");
 }

@@ -249,8 +249,7 @@ fn dry_run(
     kind: StepKind,
 ) -> Result<Account, NnError> {
     let (precision, cutting) = (dry.precision(), kind.cutting());
-    // A rank of `tensor` gathers its groups, of itself alone where no other shares them.
-    let is_cut = cutting.parts > 1 || part.is_cut();
+    let is_cut = cutting.parts > 1;
     // The first rank has the largest part.
     let share = layout.share(0, cutting.parts);
     let trained = share.trained();

@@ -25,6 +25,11 @@ pub struct Part<'a, A> {
 }
 
 impl<'a, A: Array> Part<'a, A> {
+    /// The same.
+    pub fn again(&self) -> Self {
+        Self { array: self.array, place: self.place.clone() }
+    }
+
     /// All of an array.
     pub fn whole(array: &'a A) -> Self {
         Self { array, place: 0..array.elems() }

@@ -10,7 +10,10 @@
 //! made once ([`Blocks::upload`], [`Blocks::bind`]). Nothing but `read`, [`Blocks::download`] and
 //! [`Blocks::download_weights`] waits.
 
+mod stream;
+
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use foveate::{Attention, Coordinates, DType, Positions};
@@ -28,8 +31,8 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::{Carrier, CutGroup, Peers, Sharing};
-use crate::tensor::VocabularyPart;
+use crate::sharing::{Carrier, CutGroup, Peers, Sharing, TensorSharing};
+pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
 
 /// What attention is planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,11 +138,6 @@ pub struct BlockTime {
 /// Where the gradients of a loss go: that of x, and that of the weight where it is trained.
 pub type LossGradients<'a, A> = (&'a mut A, Option<PartMut<'a, A>>);
 
-fn no_parts() -> NnError {
-    let reason = "is cut over ranks of tensor on CPUs alone; leave mesh.tensor at 1 on a GPU";
-    NnError::parameter("vocabulary", reason)
-}
-
 /// The blocks of a transformer, forward and backward, on one device.
 ///
 /// Every block fails when the device does: its memory ends, or an operation before it went wrong.
@@ -211,8 +209,32 @@ pub trait Blocks: Sized {
         Ok(None)
     }
 
+    /// What moves the stream between the ranks of `tensor`: a way of the device's own, or
+    /// [`crate::StreamThroughHost`].
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device cannot reach the others.
+    fn stream_transfers(
+        &mut self,
+        ranks: &dyn TensorSharing,
+    ) -> Result<Box<dyn StreamTransfers<Self>>, NnError>;
+
     /// Waits for elements and reads them back, widened to f32.
     fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;
+
+    /// The sum of the squares of elements. Waits.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn squares(&mut self, of: &Self::Array, places: &[Range<usize>]) -> Result<f64, NnError> {
+        let mut sum = 0.0;
+        for place in places {
+            let mut values = vec![0.0; place.len()];
+            self.download(Part { array: of, place: place.clone() }, &mut values)?;
+            sum += values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>();
+        }
+        Ok(sum)
+    }
 
     /// [`Blocks::fill`] of parameters from `first` on, by their f32 masters.
     fn fill_weights(
@@ -590,36 +612,26 @@ pub trait Blocks: Sized {
     ) -> Result<(), NnError>;
 
     /// [`Blocks::embed`] of the rows of a table from that of id `first` on: 0 where a token has another id.
-    ///
-    /// # Errors
-    /// Where the device keeps no part of the vocabulary.
     fn embed_part(
         &mut self,
-        _batch: &Self::Batch,
-        _first: usize,
-        _table: Part<'_, Self::Array>,
-        _width: usize,
-        _scale: f32,
-        _out: &mut Self::Array,
-    ) -> Result<(), NnError> {
-        Err(no_parts())
-    }
+        batch: &Self::Batch,
+        first: usize,
+        table: Part<'_, Self::Array>,
+        width: usize,
+        scale: f32,
+        out: &mut Self::Array,
+    ) -> Result<(), NnError>;
 
     /// [`Blocks::embed_backward`] of the rows of a table from that of id `first` on.
-    ///
-    /// # Errors
-    /// Where the device keeps no part of the vocabulary.
     fn embed_part_backward(
         &mut self,
-        _batch: &Self::Batch,
-        _first: usize,
-        _d_out: &Self::Array,
-        _width: usize,
-        _scale: f32,
-        _d_table: PartMut<'_, Self::Array>,
-    ) -> Result<(), NnError> {
-        Err(no_parts())
-    }
+        batch: &Self::Batch,
+        first: usize,
+        d_out: &Self::Array,
+        width: usize,
+        scale: f32,
+        d_table: PartMut<'_, Self::Array>,
+    ) -> Result<(), NnError>;
 
     /// [`Blocks::loss`], and [`Blocks::loss_backward`] where there are `gradients`, of a rank that has a
     /// part of the vocabulary, and so of the weight: largest logits and sums of exponentials are brought
@@ -627,21 +639,19 @@ pub trait Blocks: Sized {
     /// have room for the logits of as many tokens. There are no parts where nothing is computed.
     ///
     /// # Errors
-    /// When the ranks cannot go on, or the device keeps no part of the vocabulary.
+    /// When the ranks cannot go on.
     fn loss_part(
         &mut self,
-        _batch: &Self::Batch,
-        _part: Option<VocabularyPart<'_>>,
-        _width: usize,
-        _x: &Self::Array,
-        _weight: Part<'_, Self::Array>,
-        _cap: Option<f32>,
-        _logits: &mut Self::Array,
-        _gradients: Option<LossGradients<'_, Self::Array>>,
-        _totals: &mut Self::Totals,
-    ) -> Result<(), NnError> {
-        Err(no_parts())
-    }
+        batch: &Self::Batch,
+        part: Option<VocabularyPart<'_, Self>>,
+        width: usize,
+        x: &Self::Array,
+        weight: Part<'_, Self::Array>,
+        cap: Option<f32>,
+        logits: &mut Self::Array,
+        gradients: Option<LossGradients<'_, Self::Array>>,
+        totals: &mut Self::Totals,
+    ) -> Result<(), NnError>;
 
     /// [`Blocks::loss`] with its gradients in the same pass, that of the weight where it is trained:
     /// `d_x` is overwritten.

@@ -12,7 +12,8 @@ use foveate::DType;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
-    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Transfers, Weights,
+    PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers, SumOverRanks, Sums,
+    Transfers, VocabularyPart, Weights,
 };
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
@@ -22,9 +23,8 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::Sharing;
-use crate::tensor::VocabularyPart;
-use crate::through_host::ThroughHost;
+use crate::sharing::{Sharing, TensorSharing};
+use crate::through_host::{StreamThroughHost, ThroughHost};
 
 /// Notes what blocks would do.
 #[derive(Debug)]
@@ -244,6 +244,13 @@ impl Blocks for Dry {
 
     fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError> {
         Ok(Box::new(ThroughHost::new(ranks.through_host()?)))
+    }
+
+    fn stream_transfers(
+        &mut self,
+        ranks: &dyn TensorSharing,
+    ) -> Result<Box<dyn StreamTransfers<Self>>, NnError> {
+        Ok(Box::new(StreamThroughHost::new(ranks.through_host()?)))
     }
 
     fn fill(&mut self, _: PartMut<'_, DryArray>, _: &[f32]) -> Result<(), NnError> {
@@ -603,7 +610,7 @@ impl Blocks for Dry {
     fn loss_part(
         &mut self,
         batch: &(),
-        _: Option<VocabularyPart<'_>>,
+        _: Option<VocabularyPart<'_, Self>>,
         width: usize,
         x: &DryArray,
         weight: Part<'_, DryArray>,

@@ -11,7 +11,8 @@ use crate::optimizer::OptimizerStep;
 use crate::parameters::ParameterLayout;
 use crate::pass::{Parameters, Trained};
 use crate::share::Share;
-use crate::stream::counted_elsewhere;
+use crate::sharing::Peers;
+use crate::stream::{counted_elsewhere, sum_over};
 
 /// The gradients of a group of parameters at a time.
 #[derive(Debug, Default)]
@@ -159,6 +160,39 @@ impl<B: Blocks> Trained<B> for Summed<'_, B> {
     }
 }
 
+/// The ranks that own other parameters.
+pub(crate) struct Owners<'a, B: Blocks> {
+    pub layout: &'a ParameterLayout,
+    pub share: &'a Share,
+    /// All of them, where parameters are cut.
+    pub gathering: Option<&'a mut Gathering<B>>,
+    /// Those of `tensor`, who are all where parameters are not cut.
+    pub tensor: Option<&'a dyn Peers>,
+}
+
+impl<B: Blocks> Owners<'_, B> {
+    /// [`Blocks::clip`] by the norm over all of them; `gradients` are of trained elements of the share from
+    /// the given one on.
+    pub fn clip(
+        self,
+        blocks: &mut B,
+        step: &OptimizerStep,
+        (gradients, first): (&B::Array, usize),
+        more: bool,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        let Self { layout, share, gathering, tensor } = self;
+        let elsewhere = counted_elsewhere(blocks, layout, share, gradients, first)?;
+        let mut of_all: Box<dyn FnMut(f64) -> Result<f64, NnError>> = match (gathering, tensor) {
+            (Some(gathering), _) => Box::new(|own| gathering.sum(own - elsewhere)),
+            (None, Some(ranks)) => Box::new(move |own| sum_over(ranks, own - elsewhere)),
+            (None, None) => return blocks.clip(step, gradients, more, None, totals),
+        };
+        let sum: SumOverRanks<'_> = &mut *of_all;
+        blocks.clip(step, gradients, more, Some(sum), totals)
+    }
+}
+
 /// A model that is updated a group at a time, as soon as the gradients of a group are there. Its
 /// parameters are cut over ranks where it gathers them.
 pub(crate) struct Updated<'a, B: Blocks> {
@@ -177,6 +211,8 @@ pub(crate) struct Updated<'a, B: Blocks> {
     pub moments: &'a mut Moments<B::Array>,
     /// Whether a group was updated.
     pub more: bool,
+    /// The ranks that have the other parts of the model.
+    pub tensor: Option<&'a dyn Peers>,
 }
 
 impl<B: Blocks> Parameters<B> for Updated<'_, B> {
@@ -227,6 +263,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             spans,
             moments,
             more,
+            tensor,
             ..
         } = self;
         let Some(gathering) = gathering else {
@@ -235,7 +272,8 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
                 return Ok(());
             }
             let gradients = room.of(layout, group);
-            blocks.clip(step, gradients, *more, None, totals)?;
+            let owners = Owners { layout, share, gathering: None, tensor: *tensor };
+            owners.clip(blocks, step, (gradients, place.start), *more, totals)?;
             *more = true;
             let gradients = (&*gradients, place.start);
             let (spans, trained) = (&spans[group], share.trained());
@@ -252,9 +290,8 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             let mut array = summing.pop_front().expect("it is being summed");
             gathering.reduced(blocks, (&mut array, 0, false))?;
             let first = share.groups()[group].first_trained();
-            let elsewhere = counted_elsewhere(blocks, layout, share, &array, first)?;
-            let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own - elsewhere);
-            blocks.clip(step, &array, *more, Some(sum), totals)?;
+            let owners = Owners { layout, share, gathering: Some(gathering), tensor: None };
+            owners.clip(blocks, step, (&array, first), *more, totals)?;
             *more = true;
             let gradients = (&array, first);
             let (spans, trained) = (&spans[group], share.trained());

@@ -89,7 +89,7 @@ pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, ContextOf, KvCache, LayerAttention, LayerProgram,
     LinearShape, LossGradients, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation,
-    SumOverRanks, Sums, Transfers, Weights,
+    StreamProduct, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
@@ -115,7 +115,9 @@ pub use precision::{MomentDtype, ParameterState, Precision, join_master, split_m
 pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
 pub use share::{Cutting, Owned, Reshard, Share};
-pub use sharing::{Carrier, CutGroup, HostTransfers, Peers, Sharing};
+pub use sharing::{
+    Carrier, CutGroup, HostTransfers, Peers, Sharing, TensorSharing, TensorTransfers,
+};
 pub use tape::{Recomputation, Recompute};
-pub use tensor::{Copied, Copies, TensorPart, TensorTransfers, VocabularyPart};
-pub use through_host::ThroughHost;
+pub use tensor::{Copied, Copies, StreamCut, TensorPart};
+pub use through_host::{StreamThroughHost, ThroughHost};

@@ -24,9 +24,10 @@ use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 use crate::share::{Cutting, Share};
-use crate::sharing::{Carrier, Peers, Sharing};
+use crate::sharing::{Carrier, Peers, Sharing, TensorSharing};
+use crate::stream::Links;
 use crate::tape::Workspace;
-use crate::tensor::{TensorPart, TensorTransfers};
+use crate::tensor::{Copies, TensorPart};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
 pub struct Model<B: Blocks = Cpu> {
@@ -55,7 +56,7 @@ pub(crate) struct Running<B: Blocks> {
     /// Where parameters are cut over ranks.
     gathering: Option<Gathering<B>>,
     /// Between ranks of `tensor`.
-    tensor: Option<Box<dyn TensorTransfers>>,
+    tensor: Option<Links<B>>,
     /// Attention over the ranks of `context`, where the device computes it.
     context: Option<ContextOf<B>>,
     /// Room for gradients of groups whose sums are kept.
@@ -188,7 +189,7 @@ impl<B: Blocks> Model<B> {
     }
 
     /// [`Model::unfilled_with`], of what a rank of `tensor` has of the model of these sizes. Before it runs
-    /// it is [`Model::cut`], and given its [`Model::tensor`].
+    /// it is given its [`Model::tensor`].
     ///
     /// # Errors
     /// Those of [`Model::unfilled_with`], or when a part has other sizes than the model.
@@ -256,9 +257,15 @@ impl<B: Blocks> Model<B> {
         Ok(())
     }
 
-    /// What moves the stream between the ranks of `tensor` that have the other parts of the model.
-    pub fn tensor(&mut self, transfers: Box<dyn TensorTransfers>) {
-        lock(&self.running).tensor = Some(transfers);
+    /// Lets the stream move between this rank of `tensor` and `ranks`, which have the other parts of the model.
+    ///
+    /// # Errors
+    /// When the ranks cannot reach each other.
+    pub fn tensor(&mut self, ranks: &dyn TensorSharing) -> Result<(), NnError> {
+        let mut running = lock(&self.running);
+        let stream = running.blocks.stream_transfers(ranks)?;
+        running.tensor = Some(Links { stream, ranks: ranks.holders(Copies::All)? });
+        Ok(())
     }
 
     /// Attention over the ranks of `peers`, which share the rows of a batch, by `carrier`. False where the
@@ -287,9 +294,9 @@ impl<B: Blocks> Model<B> {
         &self.share
     }
 
-    /// Whether parameters are cut over ranks.
+    /// Whether parameters are cut over ranks, so that it runs on all of them only.
     pub fn is_cut(&self) -> bool {
-        self.running().gathering.is_some()
+        self.part.is_cut() || self.running().gathering.is_some()
     }
 
     /// The most bytes of parameters that were gathered at once.

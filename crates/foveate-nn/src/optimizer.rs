@@ -116,13 +116,18 @@ impl Span {
     /// Those of all trained parameters of a layout, in order, each treated as `treat` says.
     pub fn of(layout: &ParameterLayout, treat: impl Fn(&Parameter) -> Treatment) -> Vec<Self> {
         let mut spans: Vec<Self> = Vec::new();
-        for p in layout.parameters().iter().filter(|p| layout.trains(&p.place)) {
+        let trained = layout.parameters().iter().enumerate();
+        for (i, p) in trained.filter(|(_, p)| layout.trains(&p.place)) {
             let treatment = treat(p);
-            match spans.last_mut() {
-                Some(last) if last.treatment == treatment => last.place.end = p.place.end,
-                _ => {
-                    let (place, origin) = (p.place.clone(), p.place.start);
-                    spans.push(Self { place, origin, treatment });
+            for (place, origin) in layout.indexed(i) {
+                match spans.last_mut() {
+                    Some(last)
+                        if last.treatment == treatment
+                            && last.origin + place.start == origin + last.place.start =>
+                    {
+                        last.place.end = place.end;
+                    }
+                    _ => spans.push(Self { place, origin, treatment }),
                 }
             }
         }
@@ -132,13 +137,14 @@ impl Span {
     /// What of `spans`, which are of all parameters, a rank owns, in its arrays.
     pub(crate) fn owned(spans: &[Self], share: &Share) -> Vec<Self> {
         let of = |span: &Self| {
-            let treatment = span.treatment;
+            let (treatment, span) = (span.treatment, span.clone());
             let own = move |(piece, first): (Range<usize>, usize)| Self {
                 place: first..first + piece.len(),
-                origin: piece.start,
+                origin: span.origin + (piece.start - span.place.start),
                 treatment,
             };
-            share.pieces(&span.place).into_iter().map(own)
+            let pieces = share.pieces(&span.place);
+            pieces.into_iter().map(own)
         };
         let mut joined: Vec<Self> = Vec::new();
         for span in spans.iter().flat_map(of) {
@@ -179,7 +185,8 @@ pub fn clip_factor(norm: f64, limit: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::LearnedBuffer;
+    use crate::config::{LearnedBuffer, ModelConfig};
+    use crate::tensor::TensorPart;
     use crate::tests::tiny;
 
     #[test]
@@ -219,6 +226,41 @@ mod tests {
             told.contains("layers.0.self_attn.q_proj.weight") && told.contains("k_proj"),
             "{told}"
         );
+    }
+
+    /// What several ranks of `tensor` hold has the same random bits on all of them, and nothing else has those of
+    /// another element.
+    #[test]
+    fn ranks_of_tensor_index_elements_as_one_rank_does() {
+        let config = ModelConfig { vocab_size: 61, intermediate_size: 35, ..tiny(false) };
+        let bias = LearnedBuffer { shape: vec![4, 4], init: 0.0, std: 0.0 };
+        let learned = [("bias".to_owned(), bias)];
+        let learned = [&learned[..], &learned];
+        for parts in [2, 3, 4] {
+            let mut owners = std::collections::BTreeMap::new();
+            for part in 0..parts {
+                let part = TensorPart::of(&config, part, parts).unwrap();
+                let layout =
+                    ParameterLayout::of_part(&config, &learned, &|_| false, &part).unwrap();
+                let spans = Span::of(&layout, Treatment::of);
+                let index = |at: usize| {
+                    let of = spans.iter().find(|span| span.place.contains(&at)).unwrap();
+                    of.origin + (at - of.place.start)
+                };
+                let whole = ParameterLayout::new(&config, &learned, &|_| false).unwrap();
+                for (own, all) in layout.parameters().iter().zip(whole.parameters()) {
+                    for (run, at) in own.held(0..own.elems()) {
+                        for (element, at) in run.zip(at..) {
+                            let of_all = all.place.start + element;
+                            let holder = owners.entry(index(at)).or_insert(of_all);
+                            assert_eq!(*holder, of_all, "{} on {parts} ranks", own.name);
+                            let rows = own.cut.as_ref().is_none_or(|cut| cut.axis == 0);
+                            assert!(!rows || index(at) == of_all, "{}", own.name);
+                        }
+                    }
+                }
+            }
+        }
     }
 
     #[test]

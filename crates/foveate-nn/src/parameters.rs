@@ -121,6 +121,8 @@ pub struct ParameterLayout {
     starts: Vec<Start>,
     /// What other ranks of `tensor` hold, too, in the order of their places.
     copied: Vec<Copied>,
+    /// Where each parameter begins in the layout of all of the model.
+    origins: Vec<usize>,
 }
 
 /// The places of what a layer multiplies with.
@@ -181,6 +183,20 @@ impl ParameterLayout {
         frozen: &dyn Fn(&str) -> bool,
         part: &TensorPart,
     ) -> Result<Self, NnError> {
+        let mut layout = Self::placed(config, learned, frozen, part)?;
+        if part.is_cut() {
+            let whole = Self::placed(config, learned, frozen, &TensorPart::whole(config))?;
+            layout.origins = whole.origins;
+        }
+        Ok(layout)
+    }
+
+    fn placed(
+        config: &ModelConfig,
+        learned: &[&[(String, LearnedBuffer)]],
+        frozen: &dyn Fn(&str) -> bool,
+        part: &TensorPart,
+    ) -> Result<Self, NnError> {
         let weight = Start { mean: 0.0, std: INIT_STD };
         // Norms that change nothing but the length.
         let ones = Start { mean: 1.0 - config.norm().offset, std: 0.0 };
@@ -235,6 +251,23 @@ impl ParameterLayout {
     /// Elements of all groups together.
     pub fn elems(&self) -> usize {
         self.elems
+    }
+
+    /// The elements of parameter `index` that are held: pieces of them, each with the index of its first one among
+    /// all parameters of the model, from which random bits are drawn. Where columns are held, these are a
+    /// piece with as many indices that no other rank has.
+    pub(crate) fn indexed(&self, index: usize) -> Vec<(Range<usize>, usize)> {
+        let (p, origin) = (&self.parameters[index], self.origins[index]);
+        match &p.cut {
+            None => vec![(p.place.clone(), origin)],
+            Some(AxisCut { axis: 0, .. }) => {
+                let held = p.held(0..p.elems()).into_iter();
+                held.map(|(run, at)| (at..at + run.len(), origin + run.start)).collect()
+            }
+            Some(AxisCut { ranges, .. }) => {
+                vec![(p.place.clone(), origin + p.shape[0] * ranges[0].start)]
+            }
+        }
     }
 
     /// What other ranks of `tensor` hold, too; nothing where parameters are not cut over them.
@@ -569,6 +602,7 @@ impl<'a> Builder<'a> {
         groups.last_mut().expect("there is a head").frozen.end = elems;
         copied.sort_by_key(|copied| copied.place.start);
         Ok(ParameterLayout {
+            origins: parameters.iter().map(|p| p.place.start).collect(),
             parameters,
             groups,
             elems,

@@ -34,7 +34,7 @@ pub(crate) struct Pass<'a, B: Blocks> {
     /// What of the model this rank has.
     pub part: &'a TensorPart,
     /// The stream, where its tokens are on several ranks of `tensor`.
-    pub stream: Option<Stream<'a>>,
+    pub stream: Option<Stream<'a, B>>,
 }
 
 impl<B: Blocks> Pass<'_, B> {

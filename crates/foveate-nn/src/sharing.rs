@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::NnError;
 use crate::parameters::{ParameterGroup, ParameterLayout};
 use crate::share::{Owned, owned};
+use crate::tensor::Copies;
 
 /// A group of parameters that is cut over ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -158,6 +159,14 @@ pub trait Sharing {
     /// When the ranks cannot go on.
     fn peers(&self) -> Result<Box<dyn Peers>, NnError>;
 
+    /// All that own different elements: those that have other parts of a model, too.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn owners(&self) -> Result<Box<dyn Peers>, NnError> {
+        self.peers()
+    }
+
     /// What gradients travel as, where they are wider: f32 or bf16.
     fn reduce_dtype(&self) -> DType;
 
@@ -172,4 +181,45 @@ pub trait Sharing {
     /// # Errors
     /// When the ranks cannot go on, or there is no thread for them.
     fn through_host(&self) -> Result<Box<dyn HostTransfers>, NnError>;
+}
+
+/// Transfers between the ranks of `tensor` of numbers in the memory of the host. All of them make the same calls
+/// in the same order.
+pub trait TensorTransfers: Send {
+    /// The values of all ranks, in order of rank.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn all_gather(&mut self, own: &[f32]) -> Result<Vec<Vec<f32>>, NnError>;
+
+    /// The sum over ranks of `partial`, in order of rank, of which rank `i` gets the next `lengths[i]`
+    /// values.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn reduce_scatter(&mut self, partial: &[f32], lengths: &[usize]) -> Result<Vec<f32>, NnError>;
+
+    /// Sums gradients over the ranks that hold the same parameters, in order of rank.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn sum_copies(&mut self, among: Copies, gradients: &mut [f32]) -> Result<(), NnError>;
+}
+
+/// The ranks of `tensor`, before a device says how the stream moves between them.
+pub trait TensorSharing {
+    /// A group of those that hold the same elements. Every rank asks for the same, in the same order.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn holders(&self, among: Copies) -> Result<Box<dyn Peers>, NnError>;
+
+    /// What carries the stream between GPUs.
+    fn carrier(&self) -> Carrier;
+
+    /// Transfers through the memory of the host.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn through_host(&self) -> Result<Box<dyn TensorTransfers>, NnError>;
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::architecture::LayerRope;
 use crate::backend::{
     Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, PackedHeads,
-    Part, Rotation,
+    Part, Rotation, StreamProduct,
 };
 use crate::config::ModelConfig;
 use crate::context::Context;
@@ -21,7 +21,7 @@ use crate::held::{Held, Target};
 use crate::parameters::{LayerPlaces, ParameterLayout};
 use crate::stream::Stream;
 use crate::tape::{AttentionTape, OutputTape, Recomputation, Recompute, Workspace};
-use crate::tensor::{TensorPart, VocabularyPart};
+use crate::tensor::TensorPart;
 
 /// All that a stage reads, and the cache that generation writes.
 pub(crate) struct Step<'a, B: Blocks> {
@@ -36,7 +36,7 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub cache: Option<&'a mut Cache<B::Array>>,
     pub context: Option<Context<'a, B>>,
     pub part: &'a TensorPart,
-    pub stream: Option<Stream<'a>>,
+    pub stream: Option<Stream<'a, B>>,
 }
 
 /// Keys and values of every layer for the tokens that were read.
@@ -206,8 +206,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let (shape, weight) = (self.qkv_shape(), part(self.weights, &places.qkv));
         let has_bias = self.config.architecture.qkv_bias;
         let bias = has_bias.then(|| part(self.weights, &places.qkv_bias));
-        let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
-        self.blocks.linear(shape, Part::whole(normed), weight, bias, None, &mut tape.qkv)?;
+        self.product_of_all(shape, &ws.normed, weight, bias, &mut ws.whole, &mut tape.qkv)?;
         let qkv = self.turned(layer, tape, &mut ws.heads, false)?;
         let (qkv, out, lse) = match qkv {
             Turned::InTape => (&tape.qkv, &mut tape.out, &mut tape.lse),
@@ -273,7 +272,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let x = &ws.inputs[layer % ws.inputs.len()];
         let (norm, places) = (self.config.norm(), self.places(layer));
         let (shape, o) = (self.output_shape(), part(self.weights, &places.o));
-        let out = Part::whole(&attention.out);
+        let out = &attention.out;
         if self.config.architecture.output_norms {
             let OutputTape { x: output, inverse } = &mut tape.attention;
             self.summed_product(shape, out, o, None, &mut ws.whole, output)?;
@@ -286,8 +285,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let (inverse, normed) = (&mut tape.inverse, &mut ws.normed);
         self.blocks.add_rms_norm(x, &mut tape.x, weight, norm, inverse, normed)?;
         let (shape, weight) = (self.gate_up_shape(), part(self.weights, &places.gate_up));
-        let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
-        self.blocks.linear(shape, Part::whole(normed), weight, None, None, gate_up)
+        self.product_of_all(shape, &ws.normed, weight, None, &mut ws.whole, gate_up)
     }
 
     /// The gate and up projections once more.
@@ -298,8 +296,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let weight = part(self.weights, &places.mlp_norm);
         self.blocks.rms_norm_again(&tape.x, weight, norm, &tape.inverse, &mut ws.normed)?;
         let (shape, weight) = (self.gate_up_shape(), part(self.weights, &places.gate_up));
-        let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
-        self.blocks.linear(shape, Part::whole(normed), weight, None, None, gate_up)
+        self.product_of_all(shape, &ws.normed, weight, None, &mut ws.whole, gate_up)
     }
 
     /// From the gate and up projections to the output of the layer.
@@ -310,7 +307,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             (self.config.intermediate_size, self.config.architecture.activation);
         self.blocks.gated(activation, wide, gate_up, &mut ws.activated)?;
         let (shape, places) = (self.down_shape(), self.places(layer));
-        let (down, s) = (part(self.weights, &places.down), Part::whole(&ws.activated));
+        let (down, s) = (part(self.weights, &places.down), &ws.activated);
         let next = (layer + 1) % ws.inputs.len();
         let out = &mut ws.inputs[next];
         if !self.config.architecture.output_norms {
@@ -349,17 +346,18 @@ impl<'a, B: Blocks> Step<'a, B> {
             &ws.d_x
         };
         let weight = part(weights, &places.down);
-        let d_output = self.all_tokens(d_output, &mut ws.whole)?;
+        let (whole, activated) = (&mut ws.whole, &mut ws.activated);
+        let d_output = self.gradient_of_all(down, d_output, weight, whole, activated)?;
+        let weight = || part(weights, &places.mlp_norm);
+        let again = (&tape.x, &tape.inverse);
+        self.gather_ahead(again, weight(), &mut ws.normed, &mut ws.d_whole)?;
         let blocks = &mut *self.blocks;
-        blocks.linear_backward_input(down, d_output, weight, &mut ws.activated)?;
         blocks.gated_backward(architecture.activation, wide, gate_up, &mut ws.activated)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.down) {
             blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
         }
-        let weight = || part(weights, &places.mlp_norm);
-        blocks.rms_norm_again(&tape.x, weight(), norm, &tape.inverse, &mut ws.normed)?;
+        let normed = self.normed_again(again, weight(), &mut ws.normed, &ws.d_whole)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.gate_up) {
-            let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
             self.blocks.linear_backward_weight(gate_up_shape, gate_up, normed, d_weight)?;
         }
         let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
@@ -400,9 +398,12 @@ impl<'a, B: Blocks> Step<'a, B> {
             &ws.d_x
         };
         let weight = part(weights, &places.o);
-        let d_output = self.all_tokens(d_output, &mut ws.whole)?;
+        let (whole, d_attention) = (&mut ws.whole, &mut ws.d_attention);
+        let d_output = self.gradient_of_all(output, d_output, weight, whole, d_attention)?;
+        let (input, weight) = (&ws.inputs[layer], || part(weights, &places.norm));
+        let again = (input, &tape.inverse);
+        self.gather_ahead(again, weight(), &mut ws.normed, &mut ws.d_whole)?;
         let blocks = &mut *self.blocks;
-        blocks.linear_backward_input(output, d_output, weight, &mut ws.d_attention)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.o) {
             blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
         }
@@ -433,11 +434,8 @@ impl<'a, B: Blocks> Step<'a, B> {
         {
             blocks.bias_backward(&ws.d_qkv, d_bias)?;
         }
-        let input = &ws.inputs[layer];
-        let weight = || part(weights, &places.norm);
-        blocks.rms_norm_again(input, weight(), norm, &tape.inverse, &mut ws.normed)?;
+        let normed = self.normed_again(again, weight(), &mut ws.normed, &ws.d_whole)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.qkv) {
-            let normed = self.all_tokens(&ws.normed, &mut ws.whole)?;
             self.blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, normed, d_weight)?;
         }
         let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
@@ -456,6 +454,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     ) -> Result<&'w B::Array, NnError> {
         let Some(stream) = &mut self.stream else { return Ok(own) };
         stream.gather(self.blocks, own, self.config.hidden_size, whole)?;
+        stream.gathered(self.blocks)?;
         Ok(whole)
     }
 
@@ -465,23 +464,90 @@ impl<'a, B: Blocks> Step<'a, B> {
         stream.scatter(self.blocks, terms, self.config.hidden_size, own)
     }
 
+    /// [`Blocks::linear`] of the stream of all tokens, `own` being that of this rank's, by way of `whole` where
+    /// other ranks have some.
+    fn product_of_all(
+        &mut self,
+        shape: LinearShape,
+        own: &B::Array,
+        weight: Part<'_, B::Array>,
+        bias: Option<Part<'_, B::Array>>,
+        whole: &mut B::Array,
+        y: &mut B::Array,
+    ) -> Result<(), NnError> {
+        let Some(stream) = &mut self.stream else {
+            return self.blocks.linear(shape, Part::whole(own), weight, bias, None, y);
+        };
+        let product = StreamProduct { shape, weight, bias, backward: false };
+        stream.gather_and_multiply(self.blocks, own, whole, &product, y)
+    }
+
+    /// [`Blocks::linear_backward_input`] of the gradient of the stream of all tokens, which it gives: see
+    /// [`Self::product_of_all`].
+    fn gradient_of_all<'w>(
+        &mut self,
+        shape: LinearShape,
+        own: &'w B::Array,
+        weight: Part<'_, B::Array>,
+        whole: &'w mut B::Array,
+        d_x: &mut B::Array,
+    ) -> Result<&'w B::Array, NnError> {
+        let Some(stream) = &mut self.stream else {
+            self.blocks.linear_backward_input(shape, own, weight, d_x)?;
+            return Ok(own);
+        };
+        let product = StreamProduct { shape, weight, bias: None, backward: true };
+        stream.gather_and_multiply(self.blocks, own, whole, &product, d_x)?;
+        Ok(whole)
+    }
+
+    /// Begins to gather the norm of a stream, computed once more from it and its reciprocal root mean squares,
+    /// where other ranks have some of its tokens.
+    fn gather_ahead(
+        &mut self,
+        (x, inverse): (&B::Array, &B::Array),
+        weight: Part<'_, B::Array>,
+        normed: &mut B::Array,
+        whole: &mut B::Array,
+    ) -> Result<(), NnError> {
+        let Some(stream) = &mut self.stream else { return Ok(()) };
+        self.blocks.rms_norm_again(x, weight, self.config.norm(), inverse, normed)?;
+        stream.gather(self.blocks, normed, self.config.hidden_size, whole)
+    }
+
+    /// The norm of a stream once more, of all tokens: what [`Self::gather_ahead`] has brought to `whole`, or else
+    /// computed now.
+    fn normed_again<'w>(
+        &mut self,
+        (x, inverse): (&B::Array, &B::Array),
+        weight: Part<'_, B::Array>,
+        normed: &'w mut B::Array,
+        whole: &'w B::Array,
+    ) -> Result<&'w B::Array, NnError> {
+        if let Some(stream) = &mut self.stream {
+            stream.gathered(self.blocks)?;
+            return Ok(whole);
+        }
+        self.blocks.rms_norm_again(x, weight, self.config.norm(), inverse, normed)?;
+        Ok(normed)
+    }
+
     /// [`Blocks::linear`] with a weight whose columns may be on several ranks: the sum of their products,
     /// by way of `whole` then, for this rank's tokens.
     fn summed_product(
         &mut self,
         shape: LinearShape,
-        x: Part<'_, B::Array>,
+        x: &B::Array,
         weight: Part<'_, B::Array>,
         add: Option<&B::Array>,
         whole: &mut B::Array,
         y: &mut B::Array,
     ) -> Result<(), NnError> {
-        if self.stream.is_none() {
-            return self.blocks.linear(shape, x, weight, None, add, y);
-        }
-        self.blocks.linear(shape, x, weight, None, None, whole)?;
-        self.scatter(whole, y)?;
-        add.map_or(Ok(()), |add| self.blocks.add(add, y))
+        let Some(stream) = &mut self.stream else {
+            return self.blocks.linear(shape, Part::whole(x), weight, None, add, y);
+        };
+        let product = StreamProduct { shape, weight, bias: None, backward: false };
+        stream.multiply_and_scatter(self.blocks, &product, x, whole, add, y)
     }
 
     /// [`Blocks::linear_backward_input`] with a weight whose rows may be on several ranks: see
@@ -494,11 +560,11 @@ impl<'a, B: Blocks> Step<'a, B> {
         whole: &mut B::Array,
         d_x: &mut B::Array,
     ) -> Result<(), NnError> {
-        if self.stream.is_none() {
+        let Some(stream) = &mut self.stream else {
             return self.blocks.linear_backward_input(shape, d_y, weight, d_x);
-        }
-        self.blocks.linear_backward_input(shape, d_y, weight, whole)?;
-        self.scatter(whole, d_x)
+        };
+        let product = StreamProduct { shape, weight, bias: None, backward: true };
+        stream.multiply_and_scatter(self.blocks, &product, d_y, whole, None, d_x)
     }
 
     /// The loss with the part of the vocabulary that this rank has; `x` is of all tokens.
@@ -510,9 +576,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         gradients: Option<LossGradients<'_, B::Array>>,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let transfers = self.stream.as_mut().and_then(|stream| stream.transfers.as_deref_mut());
-        let vocabulary =
-            transfers.map(|transfers| VocabularyPart { first: self.part.vocab.start, transfers });
+        let vocabulary = self.stream.as_mut().and_then(Stream::vocabulary);
         let (width, cap) = (self.config.hidden_size, self.config.architecture.logit_cap);
         let batch = self.batch;
         self.blocks.loss_part(batch, vocabulary, width, x, head, cap, logits, gradients, totals)

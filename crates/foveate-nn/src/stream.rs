@@ -1,83 +1,110 @@
 //! The residual stream between products, whose tokens are on several ranks of `tensor`: gathered before
-//! products with weights that are cut by rows, scattered behind those with weights that are cut by columns. It
-//! goes through host memory, and a pass waits for it.
+//! products with weights that are cut by rows, scattered behind those with weights that are cut by columns.
 
 use std::ops::Range;
 
-use crate::backend::{Array, Blocks, Part, PartMut};
+use crate::backend::{Array, Blocks, PartMut, StreamProduct, StreamTransfers, VocabularyPart};
 use crate::error::NnError;
 use crate::parameters::ParameterLayout;
 use crate::share::Share;
-use crate::tensor::{Copied, Copies, TensorPart, TensorTransfers, even};
+use crate::sharing::Peers;
+use crate::tensor::{Copied, Copies, StreamCut, TensorPart};
 
 /// The stream between products, in a pass.
-pub(crate) struct Stream<'a> {
+pub(crate) struct Stream<'a, B: Blocks> {
     pub part: &'a TensorPart,
     /// Rows of the batch and tokens of a row.
     pub shape: [usize; 2],
     /// None where nothing is computed.
-    pub transfers: Option<&'a mut (dyn TensorTransfers + 'static)>,
+    pub transfers: Option<&'a mut (dyn StreamTransfers<B> + 'static)>,
 }
 
-impl Stream<'_> {
-    pub fn again(&mut self) -> Stream<'_> {
+impl<B: Blocks> Stream<'_, B> {
+    pub fn again(&mut self) -> Stream<'_, B> {
         Stream { transfers: self.transfers.as_deref_mut(), ..*self }
     }
 
-    /// `own`, which is of this rank's tokens of every row, into `whole`, with that of all ranks.
-    pub fn gather<B: Blocks>(
+    fn cut(&self, width: usize) -> StreamCut {
+        let ([rows, len], &TensorPart { part, parts, .. }) = (self.shape, self.part);
+        StreamCut { rows, len, width, parts, part }
+    }
+
+    /// [`StreamTransfers::gather`].
+    pub fn gather(
         &mut self,
         blocks: &mut B,
         own: &B::Array,
         width: usize,
         whole: &mut B::Array,
     ) -> Result<(), NnError> {
-        let [rows, len] = self.shape;
-        let Some(transfers) = &mut self.transfers else { return Ok(()) };
-        let mut values = vec![0.0; own.elems()];
-        blocks.download(Part::whole(own), &mut values)?;
-        for (part, values) in transfers.all_gather(&values)?.iter().enumerate() {
-            let tokens = even(len, part, self.part.parts);
-            for row in 0..rows {
-                let start = (row * len + tokens.start) * width;
-                let (elems, place) = (tokens.len() * width, start..start + tokens.len() * width);
-                let values = &values[row * elems..(row + 1) * elems];
-                blocks.fill(PartMut { array: whole, place, accumulate: false }, values)?;
-            }
+        let cut = self.cut(width);
+        match &mut self.transfers {
+            Some(transfers) => transfers.gather(blocks, cut, own, whole),
+            None => Ok(()),
         }
-        Ok(())
     }
 
-    /// The sum over ranks of `partial`, which is of all tokens, into `own`, of this rank's tokens.
-    pub fn scatter<B: Blocks>(
+    /// [`StreamTransfers::gathered`].
+    pub fn gathered(&mut self, blocks: &mut B) -> Result<(), NnError> {
+        self.transfers.as_mut().map_or(Ok(()), |transfers| transfers.gathered(blocks))
+    }
+
+    /// [`StreamTransfers::gather_and_multiply`].
+    pub fn gather_and_multiply(
         &mut self,
         blocks: &mut B,
-        partial: &B::Array,
+        own: &B::Array,
+        whole: &mut B::Array,
+        product: &StreamProduct<'_, B::Array>,
+        to: &mut B::Array,
+    ) -> Result<(), NnError> {
+        let cut = self.cut(product.widths()[0]);
+        match &mut self.transfers {
+            Some(transfers) => transfers.gather_and_multiply(blocks, cut, own, whole, product, to),
+            None => product.run(blocks, whole, to),
+        }
+    }
+
+    /// [`StreamTransfers::multiply_and_scatter`].
+    pub fn multiply_and_scatter(
+        &mut self,
+        blocks: &mut B,
+        product: &StreamProduct<'_, B::Array>,
+        from: &B::Array,
+        terms: &mut B::Array,
+        add: Option<&B::Array>,
+        own: &mut B::Array,
+    ) -> Result<(), NnError> {
+        let cut = self.cut(product.widths()[1]);
+        match &mut self.transfers {
+            Some(transfers) => {
+                transfers.multiply_and_scatter(blocks, cut, product, from, terms, add, own)
+            }
+            // What it would read and write.
+            None => {
+                product.run(blocks, from, terms)?;
+                add.map_or(Ok(()), |add| blocks.add(add, own))
+            }
+        }
+    }
+
+    /// [`StreamTransfers::scatter`].
+    pub fn scatter(
+        &mut self,
+        blocks: &mut B,
+        terms: &B::Array,
         width: usize,
         own: &mut B::Array,
     ) -> Result<(), NnError> {
-        let ([rows, len], parts) = (self.shape, self.part.parts);
-        let Some(transfers) = &mut self.transfers else { return Ok(()) };
-        let mut values = vec![0.0; partial.elems()];
-        let mut rest = &mut values[..];
-        let mut lengths = vec![0; parts];
-        for (part, length) in lengths.iter_mut().enumerate() {
-            let tokens = even(len, part, parts);
-            for row in 0..rows {
-                let (into, behind) = rest.split_at_mut(tokens.len() * width);
-                let start = (row * len + tokens.start) * width;
-                let place = start..start + into.len();
-                blocks.download(Part { array: partial, place }, into)?;
-                (rest, *length) = (behind, *length + into.len());
-            }
+        let cut = self.cut(width);
+        match &mut self.transfers {
+            Some(transfers) => transfers.scatter(blocks, cut, terms, None, own),
+            None => Ok(()),
         }
-        let sums = transfers.reduce_scatter(&values, &lengths)?;
-        let place = 0..sums.len();
-        blocks.fill(PartMut { array: own, place, accumulate: false }, &sums)
     }
 
     /// Sums the gradients of `copied` elements, which lie in `array` from where `first` says.
-    pub fn sum_copies<B: Blocks>(
+    pub fn sum_copies(
         &mut self,
         blocks: &mut B,
         copied: &[&Copied],
@@ -88,29 +115,62 @@ impl Stream<'_> {
         for among in [Copies::All, Copies::KvHeads] {
             let places: Vec<Range<usize>> = copied
                 .iter()
-                .filter(|copied| copied.among == among)
+                .filter(|copied| copied.among == among && !copied.place.is_empty())
                 .map(|copied| copied.place.start - first..copied.place.end - first)
                 .collect();
-            let mut values = vec![0.0; places.iter().map(Range::len).sum()];
-            if values.is_empty() {
-                continue;
-            }
-            let mut rest = &mut values[..];
-            for place in &places {
-                let (into, behind) = rest.split_at_mut(place.len());
-                blocks.download(Part { array: &*array, place: place.clone() }, into)?;
-                rest = behind;
-            }
-            transfers.sum_copies(among, &mut values)?;
-            let mut rest = &values[..];
-            for place in places {
-                let (from, behind) = rest.split_at(place.len());
-                blocks.fill(PartMut { array, place, accumulate: false }, from)?;
-                rest = behind;
+            if !places.is_empty() {
+                transfers.sum_copies(blocks, among, array, &places)?;
             }
         }
         Ok(())
     }
+
+    /// The ids of this rank.
+    pub fn vocabulary(&mut self) -> Option<VocabularyPart<'_, B>> {
+        let &TensorPart { part, parts, ref vocab, .. } = self.part;
+        let transfers = self.transfers.as_deref_mut()?;
+        Some(VocabularyPart { first: vocab.start, part, parts, transfers })
+    }
+}
+
+/// What moves between a rank of `tensor` and those that have the other parts of its model.
+pub(crate) struct Links<B: Blocks> {
+    pub stream: Box<dyn StreamTransfers<B>>,
+    /// For numbers.
+    pub ranks: Box<dyn Peers>,
+}
+
+impl<B: Blocks> Links<B> {
+    /// Both, where there are any.
+    pub fn split<'a>(
+        links: &'a mut Option<Self>,
+    ) -> (Option<&'a mut (dyn StreamTransfers<B> + 'static)>, Option<&'a dyn Peers>) {
+        match links {
+            Some(Self { stream, ranks }) => (Some(&mut **stream), Some(&**ranks)),
+            None => (None, None),
+        }
+    }
+}
+
+/// The sum of a number over `ranks`, in order of rank.
+pub(crate) fn sum_over(ranks: &dyn Peers, own: f64) -> Result<f64, NnError> {
+    let parts = ranks.all_gather(&own.to_le_bytes())?;
+    Ok(parts.iter().flat_map(|part| part.as_chunks().0).map(|&b| f64::from_le_bytes(b)).sum())
+}
+
+/// Clears those of `gradients` that were summed over ranks of `tensor`, but on the first of these, so that they
+/// are summed with those of another batch once.
+pub(crate) fn leave_to_first<B: Blocks>(
+    blocks: &mut B,
+    layout: &ParameterLayout,
+    gradients: &mut B::Array,
+) -> Result<(), NnError> {
+    let copied = layout.copied().iter().filter(|copied| !copied.first);
+    for Copied { place, .. } in copied.filter(|copied| layout.trains(&copied.place)) {
+        let (array, place) = (&mut *gradients, place.clone());
+        blocks.clear_part(PartMut { array, place, accumulate: false })?;
+    }
+    Ok(())
 }
 
 /// The sum of squares of those of `gradients` that another rank of `tensor` counts in their norm. They are
@@ -122,18 +182,14 @@ pub(crate) fn counted_elsewhere<B: Blocks>(
     gradients: &B::Array,
     first: usize,
 ) -> Result<f64, NnError> {
-    let (mut sum, end) = (0.0, first + gradients.elems());
+    let end = first + gradients.elems();
     let copied = layout.copied().iter().filter(|copied| !copied.first);
-    for copied in copied.filter(|copied| layout.trains(&copied.place)) {
-        for (piece, own) in share.pieces(&copied.place) {
-            let (start, stop) = (own.max(first), (own + piece.len()).min(end));
-            if start < stop {
-                let mut values = vec![0.0; stop - start];
-                let part = Part { array: gradients, place: start - first..stop - first };
-                blocks.download(part, &mut values)?;
-                sum += values.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>();
-            }
-        }
-    }
-    Ok(sum)
+    let copied = copied.filter(|copied| layout.trains(&copied.place));
+    let here = |(piece, own): (Range<usize>, usize)| {
+        let (start, stop) = (own.max(first), (own + piece.len()).min(end));
+        (start < stop).then(|| start - first..stop - first)
+    };
+    let pieces = copied.flat_map(|copied| share.pieces(&copied.place));
+    let places: Vec<Range<usize>> = pieces.filter_map(here).collect();
+    if places.is_empty() { Ok(0.0) } else { blocks.squares(gradients, &places) }
 }

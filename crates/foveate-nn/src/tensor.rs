@@ -156,32 +156,32 @@ pub struct Copied {
     pub first: bool,
 }
 
-/// What moves arrays between the ranks of `tensor`. All of them make the same calls in the same order.
-pub trait TensorTransfers: Send {
-    /// The values of all ranks, in order of rank.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn all_gather(&mut self, own: &[f32]) -> Result<Vec<Vec<f32>>, NnError>;
-
-    /// The sum over ranks of `partial`, in order of rank, of which rank `i` gets the next `lengths[i]`
-    /// values.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn reduce_scatter(&mut self, partial: &[f32], lengths: &[usize]) -> Result<Vec<f32>, NnError>;
-
-    /// Sums gradients over the ranks that hold the same parameters, in order of rank.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn sum_copies(&mut self, among: Copies, gradients: &mut [f32]) -> Result<(), NnError>;
+/// The tokens that each rank of `tensor` has of every row of the stream, `[rows, len, width]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamCut {
+    /// Rows.
+    pub rows: usize,
+    /// Tokens of a row, of all ranks.
+    pub len: usize,
+    /// Elements of a token.
+    pub width: usize,
+    /// Ranks.
+    pub parts: usize,
+    /// This rank.
+    pub part: usize,
 }
 
-/// The ids of the vocabulary that a rank has, and what brings together what depends on all of them.
-pub struct VocabularyPart<'a> {
-    /// The rank's first id.
-    pub first: usize,
-    /// The ranks that have the others.
-    pub transfers: &'a mut dyn TensorTransfers,
+impl StreamCut {
+    /// The elements of rank `part`, of each row a range of the stream.
+    pub fn places(&self, part: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let Self { rows, len, width, parts, .. } = *self;
+        let tokens = even(len, part, parts);
+        (0..rows)
+            .map(move |row| (row * len + tokens.start) * width..(row * len + tokens.end) * width)
+    }
+
+    /// Elements of rank `part`, in all rows.
+    pub fn elems(&self, part: usize) -> usize {
+        self.rows * even(self.len, part, self.parts).len() * self.width
+    }
 }

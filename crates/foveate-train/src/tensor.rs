@@ -1,15 +1,17 @@
-//! Tensor parallelism: what the ranks of `tensor` send each other in a pass.
+//! Tensor parallelism: which ranks of `tensor` send each other what in a pass, and on CPUs how.
 //!
-//! A pass waits for each transfer; sums are in order of rank, so a mesh has the same bits every time.
+//! Sums are in order of rank, so a mesh has the same bits every time.
 
 use foveate::tensor::count::Count;
-use foveate_nn::{Copies, ModelConfig, NnError, TensorPart, TensorTransfers};
+use foveate_nn::{
+    Carrier, Copies, ModelConfig, NnError, Peers, TensorPart, TensorSharing, TensorTransfers,
+};
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{Cut, MeshAxis};
 
 use crate::error::TrainError;
 use crate::ranks::Ranks;
-use crate::transfers::{of_ranks, values};
+use crate::transfers::{GroupPeers, of_group, of_ranks, values};
 
 /// What of a model this rank has: what the map gives it ([`foveate_shard::Sharding`]).
 pub(crate) fn part_of(ranks: Ranks<'_>, config: &ModelConfig) -> Result<TensorPart, NnError> {
@@ -30,20 +32,45 @@ pub(crate) fn copied_heads(config: &ModelConfig, part: &TensorPart) -> Option<St
     })
 }
 
-/// Transfers between the ranks that have the parts of a model.
-pub(crate) struct TensorGroup {
+/// The ranks that have the parts of a model.
+pub(crate) struct TensorRanks<'a> {
+    pub ranks: Ranks<'a>,
+    pub part: &'a TensorPart,
+    pub carrier: Carrier,
+}
+
+impl TensorRanks<'_> {
+    fn group(&self, among: Copies) -> Result<Box<dyn Collectives>, TrainError> {
+        let all = self.ranks.group(&[MeshAxis::Tensor])?;
+        match among {
+            Copies::All => Ok(all),
+            Copies::KvHeads => {
+                Ok(all.subgroup(&self.part.kv_copies.clone().collect::<Vec<usize>>())?)
+            }
+        }
+    }
+}
+
+impl TensorSharing for TensorRanks<'_> {
+    fn holders(&self, among: Copies) -> Result<Box<dyn Peers>, NnError> {
+        Ok(Box::new(GroupPeers(self.group(among).map_err(|e| of_group(&e))?)))
+    }
+
+    fn carrier(&self) -> Carrier {
+        self.carrier
+    }
+
+    fn through_host(&self) -> Result<Box<dyn TensorTransfers>, NnError> {
+        let group = |among| self.group(among).map_err(|e| of_group(&e));
+        Ok(Box::new(TensorGroup { all: group(Copies::All)?, kv_copies: group(Copies::KvHeads)? }))
+    }
+}
+
+/// Transfers between the ranks that have the parts of a model, in the memory of the host.
+struct TensorGroup {
     all: Box<dyn Collectives>,
     /// Those with the same key/value heads.
     kv_copies: Box<dyn Collectives>,
-}
-
-impl TensorGroup {
-    /// That of this rank, which has `part`. All ranks call it.
-    pub fn new(ranks: Ranks<'_>, part: &TensorPart) -> Result<Self, TrainError> {
-        let all = ranks.group(&[MeshAxis::Tensor])?;
-        let copies: Vec<usize> = part.kv_copies.clone().collect();
-        Ok(Self { kv_copies: all.subgroup(&copies)?, all })
-    }
 }
 
 impl TensorTransfers for TensorGroup {

@@ -32,6 +32,11 @@ impl Sharing for ParameterRanks<'_> {
         Ok(Box::new(group))
     }
 
+    fn owners(&self) -> Result<Box<dyn Peers>, NnError> {
+        let group = self.ranks.group(&ELEMENTS).map_err(|e| of_group(&e))?;
+        Ok(Box::new(GroupPeers(group)))
+    }
+
     fn reduce_dtype(&self) -> DType {
         match self.mesh.reduce_dtype {
             ReduceDtype::F32 => DType::F32,
@@ -54,7 +59,7 @@ impl Sharing for ParameterRanks<'_> {
 }
 
 /// A group of ranks, for what a device moves.
-pub(crate) struct GroupPeers(Box<dyn Collectives>);
+pub(crate) struct GroupPeers(pub Box<dyn Collectives>);
 
 impl GroupPeers {
     /// Of the ranks that differ on `axes` alone. Every rank asks for its own.
@@ -220,7 +225,7 @@ impl<T: Send + 'static, R: Send + 'static> Worker<T, R> {
 }
 
 /// No group of ranks, or no thread for its transfers.
-fn of_group(e: &TrainError) -> NnError {
+pub(crate) fn of_group(e: &TrainError) -> NnError {
     let lost = matches!(
         e.kind(),
         TrainErrorKind::Ranks { lost: true, .. } | TrainErrorKind::Elsewhere { lost: true, .. }

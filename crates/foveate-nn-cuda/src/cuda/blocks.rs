@@ -1,6 +1,7 @@
 //! What [`foveate_nn::Blocks`] asks for, block by block.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use foveate_gpu::blas::{self, Matmul};
@@ -9,10 +10,10 @@ use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
-    Carrier, ContextOf, KvCache, LayerAttention, LinearShape, Moment, MomentDtype, Moments,
-    NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads, Part, PartMut, Peers, PlanBytes,
-    Precision, RopePairing, RopeTable, Rotation, Sharing, Span, SumOverRanks, Sums, Transfers,
-    Weights,
+    Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients, Moment, MomentDtype,
+    Moments, NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads, Part, PartMut, Peers,
+    PlanBytes, Precision, RopePairing, RopeTable, Rotation, Sharing, Span, StreamTransfers,
+    SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
 };
 use foveate_tensor::DType;
 
@@ -23,7 +24,6 @@ use super::clock::Timed;
 use super::totals::CudaTotals;
 use super::updates::CudaSpans;
 use super::{Cuda, beta, context, failed, logits_tokens_of, sharing, transfer};
-use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
@@ -107,6 +107,13 @@ impl Blocks for Cuda {
         context::context(peers, self.ordinal, carrier)
     }
 
+    fn stream_transfers(
+        &mut self,
+        ranks: &dyn TensorSharing,
+    ) -> Result<Box<dyn StreamTransfers<Self>>, NnError> {
+        sharing::stream_transfers(ranks, self.ordinal)
+    }
+
     fn profile(&mut self, on: bool) -> Result<(), NnError> {
         self.clock.profile(self.queue.stream(), on).map_err(|e| failed(&e))
     }
@@ -125,6 +132,10 @@ impl Blocks for Cuda {
 
     fn download(&mut self, from: Part<'_, CudaArray>, into: &mut [f32]) -> Result<(), NnError> {
         transfer::read_numbers(from.array, from.place.start, &mut into[..from.place.len()])
+    }
+
+    fn squares(&mut self, of: &CudaArray, places: &[Range<usize>]) -> Result<f64, NnError> {
+        self.sum_of_squares(of, places)
     }
 
     fn fill_weights(
@@ -292,9 +303,19 @@ impl Blocks for Cuda {
         scale: f32,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
-        let (table, out) = (table.rows(width), out.rows(width));
-        let block = Embedding { table, tokens: batch.tokens(), out, scale };
-        self.run_timed(Timed::Embedding, &block)
+        self.embed_rows(batch, None, table, width, scale, out)
+    }
+
+    fn embed_part(
+        &mut self,
+        batch: &CudaBatch,
+        first: usize,
+        table: Part<'_, CudaArray>,
+        width: usize,
+        scale: f32,
+        out: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        self.embed_rows(batch, Some(first), table, width, scale, out)
     }
 
     fn embed_backward(
@@ -305,21 +326,19 @@ impl Blocks for Cuda {
         scale: f32,
         d_table: PartMut<'_, CudaArray>,
     ) -> Result<(), NnError> {
-        let most = TokenOrder::most_partial_rows(batch.count());
-        let partial = self.scratch("partial rows of the embedding's gradient", 4 * most * width)?;
-        let rows = batch.order.partial_rows();
-        let block = EmbeddingBackward {
-            d_out: d_out.rows(width),
-            d_table: d_table.rows(width),
-            order: &batch.order,
-            words: batch.words(),
-            partial: DeviceTensor::contiguous(partial.address(), DType::F32, [rows, width]),
-            scale,
-        };
-        self.timed(Timed::EmbeddingBackward, |this| {
-            this.begin_sums(&d_table)?;
-            this.run(&block)
-        })
+        self.embed_rows_backward(batch, None, d_out, width, scale, d_table)
+    }
+
+    fn embed_part_backward(
+        &mut self,
+        batch: &CudaBatch,
+        first: usize,
+        d_out: &CudaArray,
+        width: usize,
+        scale: f32,
+        d_table: PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        self.embed_rows_backward(batch, Some(first), d_out, width, scale, d_table)
     }
 
     fn rms_norm(
@@ -647,5 +666,21 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         let gradients = Some((&*d_x, d_weight.as_ref()));
         self.cross_entropy(batch, width, x, &weight, cap, logits, None, gradients, totals)
+    }
+
+    fn loss_part(
+        &mut self,
+        batch: &CudaBatch,
+        part: Option<VocabularyPart<'_, Self>>,
+        width: usize,
+        x: &CudaArray,
+        weight: Part<'_, CudaArray>,
+        cap: Option<f32>,
+        logits: &mut CudaArray,
+        gradients: Option<LossGradients<'_, CudaArray>>,
+        totals: &mut CudaTotals,
+    ) -> Result<(), NnError> {
+        let part = part.expect("a GPU computes");
+        self.cross_entropy_part(batch, part, width, x, &weight, cap, logits, gradients, totals)
     }
 }

@@ -33,6 +33,9 @@ pub(super) enum Timed {
     GateBackward,
     AttentionBackward,
     EmbeddingBackward,
+    StreamWait,
+    StreamSum,
+    SumCopies,
     Clip,
     Update,
 }
@@ -62,6 +65,9 @@ impl Timed {
             Self::GateBackward => "gated backward",
             Self::AttentionBackward => "attention backward",
             Self::EmbeddingBackward => "embed backward",
+            Self::StreamWait => "stream wait",
+            Self::StreamSum => "stream sum",
+            Self::SumCopies => "sum copies",
             Self::Clip => "clip",
             Self::Update => "update",
         }

@@ -17,6 +17,7 @@ mod context;
 #[cfg(test)]
 #[path = "../../tests/ranks/context.rs"]
 pub(crate) mod context_plans;
+mod embedding;
 mod loss;
 mod sharing;
 #[cfg(test)]

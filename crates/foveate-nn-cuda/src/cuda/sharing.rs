@@ -8,6 +8,7 @@
 
 mod copies;
 mod nccl;
+mod stream;
 
 use std::collections::VecDeque;
 
@@ -24,6 +25,7 @@ use super::{Cuda, failed};
 use crate::ranks::{Narrow, SumRanks};
 use copies::Copies;
 use nccl::Nccl;
+pub(super) use stream::stream_transfers;
 
 /// Bytes of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +39,9 @@ pub(super) type Spans = Vec<Vec<Span>>;
 
 /// What carries bytes between the GPUs of a group of ranks.
 pub(super) trait Exchange: Send {
+    /// Ranks of the group.
+    fn ranks(&self) -> usize;
+
     /// Queues that what each rank has in `outgoing` for another goes to where that has it in `incoming`,
     /// as many bytes in as many pieces, once the work before `ready` is done. What a rank sends itself is
     /// not looked at.
@@ -118,7 +123,7 @@ pub(super) fn transfers(
     if ranks.sums_copies() || ranks.carrier() == Carrier::Host {
         return Ok(Box::new(ThroughHost::new(ranks.through_host()?)));
     }
-    let numbers = ranks.peers()?;
+    let numbers = ranks.owners()?;
     let way = || Way::new(ranks.peers()?, ordinal, ranks.carrier());
     Ok(Box::new(GpuTransfers {
         gathers: way()?,

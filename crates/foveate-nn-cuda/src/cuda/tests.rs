@@ -4,6 +4,7 @@
 mod context;
 mod rotations;
 mod sharing;
+mod tensor;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

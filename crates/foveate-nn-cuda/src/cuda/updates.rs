@@ -1,11 +1,13 @@
 //! The optimiser: what it goes through, the norm of gradients, and the update of weights.
 
-use foveate_gpu::abi::Abi;
+use std::ops::Range;
+
+use foveate_gpu::abi::{Abi, Address};
 use foveate_gpu::driver::{Allocation, default_timeout};
 use foveate_gpu::{DeviceArray, ElementType};
-use foveate_nn::{Array, Moments, NnError, OptimizerStep, Rule, Span, SumOverRanks, Weights};
+use foveate_nn::{Array, Moments, NnError, OptimizerStep, Part, Rule, Span, SumOverRanks, Weights};
 
-use super::array::{CudaArray, numbers};
+use super::array::{CudaArray, Place, numbers};
 use super::clock::Timed;
 use super::totals::CudaTotals;
 use super::{Cuda, failed};
@@ -45,6 +47,28 @@ impl Cuda {
         let pieces = Pieces::new(&pieces).map_err(|e| failed(&e))?;
         let table = self.copied(&pieces.bytes())?;
         Ok(CudaSpans { pieces, table })
+    }
+
+    /// The sum of squares of elements of an array, for which it waits once.
+    pub(super) fn sum_of_squares(
+        &mut self,
+        of: &CudaArray,
+        places: &[Range<usize>],
+    ) -> Result<f64, NnError> {
+        let parts: Vec<usize> = places.iter().map(|place| optimizer::parts(place.len())).collect();
+        let mut squares = vec![[0; 8]; parts.iter().sum()];
+        let partial = self.scratch("squares", 8 * squares.len())?;
+        let mut address = partial.address();
+        for (place, parts) in places.iter().zip(parts).filter(|(_, parts)| *parts > 0) {
+            let gradients = Part { array: of, place: place.clone() }.vector();
+            let shape = [parts];
+            let partial = DeviceArray::new(address, ElementType::F64, &shape);
+            self.run(&Squares { gradients, partial })?;
+            address += 8 * parts as Address;
+        }
+        let bytes = squares.as_flattened_mut();
+        partial.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
+        Ok(squares.into_iter().map(f64::from_ne_bytes).sum())
     }
 
     /// Queues the sum of squares of gradients, and from it the factor of the step. Waits for the former

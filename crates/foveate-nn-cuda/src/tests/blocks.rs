@@ -4,7 +4,7 @@ use super::*;
 use crate::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
-use crate::loss::{AddLosses, CrossEntropy};
+use crate::loss::{AddLosses, CrossEntropy, CrossEntropyPart, LOGIT_SUMS, LogitSums};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::optimizer::{TOTALS_LEN, Totals};
 use crate::ranks::{Narrow, SumRanks};
@@ -429,6 +429,7 @@ fn rows_by_token_and_their_gradient() {
         let out = placing.empty([tokens, width]);
         let embedding = Embedding {
             table: table.tensor(),
+            first: None,
             tokens: ids_at.array(ElementType::I32, &shape),
             out: out.tensor(),
             scale: 2.0,
@@ -459,12 +460,78 @@ fn rows_by_token_and_their_gradient() {
             run(&EmbeddingBackward {
                 d_out: d_out.tensor(),
                 d_table: d_table.tensor(),
+                first: None,
                 order: &order,
                 words: words.array(ElementType::I32, &words_len),
                 partial: partial.tensor(),
                 scale: 2.0,
             });
             partial.values();
+            close("d_table", &d_table.values(), &expected, tolerance(sums.dtype));
+        }
+    }
+}
+
+/// Rows of a part of a table: those of other tokens are 0, and nothing is added to any row by them.
+#[test]
+fn rows_of_a_part_of_a_table_and_their_gradient() {
+    let mut random = Random::new(15);
+    let (tokens, ids_of_part) = (400, 3..8);
+    // Tokens before, in and behind the part; 2, 5 and 9 stand in several segments.
+    let one = |random: &mut Random, t: usize| match t % 2 {
+        0 => [2, 5, 9][t / 2 % 3],
+        _ => random.below(12) as u32,
+    };
+    let ids: Vec<u32> = (0..tokens).map(|t| one(&mut random, t)).collect();
+    let order = TokenOrder::new(&ids).unwrap();
+    let words = Memory::of(&order.words());
+    let ints: Vec<i32> = ids.iter().map(|&token| token as i32).collect();
+    let (ids_at, shape) = (Memory::of(&ints), [tokens]);
+    let place = |id: u32| ids_of_part.contains(&id).then(|| (id - ids_of_part.start) as usize);
+    let (rows, first) = (ids_of_part.len(), Some(ids_of_part.start as usize));
+    for (placing, width) in placings() {
+        let table = placing.random([rows, width], &mut random, 1.0);
+        let out = placing.empty([tokens, width]);
+        let tokens_at = ids_at.array(ElementType::I32, &shape);
+        let embedding = Embedding {
+            table: table.tensor(),
+            first,
+            tokens: tokens_at,
+            out: out.tensor(),
+            scale: 2.0,
+        };
+        if !run(&embedding) {
+            return;
+        }
+        let of = table.values();
+        let row = |id: u32| match place(id) {
+            Some(at) => of[at * width..][..width].iter().map(|x| 2.0 * x).collect(),
+            None => vec![0.0; width],
+        };
+        assert_eq!(out.values(), ids.iter().flat_map(|&id| row(id)).collect::<Vec<f64>>());
+
+        let d_out = placing.random([tokens, width], &mut random, 1.0);
+        let f32s = Placing::dense(DType::F32);
+        for sums in [f32s, Placing::dense(placing.dtype)] {
+            let d_table = sums.random([rows, width], &mut random, 1.0);
+            let (mut expected, g) = (d_table.values(), d_out.values());
+            for (t, &id) in ids.iter().enumerate() {
+                let Some(at) = place(id) else { continue };
+                for i in 0..width {
+                    expected[at * width + i] += 2.0 * g[t * width + i];
+                }
+            }
+            let partial = f32s.empty([order.partial_rows(), width]);
+            let words_len = [order.words().len()];
+            run(&EmbeddingBackward {
+                d_out: d_out.tensor(),
+                d_table: d_table.tensor(),
+                first,
+                order: &order,
+                words: words.array(ElementType::I32, &words_len),
+                partial: partial.tensor(),
+                scale: 2.0,
+            });
             close("d_table", &d_table.values(), &expected, tolerance(sums.dtype));
         }
     }
@@ -545,6 +612,83 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
             let sum: f64 = first.iter().sum();
             assert!((f64::from_bits(words[0]) - 2.0 * sum).abs() < 1e-9 * sum);
             assert_eq!(words[1], 10 + 2 * (TOKENS as u64 - 1));
+        }
+    }
+}
+
+/// Ranks that have parts of the logits, of uneven lengths and one of them with nothing that counts: the losses
+/// of all of them, and each its part of the gradient.
+#[test]
+fn losses_of_parts_of_a_vocabulary_are_those_of_all_of_it() {
+    let mut random = Random::new(26);
+    for (placing, width) in placings() {
+        for cap in [None, Some(20.0)] {
+            let lengths = [20 * width, 9 * width, 30 * width];
+            let mut first = 0;
+            let parts: Vec<(usize, Matrix)> = lengths
+                .iter()
+                .map(|&len| {
+                    first += len;
+                    (first - len, placing.random([TOKENS, len], &mut random, 30.0))
+                })
+                .collect();
+            let vocabulary = first;
+            let values: Vec<Vec<f64>> = parts.iter().map(|(_, logits)| logits.values()).collect();
+            let labels: Vec<i32> = (0..TOKENS)
+                .map(|t| if t == 2 { -100 } else { random.below(vocabulary) as i32 })
+                .collect();
+            let memory = Memory::of(&labels);
+            let labels_at = memory.array(ElementType::I32, &[TOKENS]);
+            let f32s = Placing::dense(DType::F32);
+            let mut told = Vec::new();
+            for (first, logits) in &parts {
+                let sums = f32s.empty([TOKENS, LOGIT_SUMS]);
+                let block = LogitSums {
+                    logits: logits.tensor(),
+                    labels: labels_at,
+                    first: *first,
+                    sums: sums.tensor(),
+                    cap: cap.map(|cap: f64| cap as f32),
+                };
+                if !run(&block) {
+                    return;
+                }
+                told.extend(sums.values());
+            }
+            let all = f32s.matrix([3 * TOKENS, LOGIT_SUMS], &told);
+            let expected: Vec<(f64, Vec<f64>)> = (0..TOKENS)
+                .map(|t| {
+                    let row = values.iter().zip(lengths).flat_map(|(z, len)| &z[t * len..][..len]);
+                    entropy(&row.copied().collect::<Vec<f64>>(), labels[t], cap, 0.0)
+                })
+                .collect();
+            let of_losses: Vec<f64> = expected.iter().map(|(loss, _)| *loss).collect();
+            let mut bits = Vec::new();
+            for ((first, logits), z) in parts.iter().zip(&values) {
+                let losses = f32s.empty([1, TOKENS]);
+                let block = CrossEntropyPart {
+                    logits: logits.tensor(),
+                    labels: labels_at,
+                    first: *first,
+                    sums: all.tensor(),
+                    losses: losses.vector(),
+                    gradient: false,
+                    cap: cap.map(|cap| cap as f32),
+                };
+                run(&block);
+                assert_eq!(&logits.values(), z, "without a gradient logits stay");
+                run(&CrossEntropyPart { gradient: true, ..block });
+                close("losses", &losses.values(), &of_losses, 2e-6);
+                bits.push(losses.values());
+                let len = z.len() / TOKENS;
+                let own: Vec<f64> =
+                    expected.iter().flat_map(|(_, d)| d[*first..][..len].to_vec()).collect();
+                close("gradient", &logits.values(), &own, tolerance(placing.dtype) + 4e-6);
+            }
+            assert!(
+                bits.iter().all(|losses| *losses == bits[0]),
+                "losses are the same on all ranks"
+            );
         }
     }
 }
@@ -644,6 +788,7 @@ fn operands_that_do_not_fit_are_named() {
     let gradient = EmbeddingBackward {
         d_out: placing.empty([2, 32]).tensor(),
         d_table: f32s.empty([9, 32]).tensor(),
+        first: None,
         order: &order,
         words: words.array(ElementType::I32, &[10]),
         partial: f32s.empty([0, 32]).tensor(),

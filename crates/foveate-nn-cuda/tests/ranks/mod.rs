@@ -1,11 +1,14 @@
 //! Ranks that are threads of a test.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use foveate_nn::{Carrier, HostTransfers, NnError, NnErrorKind, Peers, Sharing};
+use foveate_nn::{
+    Carrier, Copies, HostTransfers, NnError, NnErrorKind, Peers, Sharing, TensorSharing,
+    TensorTransfers,
+};
 use foveate_tensor::DType;
 
 /// How long a rank waits for another, which may have panicked.
@@ -19,10 +22,14 @@ struct Place {
     brought: [Vec<Option<Vec<u8>>>; 2],
 }
 
-/// A rank.
+/// A rank, or its place in a part of them.
 #[derive(Clone, Debug)]
 pub struct TestRank {
     place: Arc<(Mutex<Place>, Condvar)>,
+    /// Parts of the ranks, by the first of each.
+    groups: Arc<Mutex<HashMap<usize, Vec<TestRank>>>>,
+    /// Those with the same key/value heads, of ranks of `tensor`.
+    kv_copies: Range<usize>,
     rank: usize,
     ranks: usize,
     pub carrier: Carrier,
@@ -30,11 +37,33 @@ pub struct TestRank {
 }
 
 impl TestRank {
+    /// A rank of `tensor` that has the same key/value heads as `kv_copies`.
+    pub fn with_kv_copies(&self, kv_copies: Range<usize>) -> Self {
+        Self { kv_copies, ..self.clone() }
+    }
+
+    /// The ranks `members` alone, of which this is one.
+    fn among(&self, members: Range<usize>) -> Self {
+        let mut groups = self.groups.lock().unwrap();
+        let made = || Self::all(members.len(), self.carrier, self.reduce_dtype);
+        let group = groups.entry(members.start).or_insert_with(made);
+        group[self.rank - members.start].clone()
+    }
+
     /// All of `ranks`.
     pub fn all(ranks: usize, carrier: Carrier, reduce_dtype: DType) -> Vec<Self> {
         let brought = [vec![None; ranks], vec![None; ranks]];
         let place = Arc::new((Mutex::new(Place { over: 0, brought }), Condvar::new()));
-        let rank = |rank| Self { place: place.clone(), rank, ranks, carrier, reduce_dtype };
+        let groups = Arc::default();
+        let rank = |rank| Self {
+            place: Arc::clone(&place),
+            groups: Arc::clone(&groups),
+            kv_copies: 0..ranks,
+            rank,
+            ranks,
+            carrier,
+            reduce_dtype,
+        };
         (0..ranks).map(rank).collect()
     }
 }
@@ -89,6 +118,60 @@ impl Sharing for TestRank {
     fn through_host(&self) -> Result<Box<dyn HostTransfers>, NnError> {
         let (gathered, sums) = Default::default();
         Ok(Box::new(Host { peers: self.clone(), gathered, sums }))
+    }
+}
+
+impl TensorSharing for TestRank {
+    fn holders(&self, among: Copies) -> Result<Box<dyn Peers>, NnError> {
+        Ok(Box::new(match among {
+            Copies::All => self.clone(),
+            Copies::KvHeads => self.among(self.kv_copies.clone()),
+        }))
+    }
+
+    fn carrier(&self) -> Carrier {
+        self.carrier
+    }
+
+    fn through_host(&self) -> Result<Box<dyn TensorTransfers>, NnError> {
+        let group = |peers: Self| Host { peers, gathered: VecDeque::new(), sums: VecDeque::new() };
+        let kv_heads = group(self.among(self.kv_copies.clone()));
+        Ok(Box::new(HostStream { all: group(self.clone()), kv_heads }))
+    }
+}
+
+/// The stream, through the memory of the host.
+struct HostStream {
+    all: Host,
+    kv_heads: Host,
+}
+
+impl TensorTransfers for HostStream {
+    fn all_gather(&mut self, own: &[f32]) -> Result<Vec<Vec<f32>>, NnError> {
+        self.all.all(own)
+    }
+
+    fn reduce_scatter(&mut self, partial: &[f32], lengths: &[usize]) -> Result<Vec<f32>, NnError> {
+        let rank = self.all.peers.rank;
+        let start = lengths[..rank].iter().sum();
+        let mut sums = vec![0.0; lengths[rank]];
+        for theirs in self.all.all(partial)? {
+            sums.iter_mut().zip(&theirs[start..]).for_each(|(sum, x)| *sum += x);
+        }
+        Ok(sums)
+    }
+
+    fn sum_copies(&mut self, among: Copies, gradients: &mut [f32]) -> Result<(), NnError> {
+        let group = match among {
+            Copies::All => &self.all,
+            Copies::KvHeads => &self.kv_heads,
+        };
+        let all = group.all(gradients)?;
+        gradients.fill(0.0);
+        for theirs in all {
+            gradients.iter_mut().zip(theirs).for_each(|(sum, x)| *sum += x);
+        }
+        Ok(())
     }
 }
 

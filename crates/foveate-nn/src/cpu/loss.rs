@@ -8,7 +8,6 @@ use super::math::{exp, largest, sum, tanh};
 use crate::batch::IGNORE;
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
-use crate::tensor::VocabularyPart;
 
 /// Where the gradients go.
 pub(super) struct Gradients<'a> {
@@ -18,6 +17,17 @@ pub(super) struct Gradients<'a> {
     pub d_weight: Option<&'a mut [f32]>,
     /// What [`matmul_deep`] keeps.
     pub kept: &'a mut Vec<f32>,
+}
+
+/// Numbers that ranks tell each other of a token.
+pub(super) const TOLD: usize = 3;
+
+/// The ids of the vocabulary that a rank has.
+pub(super) struct Part<'a> {
+    /// The first.
+    pub first: usize,
+    /// `[tokens, TOLD]` of this rank become those of all ranks, in order of rank.
+    pub all: &'a mut dyn FnMut(Vec<f32>) -> Result<Vec<f32>, NnError>,
 }
 
 /// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`, capped where there is a
@@ -73,7 +83,7 @@ pub(super) fn cross_entropy(
 /// d_x is this rank's term of the sum over ranks.
 #[expect(clippy::too_many_arguments, reason = "those of `cross_entropy`")]
 pub(super) fn cross_entropy_part(
-    part: VocabularyPart<'_>,
+    part: Part<'_>,
     width: usize,
     x: &[f32],
     weight: &[f32],
@@ -82,7 +92,7 @@ pub(super) fn cross_entropy_part(
     logits: &mut [f32],
     mut gradients: Option<Gradients<'_>>,
 ) -> Result<f64, NnError> {
-    let VocabularyPart { first, transfers } = part;
+    let Part { first, all } = part;
     let vocab = weight.len() / width;
     let chunk = (logits.len() / vocab).max(1);
     let mut total = 0.0;
@@ -98,7 +108,7 @@ pub(super) fn cross_entropy_part(
             (at < vocab).then_some(at)
         };
         let told = z.par_chunks_mut(vocab).zip(labels).with_min_len(8);
-        let told: Vec<[f32; 3]> = told
+        let told: Vec<[f32; TOLD]> = told
             .map(|(z, &label)| {
                 if label == IGNORE {
                     return [0.0; 3];
@@ -107,8 +117,8 @@ pub(super) fn cross_entropy_part(
                 [most, sum, own(label).map_or(0.0, |at| z[at])]
             })
             .collect();
-        let all = transfers.all_gather(told.as_flattened())?;
-        let all: Vec<&[[f32; 3]]> = all.iter().map(|told| told.as_chunks().0).collect();
+        let all = all(told.into_flattened())?;
+        let all: Vec<&[[f32; TOLD]]> = all.as_chunks().0.chunks(tokens).collect();
         // ln Σ e^z of each token, and its loss.
         let of_token = |token: usize| {
             let of_ranks = || all.iter().map(|told| told[token]);

@@ -26,7 +26,8 @@ use rayon::prelude::*;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
-    PackedHeads, Part, PartMut, PlanBytes, Rotation, SumOverRanks, Sums, Transfers, Weights,
+    PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers, SumOverRanks, Sums,
+    Transfers, VocabularyPart, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -37,9 +38,8 @@ use crate::optimizer::{OptimizerStep, Span, clip_factor};
 use crate::precision::{MomentDtype, ParameterState, Precision};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::Sharing;
-use crate::tensor::VocabularyPart;
-use crate::through_host::ThroughHost;
+use crate::sharing::{Sharing, TensorSharing};
+use crate::through_host::{StreamThroughHost, ThroughHost};
 pub use plan::CpuPlan;
 
 /// The processor, which keeps all in f32 but for moments where it is told so.
@@ -214,6 +214,13 @@ impl Blocks for Cpu {
 
     fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError> {
         Ok(Box::new(ThroughHost::new(ranks.through_host()?)))
+    }
+
+    fn stream_transfers(
+        &mut self,
+        ranks: &dyn TensorSharing,
+    ) -> Result<Box<dyn StreamTransfers<Self>>, NnError> {
+        Ok(Box::new(StreamThroughHost::new(ranks.through_host()?)))
     }
 
     fn fill(&mut self, into: PartMut<'_, Vec<f32>>, values: &[f32]) -> Result<(), NnError> {
@@ -634,7 +641,7 @@ impl Blocks for Cpu {
     fn loss_part(
         &mut self,
         batch: &CpuBatch,
-        part: Option<VocabularyPart<'_>>,
+        part: Option<VocabularyPart<'_, Self>>,
         width: usize,
         x: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
@@ -643,17 +650,27 @@ impl Blocks for Cpu {
         gradients: Option<LossGradients<'_, Vec<f32>>>,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
-        let part = part.expect("the processor computes");
+        let mut part = part.expect("the processor computes");
         let (weight, labels) = (weight.values(), &batch.labels);
         totals.labelled += batch.labelled;
-        totals.nats += timed(&mut self.seconds.loss_seconds, || {
-            let kept = &mut self.sums;
+        let (mut kept, mut seconds) = (std::mem::take(&mut self.sums), 0.0);
+        let nats = timed(&mut seconds, || {
             let gradients = gradients.map(|(d_x, d_weight)| {
                 let d_weight = d_weight.map(PartMut::sums);
-                loss::Gradients { d_x, d_weight, kept }
+                loss::Gradients { d_x, d_weight, kept: &mut kept }
             });
+            let first = part.first;
+            let mut all = |own: Vec<f32>| {
+                let mut all = vec![0.0; part.parts * own.len()];
+                part.all(self, [own.len() / loss::TOLD, loss::TOLD], &own, &mut all)?;
+                Ok(all)
+            };
+            let part = loss::Part { first, all: &mut all };
             loss::cross_entropy_part(part, width, x, weight, labels, cap, logits, gradients)
-        })?;
+        });
+        self.sums = kept;
+        self.seconds.loss_seconds += seconds;
+        totals.nats += nats?;
         Ok(())
     }
 

@@ -7,23 +7,23 @@ use foveate::DType;
 
 use super::{Gradients, Model, Running, lock};
 use crate::backend::{
-    Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, SumOverRanks, Sums,
+    Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, StreamTransfers, Sums,
 };
 use crate::batch::{Batch, IGNORE, LossSum, Queued};
 use crate::config::ModelConfig;
 use crate::context::{Context, ContextAttention};
 use crate::error::NnError;
 use crate::gathering::Gathering;
-use crate::groups::{Cut, PassingGradients, Summed, Updated};
+use crate::groups::{Cut, Owners, PassingGradients, Summed, Updated};
 use crate::held::Target;
 use crate::optimizer::OptimizerStep;
 use crate::parameters::ParameterLayout;
 use crate::pass::{Pass, Whole};
 use crate::plans::Programs;
 use crate::rope::RopeTable;
-use crate::stream::{Stream, counted_elsewhere};
+use crate::stream::{Links, Stream, leave_to_first};
 use crate::tape::Recomputation;
-use crate::tensor::{TensorPart, TensorTransfers};
+use crate::tensor::TensorPart;
 
 impl<B: Blocks> Model<B> {
     /// Queues the loss of a batch and its gradients, which are added to `totals` and `gradients`.
@@ -71,11 +71,14 @@ impl<B: Blocks> Model<B> {
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
         let context = Context::of(context, device, blocks, &self.programs, heads)?;
-        let stream = sizes.stream(tensor, prepared.shape);
+        let stream = sizes.stream(Links::split(tensor).0, prepared.shape);
         let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         let accumulate = !std::mem::take(cleared);
         match gathering {
             None => {
+                if accumulate {
+                    leave_to_first(blocks, &self.layout, array)?;
+                }
                 let gradients = Some(Target::whole(array, accumulate));
                 let mut all = Whole { weights: &self.weights.array, gradients };
                 pass.forward_backward(blocks, &mut all, workspace, recompute, totals)?;
@@ -170,7 +173,8 @@ impl<B: Blocks> Model<B> {
         let of_layers = prepared.of_layers(programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
         let context = Context::of(context, device, blocks, programs, heads)?;
-        let stream = sizes.stream(tensor, prepared.shape);
+        let (stream, ranks) = Links::split(tensor);
+        let stream = sizes.stream(stream, prepared.shape);
         let mut pass = prepared.pass(sizes, layout, &of_layers, context, stream);
         let mut parameters = Updated {
             layout,
@@ -184,6 +188,7 @@ impl<B: Blocks> Model<B> {
             spans,
             moments,
             more: false,
+            tensor: ranks,
         };
         pass.forward_backward(blocks, &mut parameters, workspace, recompute, totals)?;
         if let Some(gathering) = gathering {
@@ -210,17 +215,14 @@ impl<B: Blocks> Model<B> {
             let reason = "hold no batch: none was added since they were cleared";
             return Err(NnError::parameter("gradients", reason));
         }
-        let Running { blocks, gathering, .. } = &mut *lock(&self.running);
-        match gathering {
-            None => blocks.clip(step, &gradients.array, false, None, totals)?,
-            Some(gathering) => {
-                gathering.updated();
-                let elsewhere =
-                    counted_elsewhere(blocks, &self.layout, &self.share, &gradients.array, 0)?;
-                let sum: SumOverRanks<'_> = &mut |own| gathering.sum(own - elsewhere);
-                blocks.clip(step, &gradients.array, false, Some(sum), totals)?;
-            }
+        let Running { blocks, gathering, tensor, .. } = &mut *lock(&self.running);
+        if let Some(gathering) = gathering {
+            gathering.updated();
         }
+        let (_, tensor) = Links::split(tensor);
+        let (layout, share, gathering) = (&self.layout, &self.share, gathering.as_mut());
+        let owners = Owners { layout, share, gathering, tensor };
+        owners.clip(blocks, step, (&gradients.array, 0), false, totals)?;
         let (weights, gradients) = (&mut self.weights, (&gradients.array, 0));
         blocks.update(step, spans, weights, gradients, moments, self.share.trained(), totals)
     }
@@ -298,7 +300,7 @@ impl<B: Blocks> Model<B> {
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
         let context = Context::of(context, device, blocks, &self.programs, heads)?;
-        let stream = sizes.stream(tensor, prepared.shape);
+        let stream = sizes.stream(Links::split(tensor).0, prepared.shape);
         let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         match gathering {
             None => {
@@ -325,12 +327,12 @@ struct Sizes<'a> {
 }
 
 impl<'a> Sizes<'a> {
-    fn stream(
+    fn stream<B: Blocks>(
         self,
-        tensor: &'a mut Option<Box<dyn TensorTransfers>>,
+        tensor: Option<&'a mut (dyn StreamTransfers<B> + 'static)>,
         shape: [usize; 2],
-    ) -> Option<Stream<'a>> {
-        let transfers = tensor.as_deref_mut().filter(|_| self.part.is_cut());
+    ) -> Option<Stream<'a, B>> {
+        let transfers = tensor.filter(|_| self.part.is_cut());
         transfers.map(|transfers| Stream { part: self.part, shape, transfers: Some(transfers) })
     }
 }
@@ -346,14 +348,14 @@ struct Prepared<B: Blocks> {
 
 impl<B: Blocks> Prepared<B> {
     fn new(
-        Running { blocks, plans, tables, gathering, tensor, .. }: &mut Running<B>,
+        Running { blocks, plans, tables, tensor, .. }: &mut Running<B>,
         Sizes { config, local, part }: Sizes<'_>,
         programs: &Programs,
         batch: &Batch<'_>,
         context: Option<&dyn ContextAttention>,
     ) -> Result<Self, NnError> {
         batch.validate(config)?;
-        if part.is_cut() && (tensor.is_none() || gathering.is_none()) {
+        if part.is_cut() && tensor.is_none() {
             let reason =
                 "is of a part of a model, without transfers to the ranks that have the others";
             return Err(NnError::batch(format!("the batch {reason}")));
@@ -386,7 +388,7 @@ impl<B: Blocks> Prepared<B> {
         layout: &'a ParameterLayout,
         programs: &'a [LayerProgram<'a, B>],
         context: Option<Context<'a, B>>,
-        stream: Option<Stream<'a>>,
+        stream: Option<Stream<'a, B>>,
     ) -> Pass<'a, B> {
         let (batch, shape) = (&self.batch, self.shape);
         Pass { config, layout, programs, batch, shape, context, part, stream }

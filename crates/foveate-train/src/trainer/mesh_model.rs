@@ -45,7 +45,7 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         rows_suffice(recipe, ranks.mesh().size_of(&crate::ranks::ROWS))?;
         let part = part_of(ranks, &config)?;
         let mut model = Model::unfilled_part(blocks, config, attention, &|_| false, part)?;
-        share_parameters(ranks, recipe, &mut model, gpu)?;
+        share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &mut model, gpu)?;
         let copies = ranks.group(&[MeshAxis::Replicate])?;
         Ok(Self { model, ranks, copies, context, labelled: 0 })

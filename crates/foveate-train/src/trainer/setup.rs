@@ -31,7 +31,7 @@ use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
 use crate::recipe::{Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
-use crate::tensor::{TensorGroup, copied_heads};
+use crate::tensor::{TensorRanks, copied_heads};
 use crate::tokens::{Ends, Tokenizer};
 use crate::transfers::{GroupPeers, ParameterRanks};
 use crate::whole;
@@ -158,7 +158,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let made = model(ranks, recipe, from.as_ref(), corpus.tokenizer(), blocks);
         let Made { mut model, attention, mut memory, recompute, saves_beside } =
             made.map_err(wrong)?;
-        share_parameters(ranks, recipe, &mut model, gpu.as_deref())?;
+        share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &mut model, gpu.as_deref())?;
         let shape = [recipe.train.batch_rows, recipe.data.len];
         let described = context.as_ref().map(|context| context.describe(ranks, &model, shape));
@@ -466,26 +466,17 @@ fn share_tensor<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
     model: &mut Model<B>,
-    gpu: Option<&str>,
 ) -> Result<(), TrainError> {
     let part = model.tensor_part().clone();
     if !part.is_cut() {
         return Ok(());
-    }
-    if let Some(gpu) = gpu {
-        let message = format!(
-            "is {}, but heads, feed-forward columns and vocabulary are cut on CPUs alone, and \
-             run.device is {gpu}; set run.device = \"cpu\", or leave it at 1",
-            part.parts
-        );
-        return Err(TrainError::recipe("mesh.tensor", message));
     }
     if recipe.precision.state == Some(ParameterState::Int8Moments) {
         let message = "is \"int8_moments\", whose blocks of 256 elements mesh.tensor would cut; leave it \
                        out, or leave mesh.tensor at 1";
         return Err(TrainError::recipe("precision.state", message));
     }
-    model.tensor(Box::new(TensorGroup::new(ranks, &part)?));
+    model.tensor(&TensorRanks { ranks, part: &part, carrier: recipe.mesh.transfers })?;
     Ok(())
 }
 
@@ -495,12 +486,11 @@ pub(super) fn share_parameters<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
     model: &mut Model<B>,
-    gpu: Option<&str>,
 ) -> Result<(), TrainError> {
     let (cutting, in_backward) = (recipe.mesh.cutting(&ranks.mesh()), recipe.optimizer.in_backward);
-    let copies = in_backward && !ranks.alone();
-    share_tensor(ranks, recipe, model, gpu)?;
-    if cutting.parts > 1 || cutting.tensor > 1 || copies {
+    let copies = in_backward && ranks.mesh().size(MeshAxis::Replicate) > 1;
+    share_tensor(ranks, recipe, model)?;
+    if cutting.parts > 1 || copies {
         let sharing = ParameterRanks { ranks, mesh: &recipe.mesh, copies };
         let part = ranks.coordinate(&PARAMETERS);
         model.cut(cutting, part, &sharing)?;

@@ -36,6 +36,10 @@ fn refused(message: &str) -> NnError {
 }
 
 impl Exchange for Nccl {
+    fn ranks(&self) -> usize {
+        self.0.ranks()
+    }
+
     fn begin(
         &mut self,
         queue: &Queue,

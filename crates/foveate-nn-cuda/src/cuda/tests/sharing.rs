@@ -10,8 +10,9 @@ use foveate_nn::{Carrier, Cutting, Peers, Reshard};
 use super::*;
 use ranks::TestRank;
 
-const STEPS: u64 = 3;
-const ADAMW: Rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
+pub(super) const STEPS: u64 = 3;
+pub(super) const ADAMW: Rule =
+    Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
 
 /// What a rank came to: the losses of its rows, the norms, and the masters that it owns.
 type Came = (Vec<f64>, Vec<f64>, Vec<u32>);
