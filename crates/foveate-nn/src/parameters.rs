@@ -275,6 +275,19 @@ impl ParameterLayout {
         &self.copied
     }
 
+    /// Whether blocks of moments in 8 bits are of elements that the same ranks of `tensor` hold, so that these keep
+    /// the same of them.
+    pub fn blocks_are_whole(&self) -> bool {
+        let trained = self.copied.iter().filter(|copied| self.trains(&copied.place));
+        let mut before: Option<&Copied> = None;
+        trained.into_iter().all(|copied| {
+            let last = before.replace(copied);
+            let goes_on =
+                |last: &Copied| last.place.end == copied.place.start && last.among == copied.among;
+            last.is_some_and(goes_on) || copied.place.start.is_multiple_of(BLOCK)
+        })
+    }
+
     /// Trained values of the whole model.
     pub fn parameter_count(&self) -> u64 {
         self.parameters.iter().map(|p| p.elems() as u64).sum()
@@ -555,7 +568,9 @@ impl<'a> Builder<'a> {
     }
 
     fn align(&mut self) -> usize {
-        self.elems = aligned(self.elems, ALIGN);
+        // What several ranks hold is in blocks of its own, so that they keep the same moments of it.
+        let to = if self.part.is_cut() { BLOCK } else { ALIGN };
+        self.elems = aligned(self.elems, to);
         self.elems
     }
 

@@ -25,8 +25,17 @@ fn part(
     config: &ModelConfig,
     program: &ProgramConfig,
 ) -> Result<Model, TrainError> {
+    part_on(Cpu::default(), ranks, section, config, program)
+}
+
+fn part_on(
+    blocks: Cpu,
+    ranks: Ranks<'_>,
+    section: &MeshSection,
+    config: &ModelConfig,
+    program: &ProgramConfig,
+) -> Result<Model, TrainError> {
     let part = part_of(ranks, config)?;
-    let blocks = Cpu::default();
     let attention = program.clone().into();
     let mut model = Model::unfilled_part(blocks, config.clone(), &attention, &|_| false, part)?;
     let part = model.tensor_part().clone();
@@ -216,6 +225,76 @@ fn losses_and_gradients_of_every_family_are_those_of_one_rank() {
             assert!(counts.iter().flatten().all(|&n| n > 0), "{what}: every element is held");
         }
     }
+}
+
+/// Steps with moments of 8 bits: the losses of one rank, but for what is rounded, and what two ranks hold stays the
+/// same on both.
+#[test]
+fn moments_of_8_bits_are_the_same_on_all_ranks_that_hold_a_parameter() {
+    let config = config([4, 2], false, Architecture::default());
+    let program = ProgramConfig {
+        mask: "causal & document".to_owned(),
+        score: Some("score + bias[h]".to_owned()),
+        learned: [(
+            "bias".to_owned(),
+            foveate_nn::LearnedBuffer { shape: vec![4], init: 0.1, std: 0.5 },
+        )]
+        .into(),
+        ..Default::default()
+    };
+    let rows = Rows::new();
+    let rule = foveate_nn::Rule::AdamW(foveate_nn::AdamW {
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+    });
+    let steps = |model: &mut Model| {
+        let (mut gradients, mut moments) = (model.gradients()?, model.moments(&rule)?);
+        let spans = model.spans(foveate_nn::Treatment::of)?;
+        let mut losses = Vec::new();
+        for step in 1..=4 {
+            let mut totals = model.totals()?;
+            model.clear(&mut gradients);
+            model.accumulate(&rows.batch(), &mut gradients, Recompute::None, &mut totals)?;
+            let of_step =
+                foveate_nn::OptimizerStep { rule, step, rate: 1e-2, clip_norm: 1.0, seed: 3 };
+            model.update(&of_step, &spans, &gradients, &mut moments, &mut totals)?;
+            losses.push(model.read(totals)?.nats);
+        }
+        Ok::<_, NnError>(losses)
+    };
+    let (blocks, attention) = (Cpu::with_int8_moments(), program.clone().into());
+    let mut one = Model::unfilled_on(blocks, config.clone(), &attention).unwrap();
+    one.draw_missing(7).unwrap();
+    let alone = steps(&mut one).unwrap();
+    let section =
+        MeshSection { tensor: Some(crate::recipe::AxisSize::Ranks(2)), ..Default::default() };
+    let found = run_threads(2, Duration::from_secs(60), |world| {
+        let run = || {
+            let ranks = Ranks::in_mesh(world, &section)?;
+            let blocks = Cpu::with_int8_moments();
+            let mut model = part_on(blocks, ranks, &section, &config, &program)?;
+            assert!(model.layout().blocks_are_whole());
+            model.draw_missing(7)?;
+            let losses = steps(&mut model)?;
+            let copied = model.layout().copied().iter().map(|copied| copied.place.clone());
+            let bits = |place: std::ops::Range<usize>| model.weights()[place].to_vec();
+            let copies: Vec<u32> = copied.flat_map(bits).map(f32::to_bits).collect();
+            Ok::<_, TrainError>((losses, copies))
+        };
+        run().map_err(|e| ShardError::new(e.to_string()))
+    });
+    let found = found.unwrap();
+    for (losses, copies) in &found {
+        assert!(!copies.is_empty() && *copies == found[0].1, "norms differ between ranks");
+        for (one, found) in alone.iter().zip(losses) {
+            assert!((one - found).abs() < 2e-2 * one, "{alone:?} and {losses:?}");
+        }
+    }
+    // Of four ranks two have the same key/value head, whose 48 elements share a block with a query head.
+    let part = TensorPart::of(&config, 1, 4).unwrap();
+    assert!(!one.layout_of(&part).unwrap().blocks_are_whole());
 }
 
 /// A token of a document changes what its mask allows, and nothing else.

@@ -471,9 +471,16 @@ fn share_tensor<B: Blocks>(
     if !part.is_cut() {
         return Ok(());
     }
-    if recipe.precision.state == Some(ParameterState::Int8Moments) {
-        let message = "is \"int8_moments\", whose blocks of 256 elements mesh.tensor would cut; leave it \
-                       out, or leave mesh.tensor at 1";
+    if recipe.precision.state == Some(ParameterState::Int8Moments)
+        && !model.layout().blocks_are_whole()
+    {
+        let message = format!(
+            "is \"int8_moments\", and with mesh.tensor = {} a block of 256 elements holds key/value heads that \
+             several ranks have beside query heads that one has; leave it out, or use at most {} ranks \
+             of tensor",
+            part.parts,
+            model.config().kv_heads()
+        );
         return Err(TrainError::recipe("precision.state", message));
     }
     model.tensor(&TensorRanks { ranks, part: &part, carrier: recipe.mesh.transfers })?;

@@ -163,8 +163,9 @@ fn what_tensor_cannot_cut_is_refused_on_all_ranks_with_what_it_can() {
     assert!(heads.ends_with(why), "{heads}");
     let columns = said(3, &["mesh.tensor=3", "model.intermediate_size=2"]);
     assert!(columns.contains("intermediate_size: is 2, which cannot be cut over 3"), "{columns}");
-    let int8 = said(2, &["mesh.tensor=2", "precision.state=int8_moments"]);
-    assert!(int8.starts_with("precision.state: is \"int8_moments\", whose blocks"), "{int8}");
+    let int8 = said(4, &["mesh.tensor=4", "precision.state=int8_moments"]);
+    assert!(int8.starts_with("precision.state: is \"int8_moments\", and with"), "{int8}");
+    assert!(int8.contains("mesh.tensor = 4") && int8.contains("at most 2 ranks"), "{int8}");
     let swap = "mesh={ tensor = 4, context = 2, strategy = \"heads\" }";
     let swap = said(8, &[swap]);
     assert!(swap.contains("fewer key/value heads than ranks of tensor; use exchange"), "{swap}");
