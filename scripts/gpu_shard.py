@@ -111,8 +111,8 @@ class Place:
 
     def train(self, run, ranks, sets=(), flags=(), processes=False, program="documents"):
         """Losses of the steps, and a hash of masters and moments."""
-        launch = [self.foveate, "launch", "--ranks", str(ranks), "--"] if processes else []
-        command = [*launch, self.foveate, "train", str(self.folder / f"{program}.toml"), "--device", "cuda:0", *flags]
+        launch = ["launch", "--ranks", str(ranks), "--"] if processes else []
+        command = [self.foveate, *launch, "train", str(self.folder / f"{program}.toml"), "--device", "cuda:0", *flags]
         command += ["--ranks", str(ranks)] if ranks > 1 and not processes else []
         for key in (f"run.dir={self.folder / run}", *sets):
             command += ["--set", key]
