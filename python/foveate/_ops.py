@@ -15,7 +15,7 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor
 
-from . import _blocks, _flex, _native, _paged
+from . import _blocks, _cuda, _flex, _native, _paged
 
 _MODS = (
     "str? score, Tensor[] score_captures, SymInt[] score_scalars, "
@@ -206,7 +206,7 @@ for _name, _run, _fake, _keys in (
     ("mask", _mask, _mask_fake, ("CompositeExplicitAutograd",)),
 ):
     for _key in _keys:
-        _library.impl(_name, _run, _key)
+        _library.impl(_name, _cuda.giving_back(_run) if _key == "CUDA" else _run, _key)
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
 
 torch.library.register_vmap("foveate::argument", _argument_of_many, lib=_library)

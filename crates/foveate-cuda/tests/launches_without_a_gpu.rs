@@ -400,6 +400,51 @@ fn a_graphs_calls_may_be_the_first_of_their_queue_and_keep_nothing() {
     assert!(said.contains("cannot be recorded in a graph"), "{said}");
 }
 
+/// Gives out parts that it wants back from each call.
+#[derive(Debug)]
+struct Lender(Parts);
+
+// SAFETY: as `Parts`.
+unsafe impl Allocator for Lender {
+    fn allocate(&self, bytes: usize, stream: usize) -> Result<Address, GpuError> {
+        self.0.allocate(bytes, stream)
+    }
+
+    unsafe fn free(&self, address: Address, bytes: usize, stream: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.free(address, bytes, stream) }
+    }
+
+    fn lends(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn memory_that_is_lent_is_given_back_by_each_call() {
+    if !inside("memory_that_is_lent_is_given_back_by_each_call") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
+    let mask = masks::causal() & masks::document(&doc).unwrap();
+    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    let whole = engine.queue().pool().take(48 << 20).unwrap();
+    let lender = Arc::new(Lender(Parts { whole, state: Mutex::default() }));
+    let queue = engine.new_queue().unwrap().with_allocator(lender.clone());
+    launches();
+    for _ in 0..2 {
+        plan.forward_on(&queue, &tensors.forward).unwrap();
+        plan.backward_on(&queue, &backward).unwrap();
+        assert_eq!(lender.0.state.lock().unwrap().1, 0, "nothing is kept");
+        let made = launches();
+        let lists = names(&made).into_iter().filter(|name| *name == "fv_block_lists").count();
+        assert_eq!(lists, 2, "{made:?}");
+    }
+}
+
 #[test]
 fn threads_share_a_plan_and_queues() {
     if !inside("threads_share_a_plan_and_queues") {

@@ -9,7 +9,7 @@
 //! some microseconds and keep it.
 
 mod kept;
-mod memory;
+pub mod memory;
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -35,6 +35,8 @@ mod _native {
     #[pymodule_export]
     use crate::capture::Capture;
     #[pymodule_export]
+    use crate::cuda::memory::keep_nothing;
+    #[pymodule_export]
     use crate::cuda::{
         Plan as CudaPlan, cuda_plan, library_folders, tile_kinds, tile_runs, tile_tables, varies,
     };

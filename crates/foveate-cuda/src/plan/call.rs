@@ -24,8 +24,8 @@ pub(super) struct Call<'a> {
     pub sequences: Sequences,
     /// Whether indices outside captured buffers are reported.
     pub checked: bool,
-    /// Whether it is recorded in a graph that takes its memory from the caller's allocator: then it
-    /// keeps nothing and uses nothing that is kept, since the graph outlives both.
+    /// Whether it is recorded in a graph that takes its memory from the caller's allocator, or that allocator lends
+    /// memory for the call alone: then it keeps nothing and uses nothing that is kept, since the graph outlives both.
     pub recorded: bool,
     captures: &'a [(&'a str, DeviceArray<'a>)],
 }
@@ -93,7 +93,7 @@ impl<'a> Call<'a> {
         checked: bool,
     ) -> Result<Self, CudaError> {
         let sequences = Sequences::of(dims, operands);
-        let recorded = queue.pool().is_recording()?;
+        let recorded = queue.pool().is_lent()?;
         Ok(Self { queue, dims, sequences, checked, recorded, captures: operands.captures })
     }
 

@@ -33,4 +33,10 @@ pub unsafe trait Allocator: fmt::Debug + Send + Sync {
     /// [`Self::allocate`] gave `address` for the same `bytes` and `stream`, and it is given back
     /// once.
     unsafe fn free(&self, address: Address, bytes: usize, stream: usize);
+
+    /// Whether what it gives now is lent for the call alone, as it is where a graph is recorded: the call then gives
+    /// everything back, and keeps nothing for the next one.
+    fn lends(&self) -> bool {
+        false
+    }
 }

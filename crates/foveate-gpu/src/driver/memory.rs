@@ -174,6 +174,18 @@ impl Pool {
         Ok(self.shared.allocator.is_some() && self.stream().is_recording()?)
     }
 
+    /// Whether a call must give all memory back when it ends: where it is recorded in a graph, and
+    /// where the allocator only [lends](super::Allocator::lends).
+    ///
+    /// # Errors
+    /// When the driver does not say whether the stream is recorded.
+    pub fn is_lent(&self) -> Result<bool, GpuError> {
+        match &self.shared.allocator {
+            Some(allocator) => Ok(allocator.lends() || self.stream().is_recording()?),
+            None => Ok(false),
+        }
+    }
+
     fn free(&self) -> MutexGuard<'_, FreeList> {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -5,7 +5,7 @@
 //! torch's own `OutOfMemoryError`. That exception cannot travel through the engine: it waits in
 //! [`RAISED`] until the engine's error is back here.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 use foveate::cuda::{CudaError, CudaErrorKind};
 use foveate::gpu::GpuError;
@@ -17,6 +17,15 @@ use pyo3::sync::PyOnceLock;
 thread_local! {
     /// What torch's allocator raised in the call that this thread makes.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+
+    /// Whether torch wants all memory back from each call of this thread.
+    static LENT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Lets calls of this thread keep no memory for later ones, or keep it again; returns what was so before.
+#[pyfunction]
+pub fn keep_nothing(on: bool) -> bool {
+    LENT.replace(on)
 }
 
 /// Functions of `torch._C`.
@@ -95,6 +104,10 @@ unsafe impl Allocator for TorchAllocator {
             RAISED.set(Some(error));
             GpuError::argument(format!("PyTorch's allocator gave no memory of {bytes} B"))
         })
+    }
+
+    fn lends(&self) -> bool {
+        LENT.get()
     }
 
     unsafe fn free(&self, address: Address, _bytes: usize, _stream: usize) {
