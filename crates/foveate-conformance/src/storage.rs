@@ -120,11 +120,19 @@ impl<'a> Words<'a> {
                 let whole = self.dense([b, h, s, d + 3])?;
                 Some((whole.narrowed(3, i, d).expect("i + d <= d + 3"), whole.elems()))
             }
+            "shifted" => {
+                let whole = self.dense([b, h, s, d + 8])?;
+                Some((whole.narrowed(3, 4, d).expect("4 + d <= d + 8"), whole.elems()))
+            }
+            "repeated" if i > 0 => {
+                let one = self.dense([b, h, 1, d])?;
+                Some((one.expanded(2, s).expect("one row"), one.elems()))
+            }
             "expanded" if i > 0 => {
                 let one = self.dense([b, 1, s, d])?;
                 Some((one.expanded(1, h).expect("one head"), one.elems()))
             }
-            "expanded" => Some((self.dense([b, h, s, d])?, elems)),
+            "expanded" | "repeated" => Some((self.dense([b, h, s, d])?, elems)),
             "odd" => {
                 let mut odd = self.dense([b, h, s, d])?;
                 for axis in (0..4).filter(|&a| odd.shape[a] == 1) {
@@ -181,7 +189,7 @@ impl Storage {
             sizes: Vec::new(),
             operands: [(0, out); 3],
             packed: None,
-            dense_gradients: words.how == "expanded",
+            dense_gradients: matches!(words.how, "expanded" | "repeated"),
             out: (out, out.elems()),
             pages,
         };
