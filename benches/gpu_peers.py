@@ -210,6 +210,8 @@ PEERS = {
 
 
 def measure(peer: str, case, seconds: float):
+    if "storage" in case:
+        raise ValueError("operands that are not contiguous")
     backward = case["pass"] == "backward"
     order, make = PEERS[peer]
     laid_out = (lambda x: x) if order == "bhsd" else (lambda x: x.transpose(1, 2).contiguous())

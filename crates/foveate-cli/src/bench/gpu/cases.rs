@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use foveate::cuda::choose::{CANDIDATES, KernelOptions, Progress, Tuning};
 use foveate::cuda::{
-    CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor, Engine,
+    CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor,
+    Engine,
 };
 use foveate::gpu::driver::{Allocation, Event};
-use foveate::{DType, Device, Problem};
+use foveate::{DType, Device, Layout, Problem};
 use foveate_problem::Arrangement;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -27,6 +28,39 @@ pub struct Case {
     pub work: Workload,
     /// Operations on the pairs that the mask lets through.
     pub flops: f64,
+    /// Where it is not contiguous. Peers have no such case.
+    #[serde(skip_serializing_if = "Storage::is_contiguous")]
+    pub storage: Storage,
+}
+
+/// How operands lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Storage {
+    /// `[batch, heads, length, dim]`.
+    Contiguous,
+    /// k and v in pages `[pages, rows, heads, dim]` of so many rows, in no order.
+    Pages(usize),
+    /// Rows of all operands that begin so many bytes past a multiple of 16.
+    Shifted(usize),
+    /// One row of k and v for all, of stride 0.
+    Repeated,
+}
+
+impl Storage {
+    fn is_contiguous(&self) -> bool {
+        *self == Self::Contiguous
+    }
+
+    /// As in the name of a case.
+    fn name(self) -> String {
+        match self {
+            Self::Contiguous => String::new(),
+            Self::Pages(rows) => format!("pages{rows}/"),
+            Self::Shifted(bytes) => format!("shifted{bytes}/"),
+            Self::Repeated => "repeated/".to_owned(),
+        }
+    }
 }
 
 const FULL: (Mask, usize) = (Mask::Full, 0);
@@ -40,7 +74,20 @@ const LENGTHS: [usize; 6] = [1024, 2048, 4096, 8192, 16384, 32768];
 const TOKENS: usize = 16384;
 const WIDTH: usize = 2048;
 
-/// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length.
+/// Where operands lie otherwise than contiguously.
+const STORED: [Storage; 8] = [
+    Storage::Pages(1),
+    Storage::Pages(16),
+    Storage::Pages(24),
+    Storage::Pages(64),
+    Storage::Pages(256),
+    Storage::Shifted(8),
+    Storage::Shifted(4),
+    Storage::Repeated,
+];
+
+/// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length;
+/// forward also operands that are not contiguous, and few queries on caches of 131,072 keys in all.
 pub fn grid() -> Vec<Case> {
     let mut cases = Vec::new();
     for pass in [Direction::Forward, Direction::Backward] {
@@ -63,6 +110,19 @@ pub fn grid() -> Vec<Case> {
         }
         for mask in [FULL, CAUSAL, MASKS[0]] {
             cases.push(Case::new(mask, Score::None, Some((32, 8)), 8192, 128, pass));
+        }
+        if pass == Direction::Forward {
+            let prompts = [(64, None), (128, Some((32, 8)))]
+                .map(|(dim, heads)| Case::new(CAUSAL, Score::None, heads, 8192, dim, pass));
+            let stored = |case: &Case| STORED.map(|storage| case.stored(storage));
+            cases.extend(prompts.iter().flat_map(stored));
+            for len in [8192, 32768, 131_072] {
+                for q_len in [1, 4, 16] {
+                    let case = Case::of_cache(q_len, len);
+                    cases.push(case.stored(Storage::Pages(16)));
+                    cases.push(case);
+                }
+            }
         }
     }
     cases
@@ -87,8 +147,52 @@ impl Case {
             pass,
             ..Workload::causal(heads, heads_kv, len, dim)
         };
-        let case = format!("{}/s{len}/d{dim}/{}", work.program_name(), pass.name());
-        Self { case, flops: work.flops(), work }
+        Self::named(work, Storage::Contiguous)
+    }
+
+    /// So many queries, of 32 heads on 8, on each cache of `len` keys.
+    fn of_cache(q_len: usize, len: usize) -> Self {
+        let Self { work, .. } =
+            Self::new(FULL, Score::None, Some((32, 8)), len, 128, Direction::Forward);
+        Self::named(Workload { q_len, batch: 131_072 / len, ..work }, Storage::Contiguous)
+    }
+
+    /// How q, and k and v, lie.
+    fn layouts(&self) -> [Layout; 2] {
+        let dense = self.work.shapes().map(|[b, h, s, d]| Layout::bhsd(b, h, s, d));
+        let [q, Layout { shape: [b, h, s, d], .. }] = dense;
+        match self.storage {
+            Storage::Contiguous => dense,
+            Storage::Pages(rows) => [q, Layout::bshd(b * s.div_ceil(rows), rows, h, d)],
+            Storage::Shifted(bytes) => dense.map(|Layout { shape: [b, h, s, d], .. }| {
+                let longer = Layout::bhsd(b, h, s, d + 8);
+                longer.narrowed(3, bytes / 2, d).expect("half of 8 elements and d fit into d + 8")
+            }),
+            Storage::Repeated => {
+                [q, Layout::bhsd(b, h, 1, d).expanded(2, s).expect("there is one row")]
+            }
+        }
+    }
+
+    /// The pages of the batch entries, in no order: i32 `[batch, entries]`.
+    fn page_table(&self, rows: usize) -> Vec<u8> {
+        let pages = self.work.batch * self.work.len.div_ceil(rows);
+        let mut order: Vec<i32> = (0..pages as i32).collect();
+        order.sort_by_cached_key(|&page| normal(5, page as usize).to_bits());
+        order.into_iter().flat_map(i32::to_le_bytes).collect()
+    }
+
+    /// The same of operands that lie so.
+    fn stored(&self, storage: Storage) -> Self {
+        Self::named(self.work.clone(), storage)
+    }
+
+    fn named(work: Workload, storage: Storage) -> Self {
+        let Workload { q_len, len, dim, .. } = work;
+        let queries = if q_len == len { String::new() } else { format!("q{q_len}-") };
+        let (program, pass) = (work.program_name(), work.pass.name());
+        let case = format!("{program}/{queries}s{len}/d{dim}/{}{pass}", storage.name());
+        Self { case, flops: work.flops(), work, storage }
     }
 }
 
@@ -98,6 +202,8 @@ pub struct Prepared {
     plan: CudaPlan,
     backward: bool,
     tensors: Tensors,
+    /// The page table, and the keys of each batch entry.
+    pages: Option<(u64, Vec<i32>)>,
     /// Gradient of the relative bias.
     bias: Option<(Allocation, usize)>,
     allocations: Vec<Allocation>,
@@ -133,19 +239,30 @@ impl Prepared {
         let plan = plan.cuda().expect("the case was planned for a GPU").with_kernels(kernels);
         let mut allocations = Vec::new();
         let pool = engine.queue().pool();
-        let mut random = |seed: i32, shape: [usize; 4]| -> Result<DeviceTensor, Failure> {
-            let elems: usize = shape.iter().product();
+        let mut random = |seed: i32, layout: Layout| -> Result<DeviceTensor, Failure> {
+            let elems = layout.end().unwrap_or(0);
             let bits: Vec<u8> = (0..elems)
                 .into_par_iter()
                 .flat_map_iter(|i| bf16_bits(normal(seed, i)).to_le_bytes())
                 .collect();
             let allocation = pool.upload(&bits)?;
-            let tensor = DeviceTensor::contiguous(allocation.address(), DType::BF16, shape);
+            let tensor = DeviceTensor { address: allocation.address(), dtype: DType::BF16, layout };
             allocations.push(allocation);
             Ok(tensor)
         };
-        let [q, k] = [random(1, q_shape)?, random(2, kv_shape)?];
-        let [v, d_out] = [random(3, kv_shape)?, random(4, q_shape)?];
+        let [of_q, of_kv] = case.layouts();
+        let (q, k, v) = (random(1, of_q)?, random(2, of_kv)?, random(3, of_kv)?);
+        let backward = work.pass == Direction::Backward;
+        let d_out = if backward { random(4, of_q)? } else { q };
+        let pages = match case.storage {
+            Storage::Pages(rows) => {
+                let table = pool.upload(&case.page_table(rows))?;
+                let pages = (table.address(), vec![work.len as i32; work.batch]);
+                allocations.push(table);
+                Some(pages)
+            }
+            Storage::Contiguous | Storage::Shifted(_) | Storage::Repeated => None,
+        };
         let mut empty = |dtype: DType, elems: usize| -> Result<u64, Failure> {
             let allocation = pool.take(elems * dtype.bytes())?;
             // What is not written shows as NaN.
@@ -168,17 +285,21 @@ impl Prepared {
             None => None,
         };
         let tensors = Tensors { q, k, v, d_out, out, lse, dq, dk, dv };
-        let backward = work.pass == Direction::Backward;
-        let prepared = Self { engine, plan, backward, tensors, bias, allocations };
+        let prepared = Self { engine, plan, backward, tensors, pages, bias, allocations };
         if backward {
             prepared.forward()?;
         }
         Ok(prepared)
     }
 
-    fn operands(&self) -> DeviceOperands<'static> {
+    fn operands(&self) -> DeviceOperands<'_> {
         let Tensors { q, k, v, .. } = self.tensors;
-        DeviceOperands::new(q, k, v)
+        let pages = self.pages.as_ref().map(|(table, lengths)| {
+            let rows = k.layout.shape[2];
+            let entries = lengths.iter().map(|&len| (len as usize).div_ceil(rows)).max();
+            DevicePages { table: *table, entries: entries.unwrap_or(0), lengths }
+        });
+        DeviceOperands { pages, ..DeviceOperands::new(q, k, v) }
     }
 
     fn forward(&self) -> Result<(), Failure> {
