@@ -11,13 +11,26 @@
 // Roles: a warp owns its rows of fv_forward, a lane every 32nd key and every 32nd column of out.
 // No barriers beyond the warp, no shared memory.
 
+// The page that an entry of a sequence's table holds: one outside 0 .. page_count is clamped, and reported by checked kernels.
+__device__ int valid_page(const ForwardParams& p, int sequence, int page) {
+    const int clamped = max(min(page, p.page_count - 1), 0);
+    if (FV_CHECKED && page != clamped) report_index(p.page_report, -1, sequence, page);
+    return clamped;
+}
+
+__device__ int read_entry(const ForwardParams& p, int sequence, int entry) {
+    return __ldg(p.page_table + i64(sequence) * p.page_stride + entry);
+}
+
+// Paged KV: elements from row 0 of page 0 to the row of key `key`.
+__device__ i64 row_in_pages(const ForwardParams& p, const View& view, int sequence, u32 key) {
+    const u32 entry = key / u32(p.page_size);
+    return valid_page(p, sequence, read_entry(p, sequence, entry)) * view.batch + (key - entry * p.page_size) * view.row;
+}
+
 // The row of key `key` of a sequence whose row 0 is at `all`; with paged KV, row 0 of page 0 is there.
 __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, const Rows& all, int sequence, int key) {
-    i64 row = key * view.row;
-    if constexpr (FV_PAGED) {
-        const int page = __ldg(p.page_table + i64(sequence) * p.page_stride + key / p.page_size);
-        row = max(min(page, p.page_count - 1), 0) * view.batch + key % p.page_size * view.row;
-    }
+    const i64 row = FV_PAGED ? row_in_pages(p, view, sequence, key) : key * view.row;
     return reinterpret_cast<const Elem*>(all.data) + row;
 }
 

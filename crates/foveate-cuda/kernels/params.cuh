@@ -97,6 +97,7 @@ struct PersistentParams {
     // Factors on the coordinates of the maps, 0 for axes of stride 0.
     int q_head, q_group, q_batch, k_head, k_batch, v_head, v_batch;
     int d_out_head, d_out_group, d_out_batch;    // in the backward
+    int box_keys;               // keys of a box of the maps of k and v that lie in pages: it divides a page, and a tile
 };
 
 struct BackwardParams {

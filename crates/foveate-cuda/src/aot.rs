@@ -10,7 +10,7 @@ use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
 
 use crate::choose::{
-    Choice, Class, KernelOptions, KernelPlan, Pass, PrintedMods, Records, Sizes, admit,
+    Choice, Class, KernelOptions, KernelPlan, Pass, PrintedMods, Records, Sizes, Unmapped, admit,
 };
 use crate::compile::Candidate;
 use crate::compile::codegen::{Extent, ModsSource, Options};
@@ -32,8 +32,8 @@ pub struct Usage {
     pub deterministic: bool,
     /// With captured indices checked, as host tensors always are.
     pub checked: bool,
-    /// With keys and values in pages.
-    pub paged: bool,
+    /// With keys and values in pages of so many rows.
+    pub page_size: Option<usize>,
     /// Keys that a query sees on average, see [`crate::CudaOptions::mean_kv_len`].
     pub mean_kv_len: Option<usize>,
 }
@@ -83,11 +83,16 @@ pub fn plan(
         Some(score) if run.backward => Some(Arc::new(score.gradient()?)),
         _ => None,
     };
+    let align = alignment(dtype, dims);
     let class = Class {
-        align: alignment(dtype, dims),
+        align,
         deterministic: run.deterministic,
         checked: run.checked,
-        paged: run.paged,
+        paged: run.page_size.is_some(),
+        unmapped: match (Unmapped::aligned(align), run.page_size) {
+            (aligned, Some(rows)) if aligned.is_empty() => Unmapped::paged(rows),
+            (aligned, _) => aligned,
+        },
         ..Class::of(spec, dtype, dims, gradient.as_deref())
     };
     let sizes = Sizes::of(dims).under(spec, run.mean_kv_len);

@@ -33,7 +33,15 @@ impl<'a> Arrangement<'a> {
 
     /// True for keys in pages.
     pub fn paged(&self) -> bool {
-        matches!(self, Self::Paged { .. })
+        self.page_size().is_some()
+    }
+
+    /// Keys of a page, for keys in pages.
+    pub fn page_size(&self) -> Option<usize> {
+        match *self {
+            Self::Paged { page_size, .. } => Some(page_size),
+            Self::Dense | Self::Packed(_) => None,
+        }
     }
 }
 

@@ -50,7 +50,7 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
         backward: args.problem.backward,
         deterministic: args.deterministic,
         checked: false,
-        paged: given.problem.arrangement().paged(),
+        page_size: given.problem.arrangement().page_size(),
         mean_kv_len: args.mean_kv_len,
     };
     let Planned { class, sizes, plan, .. } =

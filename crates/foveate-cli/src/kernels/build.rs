@@ -98,7 +98,7 @@ impl Wanted {
             backward: self.problem.backward,
             deterministic: self.deterministic,
             checked: self.checked,
-            paged: given.problem.arrangement().paged(),
+            page_size: given.problem.arrangement().page_size(),
             mean_kv_len: self.mean_kv_len,
         };
         Ok((given.spec, *given.problem.dims(), self.problem.dtype, run))

@@ -24,7 +24,7 @@ use foveate_problem::{Dropout, Spec};
 
 use foveate_cuda::CudaError;
 use foveate_cuda::choose::{
-    Choice, Class, KernelOptions, KernelPlan, Origin, Pass, PrintedMods, Sizes,
+    Choice, Class, KernelOptions, KernelPlan, Origin, Pass, PrintedMods, Sizes, Unmapped,
 };
 use foveate_cuda::compile::Candidate;
 use foveate_cuda::compile::check::{Taken, taken};
@@ -77,6 +77,8 @@ enum Variant {
     Queries(usize),
     /// The same with keys in pages.
     PagedQueries(usize),
+    /// Keys in pages of one row, which no tensor map has.
+    PagedRows,
     /// A sink in the denominator, and its gradient.
     Sink,
     /// Captured indices checked, as for host tensors.
@@ -248,7 +250,7 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> 
         let by_mods = [Plain, Mask, Score, Learned].into_iter().flat_map(|m| [(m, Split)]);
         all.extend(by_mods);
         for mods in [Plain, Mask] {
-            let variants = [Paged, Queries(1), PagedQueries(1), Queries(16), Checked];
+            let variants = [Paged, PagedRows, Queries(1), PagedQueries(1), Queries(16), Checked];
             all.extend(variants.map(|variant| (mods, variant)));
         }
         all.extend([(Score, Queries(1)), (Learned, Checked), (Plain, Sink), (Plain, Wide)]);
@@ -319,9 +321,10 @@ impl Variant {
             Self::Long | Self::Sparse | Self::Split | Self::Queries(_) => class,
             Self::Deterministic => Class { deterministic: true, ..class },
             Self::Paged | Self::PagedQueries(_) => Class { paged: true, ..class },
+            Self::PagedRows => Class { paged: true, unmapped: Unmapped::paged(1), ..class },
             Self::Sink => Class { sink: true, ..class },
             Self::Checked => Class { checked: true, ..class },
-            Self::Align(align) => Class { align, ..class },
+            Self::Align(align) => Class { align, unmapped: Unmapped::aligned(align), ..class },
             Self::Wide => Class { out_dtype: Elem::F32, grad_dtype: Elem::F32, ..class },
         }
     }
@@ -333,7 +336,13 @@ fn only(config: Config, profile: &Profile) -> Result<Choice, CudaError> {
     let resources = resources.map_err(|refusal| GpuError::argument(refusal.to_string()))?;
     let occupancy = resources.occupancy(profile);
     let chosen = Candidate { config, resources, occupancy, modelled_us: 0.0 };
-    Ok(Choice { chosen, origin: Origin::Model, others: Vec::new(), refused: Vec::new() })
+    Ok(Choice {
+        chosen,
+        origin: Origin::Model,
+        copied: Vec::new(),
+        others: Vec::new(),
+        refused: Vec::new(),
+    })
 }
 
 /// What one kind of mods is made of.
@@ -440,6 +449,7 @@ impl Listed for ListedKernel {
             (config.kv_split, "split-KV"),
             (config.pack_gqa, "packed GQA"),
             (config.paged, "paged"),
+            (config.copied.any(), "by copies"),
             (config.sink, "sink"),
             (config.checked, "checked"),
             (config.out_dtype != dtype || config.grad_dtype != dtype, "into f32"),

@@ -5,9 +5,9 @@
 //
 // Roles. In warpgroup 0 the scheduler, warp 2, takes the CTA's items and reads what there is to know of them
 // ahead, up to three items. A thread of warp 0 walks their live tiles of keys, starts the copies of Q and K, and
-// tells the consumers of each step; a thread of warp 1 starts those of V. The other warpgroups are consumers, each
-// with 64 rows of Q: 16 rows a warp, whose scores lie in the warp's registers as after mma.sync. A step of a
-// consumer is
+// tells the consumers of each step; a thread of warp 1 starts those of V. Of keys in pages, and of operands that no
+// tensor map has, the whole warp does (see copies.cuh). The other warpgroups are consumers, each with 64 rows of Q:
+// 16 rows a warp, whose scores lie in the warp's registers as after mma.sync. A step of a consumer is
 //
 //     start S = Q K^T of this step     start O += P V of the step before
 //     S has come: release K            S = score(scale S), -inf where the mask is false
@@ -182,7 +182,7 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
         const bool exists = row < left;
         Row target = finish_row(p, sequence, head, query0 + row, highest, sum, exists && lane % 4 == 0);
         target.factor *= factor;
-        if constexpr (FV_OUT_DTYPE != 2 && FV_DV % 8 == 0) {
+        if constexpr (FV_OUT_DTYPE != 2 && FV_DV % 8 == 0 && FV_ALIGN == 16) {
             #pragma unroll
             for (int n = 0; n < N_OUT; n += 4) {
                 u32 chunk[4];
@@ -328,61 +328,76 @@ struct Copies {
                 more = keys.next();
                 each(item, key, cells + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST));
             }
-            barriers.item_empty(ring.stage).arrive();
+            if constexpr (BY_WARP) barriers.item_empty(ring.stage).arrive_warp();
+            else barriers.item_empty(ring.stage).arrive();
         }
     }
 };
 
-// The producer of Q, K and of steps: one thread.
+// The producer of Q, K and of steps.
 __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const TensorMap& map_k) {
+    const ForwardParams& p = copies.p;
     const Barriers& barriers = copies.barriers;
     const PersistentParams& persistent = copies.persistent;
+    const Keys keys = {p, p.k, map_k, persistent.k_head, persistent.k_batch, persistent.box_keys};
+    const bool leads = !BY_WARP || threadIdx.x % 32 == 0;
     Ring<FV_STAGES> k;
     Ring<Q_STAGES> q;
     auto announce = [&](const Step& step, int bytes) {
         barriers.k_empty(k.stage).wait(k.round - 1);
+        if (!leads) return;
         *reinterpret_cast<Step*>(copies.shared + AT_STEPS + 16 * k.stage) = step;
-        barriers.k_full(k.stage).arrive_expecting(bytes);
+        if constexpr (COPIED_K) barriers.k_full(k.stage).arrive();
+        else barriers.k_full(k.stage).arrive_expecting(bytes);
     };
     copies.for_each_tile([&](const Item& item, int key, u32 kind) {
         const int live = item.sequence.k_len - key, group = item.head / FV_GROUP;
-        announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live}, K_BYTES);
-        #pragma unroll
-        for (int i = 0; i < panels(FV_D); ++i)
-            copy_panel(copies.base + AT_K + k.stage * K_BYTES + i * FV_BN * PANEL_ROW, map_k, barriers.k_full(k.stage), i * PANEL_COLUMNS,
-                       item.sequence.k_start + key, group * persistent.k_head, item.sequence.k_batch * persistent.k_batch);
+        keys.copy(item.sequence, group, key, copies.base + AT_K + k.stage * K_BYTES, barriers.k_full(k.stage), leads,
+                  [&] { announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live}, K_BYTES); });
         k.advance();
         if (!(kind & Step::FIRST)) return;
         #pragma unroll 1
         for (int c = 0; c < CONSUMERS; ++c) {
             const CopyBarrier full = barriers.q_full(q.stage, c);
             barriers.q_empty(q.stage, c).wait(q.round - 1);
-            full.arrive_expecting(Q_BYTES);
-            #pragma unroll
-            for (int i = 0; i < panels(FV_D); ++i)
-                copy_panel(copies.base + (q.stage * CONSUMERS + c) * Q_BYTES + i * 64 * PANEL_ROW, map_q, full, i * PANEL_COLUMNS,
-                           item.sequence.q_start + item.tile * FV_BM + c * 64, item.head % FV_GROUP * persistent.q_head,
-                           group * persistent.q_group, item.sequence.q_batch * persistent.q_batch);
+            const u32 target = copies.base + (q.stage * CONSUMERS + c) * Q_BYTES;
+            const int query = item.tile * FV_BM + c * 64;
+            if constexpr (COPIED_Q) {
+                EvenRows rows(rows_of(p.q, item.sequence.q_batch, item.head, item.sequence.q_start + query, 1));
+                copy_rows<64, FV_D, FV_DP>(target, item.sequence.q_len - query, rows);
+                full.arrive_after_copies();
+            } else if (leads) {
+                full.arrive_expecting(Q_BYTES);
+                #pragma unroll
+                for (int i = 0; i < panels(FV_D); ++i)
+                    copy_panel(target + i * 64 * PANEL_ROW, map_q, full, i * PANEL_COLUMNS, item.sequence.q_start + query,
+                               item.head % FV_GROUP * persistent.q_head, group * persistent.q_group, item.sequence.q_batch * persistent.q_batch);
+            }
         }
         q.advance();
     });
     announce({0, Step::STOP, 0}, 0);
+    if constexpr (COPIED_K) barriers.k_full(k.stage).arrive_after_copies();
+    if constexpr (COPIED_Q || COPIED_K) wait_copies();
 }
 
-// The producer of V: one thread.
+// The producer of V.
 __device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
+    const ForwardParams& p = copies.p;
+    const Barriers& barriers = copies.barriers;
     const PersistentParams& persistent = copies.persistent;
+    const Values values = {p, p.v, map_v, persistent.v_head, persistent.v_batch, persistent.box_keys};
+    const bool leads = !BY_WARP || threadIdx.x % 32 == 0;
     Ring<FV_STAGES> v;
     copies.for_each_tile([&](const Item& item, int key, u32) {
-        const CopyBarrier full = copies.barriers.v_full(v.stage);
-        copies.barriers.v_empty(v.stage).wait(v.round - 1);
-        full.arrive_expecting(V_BYTES);
-        #pragma unroll
-        for (int i = 0; i < panels(FV_DV); ++i)
-            copy_panel(copies.base + AT_V + v.stage * V_BYTES + i * FV_BN * PANEL_ROW, map_v, full, i * PANEL_COLUMNS,
-                       item.sequence.k_start + key, item.head / FV_GROUP * persistent.v_head, item.sequence.k_batch * persistent.v_batch);
+        const CopyBarrier full = barriers.v_full(v.stage);
+        values.copy(item.sequence, item.head / FV_GROUP, key, copies.base + AT_V + v.stage * V_BYTES, full, leads, [&] {
+            barriers.v_empty(v.stage).wait(v.round - 1);
+            if (!COPIED_V && leads) full.arrive_expecting(V_BYTES);
+        });
         v.advance();
     });
+    if constexpr (COPIED_V) wait_copies();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -395,17 +410,17 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();
         barriers.init();
-        prefetch_map(map_q);
-        prefetch_map(map_k);
-        prefetch_map(map_v);
+        if (!COPIED_Q) prefetch_map(map_q);
+        if (!COPIED_K) prefetch_map(map_k);
+        if (!COPIED_V) prefetch_map(map_v);
     }
     __syncthreads();
 
     if (warpgroup == 0) {
         give_registers<PRODUCER_REGISTERS>();
         const Copies copies = {p, persistent, base, shared, barriers};
-        if (warp == 0 && elect_one()) copy_keys(copies, map_q, map_k);
-        if (warp == 1 && elect_one()) copy_values(copies, map_v);
+        if (warp == 0 && (BY_WARP || elect_one())) copy_keys(copies, map_q, map_k);
+        if (warp == 1 && (BY_WARP || elect_one())) copy_values(copies, map_v);
         if (warp == 2) schedule(p, persistent, shared, barriers);
         return;
     }
@@ -446,6 +461,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         }
         const Ring<FV_STAGES> v = k.before();
         if (step.kind & STEP) barriers.v_full(v.stage).wait(v.round);
+        // What lanes have copied, products read.
+        if constexpr (FV_COPIED != 0) fence_async_proxy();
         if (live_keys < FV_BN) clear_rows(shared + AT_V + v.stage * V_BYTES, live_keys, consumer);
         const Operand queries = Operand::rows(base + (q.stage * CONSUMERS + consumer) * Q_BYTES);
         const Operand keys = Operand::rows(base + AT_K + k.stage * K_BYTES);

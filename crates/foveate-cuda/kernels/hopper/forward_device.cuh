@@ -100,14 +100,14 @@ struct Barriers {
 
     __device__ void init() const {
         for (int s = 0; s < FV_STAGES; ++s) {
-            k_full(s).init(1);
+            k_full(s).init(Keys::ARRIVALS + COPIED_K);
             k_empty(s).init(CONSUMERS);
-            v_full(s).init(1);
+            v_full(s).init(Values::ARRIVALS);
             v_empty(s).init(CONSUMERS);
         }
         for (int s = 0; s < Q_STAGES; ++s)
             for (int c = 0; c < CONSUMERS; ++c) {
-                q_full(s, c).init(1);
+                q_full(s, c).init(COPIED_Q ? 32 : 1);
                 q_empty(s, c).init(1);
             }
         for (int i = 0; i < ITEMS; ++i) {

@@ -62,17 +62,14 @@ struct PagedRows {
     static constexpr int EACH = ceil_div(ceil_div(FV_BN, ROWS_PER_PASS) * ROWS_PER_WARP, 32);
     i64 offset[EACH];
 
-    // Keys `first` .. of the `count` keys of `sequence`. An entry outside 0 .. page_count is clamped.
+    // Keys `first` .. of the `count` keys of `sequence`.
     __device__ PagedRows(const ForwardParams& p, const View& view, int count, int sequence, int first) {
-        const int* pages = p.page_table + i64(sequence) * p.page_stride;
         const int row0 = threadIdx.x / 32 * ROWS_PER_WARP;
         #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const int n = i * 32 + threadIdx.x % 32;
-            const u32 key = min(first + row0 + n / ROWS_PER_WARP * ROWS_PER_PASS + n % ROWS_PER_WARP, count - 1), entry = key / u32(p.page_size);
-            const int page = __ldg(pages + entry), clamped = max(min(page, p.page_count - 1), 0);
-            if (FV_CHECKED && page != clamped) report_index(p.page_report, -1, sequence, page);
-            offset[i] = clamped * view.batch + (key - entry * p.page_size) * view.row;
+            const int key = first + row0 + n / ROWS_PER_WARP * ROWS_PER_PASS + n % ROWS_PER_WARP;
+            offset[i] = row_in_pages(p, view, sequence, min(key, count - 1));
         }
     }
 

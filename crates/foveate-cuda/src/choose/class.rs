@@ -5,9 +5,13 @@ use foveate_mask::Varies;
 use foveate_mods::ScoreGradient;
 use foveate_problem::{Dims, Spec};
 
-use crate::compile::codegen::is_one;
-use crate::compile::config::{Config, Elem, Kernel, Tiles};
+use foveate_gpu::tma::MapRefusal;
 
+use crate::compile::codegen::is_one;
+use crate::compile::config::{Config, Copied, Count, Elem, Family, Kernel, Tiles};
+
+/// Rows of a box of a tensor map are a multiple of so many, those of the swizzle.
+const BOX_ROWS: usize = 8;
 /// Rows of the largest tile of the forward.
 pub(super) const MOST_ROWS: usize = 128;
 
@@ -42,8 +46,8 @@ pub struct Class {
     pub sink: bool,
     /// The mask tells query heads apart, so that they cannot share a tile.
     pub by_head: bool,
-    /// Why q, k or v has no tensor map, where one has none.
-    pub unmapped: Option<String>,
+    /// Operands that no tensor map has.
+    pub unmapped: Vec<Unmapped>,
     /// Keys and values lie in pages.
     pub paged: bool,
     /// Every sum is in a fixed order.
@@ -52,6 +56,48 @@ pub struct Class {
     pub checked: bool,
     /// Gradients of q, or all others, are not asked for, so dq has a kernel of its own.
     pub separate_dq: bool,
+}
+
+/// An operand that no tensor map has.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct Unmapped {
+    /// `q`, `k`, `v` or `d_out`.
+    pub name: &'static str,
+    /// Why.
+    pub reason: String,
+    /// Whether `cp.async` can load its rows.
+    pub by_copies: bool,
+}
+
+impl Unmapped {
+    /// What no map has of the operand called `name`.
+    pub(crate) fn new(name: &'static str, refusal: &MapRefusal) -> Self {
+        Self { name, reason: refusal.to_string(), by_copies: refusal.by_copies() }
+    }
+
+    /// Keys or values in pages of `rows` rows that no box of a tensor map ends with.
+    pub(crate) fn of_pages(name: &'static str, rows: usize) -> Option<Self> {
+        let reason = format!(
+            "{name} lies in pages of {}, no multiple of the {BOX_ROWS} of a tensor map",
+            Count(rows, "row")
+        );
+        (!rows.is_multiple_of(BOX_ROWS)).then_some(Self { name, reason, by_copies: true })
+    }
+
+    /// q, k and v where rows of all of them are aligned to `align` bytes.
+    pub fn aligned(align: usize) -> Vec<Self> {
+        let refusal = |name: &str| match align {
+            0 => MapRefusal::Apart { name: name.to_owned() },
+            bytes => MapRefusal::Alignment { name: name.to_owned(), bytes },
+        };
+        let all = ["q", "k", "v"].into_iter().filter(|_| align != 16);
+        all.map(|name| Self::new(name, &refusal(name))).collect()
+    }
+
+    /// k and v in pages of `rows` rows.
+    pub fn paged(rows: usize) -> Vec<Self> {
+        ["k", "v"].into_iter().filter_map(|name| Self::of_pages(name, rows)).collect()
+    }
 }
 
 /// The sizes that decide between configurations that fit.
@@ -89,7 +135,7 @@ impl Class {
             captures: false,
             sink: false,
             by_head: false,
-            unmapped: None,
+            unmapped: Vec::new(),
             paged: false,
             deterministic: false,
             checked: false,
@@ -117,6 +163,12 @@ impl Class {
         let most_rows = tile_q.unwrap_or(MOST_ROWS);
         let few = sizes.queries <= 16 || sizes.queries * self.group <= MOST_ROWS;
         kernel.shares_keys() && !self.by_head && few && (2..=most_rows).contains(&self.group)
+    }
+
+    /// The operands that the Hopper family's forward copies row by row.
+    pub(crate) fn copied(&self) -> Copied {
+        let is = |name| self.unmapped.iter().any(|operand| operand.name == name);
+        Copied { q: is("q"), k: is("k"), v: is("v") }
     }
 
     /// Whether the backward finds what the weights of rows with a huge lse add up to:
@@ -164,6 +216,10 @@ impl Class {
                 out_dtype: self.out_dtype,
                 sink: self.sink,
                 paged: self.paged,
+                copied: match family {
+                    Family::Hopper => self.copied(),
+                    Family::Portable => Copied::default(),
+                },
                 ..plain
             },
             Kernel::Combine => Config { out_dtype: self.out_dtype, sink: self.sink, ..plain },

@@ -21,7 +21,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub use class::{Class, Sizes};
+pub use class::{Class, Sizes, Unmapped};
 pub use key::RecordKey;
 pub use limits::admit;
 pub(crate) use limits::check_rows;

@@ -8,7 +8,7 @@
 
 use std::fmt;
 
-use super::class::{Class, MOST_ROWS, Sizes};
+use super::class::{Class, MOST_ROWS, Sizes, Unmapped};
 use super::options::{KernelOptions, TileOptions};
 use super::pass::Pass;
 use super::{model, table};
@@ -61,6 +61,8 @@ pub struct Choice {
     pub chosen: Candidate,
     /// Why this one.
     pub origin: Origin,
+    /// Why it copies operands row by row, where it does.
+    pub copied: Vec<String>,
     /// What would run too, the best first.
     pub others: Vec<Candidate>,
     /// What cannot.
@@ -263,7 +265,11 @@ pub fn choose(
     if let Some(at) = fitting.iter().position(|c| portable == Some(Tiles::of(&c.config))) {
         fitting[..=at].rotate_right(1);
     }
-    Ok(Choice { chosen, origin, others: fitting, refused })
+    let copied = match chosen.config.copied.any() {
+        true => class.unmapped.iter().map(|of| of.reason.clone()).collect(),
+        false => Vec::new(),
+    };
+    Ok(Choice { chosen, origin, copied, others: fitting, refused })
 }
 
 impl Choice {
@@ -291,22 +297,31 @@ fn hopper_refusal(
     if class.dtype == Elem::F32 {
         return Some(hopper::NO_F32.to_owned());
     }
-    if class.paged {
-        return Some(hopper::NO_PAGES.to_owned());
-    }
     if pack_gqa {
         return Some(hopper::NO_PACKED_GQA.to_owned());
     }
     if let Some(splits) = options.kv_splits.filter(|n| kernel.shares_keys() && *n > 1) {
         return Some(format!("{splits} KV splits are asked for; it has one"));
     }
-    if class.align != 16 {
-        return Some(match class.align {
-            0 => "elements of rows are apart".to_owned(),
-            bytes => format!("rows are aligned to {bytes} B; a tensor map needs 16"),
-        });
+    let unmapped = class.unmapped.iter();
+    if kernel == Kernel::Forward {
+        let align = match class.align {
+            0 => "elements of out are apart".to_owned(),
+            bytes => format!("rows of out are aligned to {bytes} B"),
+        };
+        let refusal = |of: &Unmapped| match of {
+            Unmapped { by_copies: false, reason, .. } => Some(reason.clone()),
+            _ if class.align >= hopper::LEAST_COPY => None,
+            of => Some(format!("{}, and {align}; copies need 4", of.reason)),
+        };
+        return unmapped.filter_map(refusal).next();
     }
-    class.unmapped.clone()
+    let aligned = match class.align {
+        16 => None,
+        0 => Some("elements of rows are apart".to_owned()),
+        bytes => Some(format!("rows are aligned to {bytes} B; a tensor map needs 16")),
+    };
+    aligned.or_else(|| unmapped.map(|of| of.reason.clone()).next())
 }
 
 /// Every candidate of the Hopper family, with the overlap within a warpgroup before those without.

@@ -77,8 +77,12 @@ impl Choice {
             (Family::Hopper, Kernel::BackwardDq) => {
                 writeln!(f, "  copies     q, k, v and d_out by tensor maps")?;
             }
-            (Family::Hopper, Kernel::Forward) => {
+            (Family::Hopper, Kernel::Forward) if self.copied.is_empty() => {
                 writeln!(f, "  copies     q, k and v by tensor maps")?;
+            }
+            (Family::Hopper, Kernel::Forward) => {
+                let reasons = self.copied.join("; ");
+                writeln!(f, "  copies     hopper by copies: {reasons}")?;
             }
             (Family::Portable, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq)
             | (

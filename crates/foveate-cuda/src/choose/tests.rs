@@ -65,7 +65,9 @@ fn odd_head_dims_and_lengths_have_configurations_too() {
         for (dim, dim_v) in [(1, 1), (33, 7), (100, 36), (255, 241)] {
             for len in [1, 15, 17, 100] {
                 for dtype in Elem::ALL {
-                    let class = Class { align: 0, sink: true, ..Class::new(dtype, dim, dim_v, 1) };
+                    let unmapped = Unmapped::aligned(0);
+                    let class = Class::new(dtype, dim, dim_v, 1);
+                    let class = Class { align: 0, unmapped, sink: true, ..class };
                     let options = KernelOptions::default();
                     let sizes = sizes(1, 3, 3, len);
                     let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
@@ -433,14 +435,15 @@ fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
     portable("b200", plain.clone(), &long, "compute capability 10.0; it runs on 9.0");
     let f32 = Class::new(Elem::F32, 128, 128, 4);
     portable("h200", f32, &long, "f32 operands; products of 16-bit operands only");
-    portable("h200", Class { paged: true, ..plain.clone() }, &long, "keys in pages");
-    let apart = Class { align: 0, ..plain.clone() };
-    portable("h200", apart, &long, "elements of rows are apart");
-    let aligned = Class { align: 8, ..plain.clone() };
-    portable("h200", aligned, &long, "rows are aligned to 8 B; a tensor map needs 16");
-    let strided = "k has row stride 0, which no tensor map has";
-    let unmapped = Class { unmapped: Some(strided.to_owned()), ..plain.clone() };
-    portable("h200", unmapped, &long, strided);
+    let aligned = |align| Class { align, unmapped: Unmapped::aligned(align), ..plain.clone() };
+    portable("h200", aligned(0), &long, "elements of q are apart; loads need them side by side");
+    portable("h200", aligned(2), &long, "rows of q are aligned to 2 B; loads need 4");
+    // Of out alone rows may lie in any way, but not those of operands to be copied.
+    let out = Class { align: 2, ..plain.clone() };
+    assert_eq!(family("h200", &out, &long), (Family::Hopper, None));
+    let reason = "rows of out are aligned to 2 B; copies need 4";
+    let out = Class { align: 2, ..repeated_keys(&plain) };
+    portable("h200", out, &long, &format!("{STRIDED}, and {reason}"));
     // No product is as wide.
     let wide = KernelPlan::new(
         &Profile::named("h200").unwrap(),
@@ -452,6 +455,51 @@ fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
     assert_eq!(wide.unwrap().kernels[0].chosen.config.family, Family::Portable);
     let decode = Sizes { queries: 1, ..long };
     portable("h200", plain, &decode, "few queries, whose heads share a tile");
+}
+
+const STRIDED: &str = "k has row stride 0, which no tensor map has";
+
+/// The same with keys that the copy engine does not take.
+fn repeated_keys(class: &Class) -> Class {
+    let reason = STRIDED.to_owned();
+    Class { unmapped: vec![Unmapped { name: "k", reason, by_copies: true }], ..class.clone() }
+}
+
+#[test]
+fn the_hopper_family_copies_row_by_row_what_no_tensor_map_has_and_says_why() {
+    let profile = Profile::named("h200").unwrap();
+    let (plain, long) = (Class::new(Elem::Bf16, 128, 128, 4), sizes(2, 32, 8, 8192));
+    let planned = |class: &Class| {
+        let plan = KernelPlan::new(&profile, class, &long, false, &KernelOptions::default());
+        let (plan, told) = plan.map(|plan| (plan.clone(), plan.to_string())).unwrap();
+        let config = plan.choice(Kernel::Forward).chosen.config.clone();
+        assert_eq!(config.family, Family::Hopper, "{told}");
+        let copies = told.lines().find_map(|line| line.strip_prefix("  copies     "));
+        // What runs in its place takes the same operands, and copies all of them.
+        let portable = plan.choice(Kernel::Forward).others.iter().map(|other| &other.config);
+        let portable: Vec<_> = portable.filter(|c| c.family == Family::Portable).collect();
+        assert!(!portable.is_empty() && portable.iter().all(|c| !c.copied.any()));
+        (config.copied.to_string(), copies.map(str::to_owned).unwrap_or_default())
+    };
+    let by_maps = (String::new(), "q, k and v by tensor maps".to_owned());
+    assert_eq!(planned(&plain), by_maps);
+    let pages =
+        |rows| planned(&Class { paged: true, unmapped: Unmapped::paged(rows), ..plain.clone() });
+    for rows in [8, 16, 24, 4096] {
+        assert_eq!(pages(rows), by_maps, "{rows}");
+    }
+    let reason = "hopper by copies: k lies in pages of 1 row, no multiple of the 8 of a tensor map; \
+                  v lies in pages of 1 row, no multiple of the 8 of a tensor map";
+    assert_eq!(pages(1), ("k, v".to_owned(), reason.to_owned()));
+    let keys = planned(&repeated_keys(&plain));
+    assert_eq!(keys, ("k".to_owned(), format!("hopper by copies: {STRIDED}")));
+    for align in [4, 8] {
+        let class = Class { align, unmapped: Unmapped::aligned(align), ..plain.clone() };
+        let (copied, reason) = planned(&class);
+        assert_eq!(copied, "q, k, v");
+        let first = format!("hopper by copies: rows of q are aligned to {align} B; a tensor map");
+        assert!(reason.starts_with(&first), "{reason}");
+    }
 }
 
 #[test]
@@ -513,9 +561,9 @@ fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     assert_eq!(chosen(&learned), Tiles::hopper_backward(64, 3));
     let fixed = Class { deterministic: true, ..narrow };
     assert_eq!(chosen(&fixed), Tiles::hopper_backward(128, 3).ordered());
-    let strided = "d_out has row stride 0, which no tensor map has";
-    let unmapped = Class { unmapped: Some(strided.to_owned()), ..plain.clone() };
-    refused(&unmapped, &[], strided);
+    // The backward copies nothing row by row.
+    let unmapped = repeated_keys(&plain);
+    refused(&unmapped, &[], STRIDED);
     refused(&plain, &[("tile_q", "128")], "280 registers a thread, it can have 232");
     refused(&plain, &[("tile_q", "96")], "hopper takes 64 or 128 queries");
     let once = with(&plain, &[("family", "hopper"), ("tile_q", "96")]).unwrap_err().to_string();

@@ -132,6 +132,42 @@ impl Family {
     }
 }
 
+/// Operands that are copied row by row, as no tensor map has them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct Copied {
+    /// Queries.
+    pub q: bool,
+    /// Keys.
+    pub k: bool,
+    /// Values.
+    pub v: bool,
+}
+
+impl Copied {
+    fn operands(self) -> [(&'static str, bool); 3] {
+        [("q", self.q), ("k", self.k), ("v", self.v)]
+    }
+
+    /// Whether there is one.
+    pub fn any(self) -> bool {
+        self.bits() != 0
+    }
+
+    /// The value of `FV_COPIED`: a bit for each of q, k and v.
+    fn bits(self) -> usize {
+        usize::from(self.q) | usize::from(self.k) << 1 | usize::from(self.v) << 2
+    }
+}
+
+/// `k, v`.
+impl fmt::Display for Copied {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let copied = self.operands().into_iter().filter(|(_, copied)| *copied);
+        let names: Vec<&str> = copied.map(|(name, _)| name).collect();
+        f.write_str(&names.join(", "))
+    }
+}
+
 /// What one kernel is compiled for. Every field but the first two and `deterministic` is a macro; [`Self::defines`]
 /// prints them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize)]
@@ -184,6 +220,8 @@ pub struct Config {
     pub pack_gqa: bool,
     /// Keys and values lie in pages. `FV_PAGED`
     pub paged: bool,
+    /// Operands of the Hopper family's forward that its producers copy row by row. `FV_COPIED`
+    pub copied: Copied,
     /// Every sum is in a fixed order, those of captured buffers by the mods.
     pub deterministic: bool,
     /// The backward leaves dq to [`Kernel::BackwardDq`]. `FV_SEPARATE_DQ`
@@ -222,6 +260,7 @@ impl Config {
             kv_split: false,
             pack_gqa: false,
             paged: false,
+            copied: Copied::default(),
             deterministic: false,
             separate_dq: false,
             ordered_dq: false,
@@ -287,7 +326,7 @@ impl Config {
     }
 
     /// The macros and their values, in the order they are printed.
-    pub fn macros(&self) -> [(&'static str, usize); 26] {
+    pub fn macros(&self) -> [(&'static str, usize); 27] {
         [
             ("FV_DTYPE", self.dtype.number()),
             ("FV_OUT_DTYPE", self.out_dtype.number()),
@@ -312,6 +351,7 @@ impl Config {
             ("FV_KV_SPLIT", self.kv_split.into()),
             ("FV_PACK_GQA", self.pack_gqa.into()),
             ("FV_PAGED", self.paged.into()),
+            ("FV_COPIED", self.copied.bits()),
             ("FV_SEPARATE_DQ", self.separate_dq.into()),
             ("FV_ORDERED_DQ", self.ordered_dq.into()),
             ("FV_CHECKED", self.checked.into()),
@@ -374,6 +414,9 @@ impl fmt::Display for Config {
         ];
         for (_, name) in flags.iter().filter(|(on, _)| *on) {
             write!(f, ", {name}")?;
+        }
+        if self.copied.any() {
+            write!(f, ", {} by copies", self.copied)?;
         }
         Ok(())
     }

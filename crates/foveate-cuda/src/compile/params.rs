@@ -170,6 +170,8 @@ foveate_gpu::abi_structs! {
         pub d_out_group: i32,
         /// Batch entry.
         pub d_out_batch: i32,
+        /// Keys of a box of the maps of k and v that lie in pages.
+        pub box_keys: i32,
     }
 
     /// Arguments of the backward kernels.

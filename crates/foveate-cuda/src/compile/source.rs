@@ -33,8 +33,8 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
             DEVICE,
             ROWS,
             FORWARD_STEPS,
-            FORWARD_DEVICE,
             FORWARD_ROW,
+            FORWARD_DEVICE,
             include_str!("../../kernels/portable/forward.cu"),
         ],
         (Kernel::Forward, Family::Hopper) => &[
@@ -43,6 +43,7 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
             FORWARD_STEPS,
             FORWARD_ROW,
             HOPPER,
+            include_str!("../../kernels/hopper/copies.cuh"),
             include_str!("../../kernels/hopper/forward_device.cuh"),
             include_str!("../../kernels/hopper/forward.cu"),
         ],

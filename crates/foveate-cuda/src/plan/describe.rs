@@ -7,7 +7,7 @@ use super::kernels::sizes;
 use super::launch::{COUNTED_BYTES, dq_accum_bytes};
 use super::{CudaPlan, longest, sequences};
 use crate::choose::schedule::{Axis, Lists, Schedule, TileSize};
-use crate::choose::{Class, KernelPlan};
+use crate::choose::{Class, KernelPlan, Unmapped};
 use crate::compile::Candidate;
 use crate::compile::config::{Config, Kernel};
 use crate::error::CudaError;
@@ -44,7 +44,12 @@ impl CudaPlan {
         self.spec.check_on_host()?;
         let dims = self.dims.arranged(arrangement);
         let sequences = sequences(&dims, arrangement);
-        let class = Class { paged: arrangement.paged(), ..self.class() };
+        let page_size = arrangement.page_size();
+        let class = Class {
+            paged: page_size.is_some(),
+            unmapped: page_size.map_or_else(Vec::new, Unmapped::paged),
+            ..self.class()
+        };
         let backward = self.gradient.is_ok() && !arrangement.paged();
         let chosen = self.chosen(class.clone(), sizes(&dims, longest(&sequences)), backward)?;
         let forward = &self.running(&chosen.kernels[0]).config;

@@ -6,7 +6,8 @@
 
 use super::CudaPlan;
 use super::resident::LaunchSchedule;
-use crate::compile::config::{Config, Elem};
+use crate::choose::Unmapped;
+use crate::compile::config::{Config, Copied, Elem};
 use crate::compile::params::PersistentParams;
 use crate::error::CudaError;
 use crate::operands::DeviceOperands;
@@ -30,19 +31,24 @@ fn operand_maps(
     d_out: Option<&DeviceTensor>,
     group: usize,
     [queries, keys]: [usize; 2],
-) -> Result<Vec<OperandMap>, MapRefusal> {
+) -> Vec<(&'static str, Result<OperandMap, MapRefusal>)> {
     let tile = |axes, rows: usize| MapTile { axes, rows: rows as u32, swizzle: Swizzle::Bytes128 };
     let queries = tile(MapAxes::Groups { heads: group }, queries);
     let keys = tile(MapAxes::Heads, keys);
-    let mut maps = vec![
-        OperandMap::of("q", &operands.q, &queries)?,
-        OperandMap::of("k", &operands.k, &keys)?,
-        OperandMap::of("v", &operands.v, &keys)?,
-    ];
-    if let Some(d_out) = d_out {
-        maps.push(OperandMap::of("d_out", d_out, &queries)?);
-    }
-    Ok(maps)
+    let DeviceOperands { q, k, v, .. } = operands;
+    let all = [("q", q, &queries), ("k", k, &keys), ("v", v, &keys)];
+    let all = all.into_iter().chain(d_out.map(|d_out| ("d_out", d_out, &queries)));
+    all.map(|(name, tensor, tile)| (name, OperandMap::of(name, tensor, tile))).collect()
+}
+
+/// Keys of a box of the maps of k and v: of a tile, or, where they lie in pages, of both.
+fn box_keys(operands: &DeviceOperands<'_>, tile_kv: usize) -> usize {
+    operands.pages.map_or(tile_kv, |_| common_divisor(tile_kv, operands.k.layout.shape[2]))
+}
+
+/// The greatest that divides both.
+fn common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
 impl CudaPlan {
@@ -51,17 +57,25 @@ impl CudaPlan {
         self.engine.profile().capability == (9, 0) && self.elem != Elem::F32
     }
 
-    /// Why the copy engine cannot load an operand of a call; nothing on devices where no kernel
+    /// The operands of a call that the copy engine cannot load; none on devices where no kernel
     /// would use it.
     pub(super) fn unmapped(
         &self,
         operands: &DeviceOperands<'_>,
         d_out: Option<&DeviceTensor>,
-    ) -> Option<String> {
-        let boxes = [CONSUMER_ROWS; 2];
-        let maps =
-            self.may_persist().then(|| operand_maps(operands, d_out, self.dims.group(), boxes));
-        maps.and_then(Result::err).map(|refusal| refusal.to_string())
+    ) -> Vec<Unmapped> {
+        if !self.may_persist() {
+            return Vec::new();
+        }
+        let page_size = operands.pages.map(|_| operands.k.layout.shape[2]);
+        let of_pages = |name| page_size.and_then(|rows| Unmapped::of_pages(name, rows));
+        let maps = operand_maps(operands, d_out, self.dims.group(), [CONSUMER_ROWS; 2]);
+        let unmapped = maps.into_iter().filter_map(|(name, map)| match map {
+            Err(refusal) => Some(Unmapped::new(name, &refusal)),
+            Ok(_) if name == "k" || name == "v" => of_pages(name),
+            Ok(_) => None,
+        });
+        unmapped.collect()
     }
 
     /// The parameters of a launch after its mods: of a backward if there is a `d_out`.
@@ -74,9 +88,19 @@ impl CudaPlan {
     ) -> Result<(PersistentParams, Vec<TensorMap>), CudaError> {
         // A consumer of the forward has queries, and a copy of them, of its own.
         let queries = if d_out.is_some() { config.tile_q } else { CONSUMER_ROWS };
-        let maps = operand_maps(operands, d_out, self.dims.group(), [queries, config.tile_kv]);
-        let maps = maps.map_err(|refusal| CudaError::argument(refusal.to_string()))?;
-        let step = |map: usize, axis: usize| maps.get(map).map_or(0, |map| map.steps[axis] as i32);
+        let box_keys = box_keys(operands, config.tile_kv);
+        let Copied { q, k, v } = config.copied;
+        let copied = [q, k, v, false];
+        // Of operands that the kernel copies row by row it reads no map.
+        let maps = operand_maps(operands, d_out, self.dims.group(), [queries, box_keys]);
+        let maps = maps.into_iter().zip(copied).map(|((_, map), copied)| match copied {
+            true => Ok(None),
+            false => map.map(Some).map_err(|refusal| CudaError::argument(refusal.to_string())),
+        });
+        let maps = maps.collect::<Result<Vec<_>, _>>()?;
+        let step = |map: usize, axis: usize| {
+            maps.get(map).and_then(Option::as_ref).map_or(0, |map| map.steps[axis] as i32)
+        };
         let params = PersistentParams {
             taken: schedule.taken(),
             q_head: step(0, 2),
@@ -89,9 +113,13 @@ impl CudaPlan {
             d_out_head: step(3, 2),
             d_out_group: step(3, 3),
             d_out_batch: step(3, 4),
+            box_keys: box_keys as i32,
         };
-        let encoded = maps.iter().map(|map| self.encoded(map)).collect::<Result<_, _>>()?;
-        Ok((params, encoded))
+        let encoded = |map: &Option<OperandMap>| match map {
+            Some(map) => self.encoded(map),
+            None => Ok(TensorMap::UNUSED),
+        };
+        Ok((params, maps.iter().map(encoded).collect::<Result<_, _>>()?))
     }
 
     fn encoded(&self, map: &OperandMap) -> Result<TensorMap, CudaError> {
@@ -105,5 +133,22 @@ impl CudaPlan {
         }
         kept.0.push((*map, encoded));
         Ok(encoded)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Boxes that lie apart by other than 1024 bytes would be swizzled otherwise than their tile is.
+    #[test]
+    fn boxes_of_pages_are_whole_parts_of_pages_and_tiles_and_of_the_swizzle() {
+        for tile_kv in (32..=256).step_by(16) {
+            for page in (8..=4096).step_by(8) {
+                let keys = common_divisor(tile_kv, page);
+                assert_eq!((page % keys, tile_kv % keys, keys % 8), (0, 0, 0), "{tile_kv}, {page}");
+                assert!(tile_kv / keys <= 32, "a lane for each box of {tile_kv} keys");
+            }
+        }
     }
 }

@@ -192,6 +192,9 @@ impl Tiled<'_> {
 pub struct TensorMap([u64; 16]);
 
 impl TensorMap {
+    /// What a kernel is given in place of a map that it does not read.
+    pub const UNUSED: Self = Self([0; 16]);
+
     /// The map of `tiled`, for kernels on `device`.
     ///
     /// # Errors

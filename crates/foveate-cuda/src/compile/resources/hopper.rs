@@ -5,7 +5,7 @@
 //! what a consumer can have is more than what the launch gives every thread.
 
 use super::{Refusal, Resources};
-use crate::compile::config::{Config, Elem, Family};
+use crate::compile::config::{Config, Elem, Family, Kernel};
 
 /// Bytes of shared memory that a CTA can have on compute capability 9.0.
 const SHARED_LIMIT: usize = 232_448;
@@ -27,9 +27,11 @@ const WORKING: usize = 32;
 /// The same in the backward, whose constants are few and pinned.
 const WORKING_BACKWARD: usize = 24;
 
+/// Bytes of the least `cp.async`.
+pub(crate) const LEAST_COPY: usize = 4;
+
 /// Problems that the family does not compute, in words for planner and resource model alike.
 pub(crate) const NO_F32: &str = "f32 operands; products of 16-bit operands only";
-pub(crate) const NO_PAGES: &str = "keys in pages";
 pub(crate) const NO_PACKED_GQA: &str = "few queries, whose heads share a tile";
 
 /// What a CTA of `config` takes.
@@ -108,17 +110,17 @@ fn check(config: &Config) -> Result<(), Refusal> {
     if config.dtype == Elem::F32 {
         return family(NO_F32);
     }
-    if config.paged {
-        return family(NO_PAGES);
-    }
     if config.pack_gqa {
         return family(NO_PACKED_GQA);
     }
     if config.kv_split {
         return family("split-KV");
     }
-    if config.align != 16 {
+    if config.align != 16 && config.kernel != Kernel::Forward {
         return family("rows that are not aligned to 16 B");
+    }
+    if config.copied.any() && config.align < LEAST_COPY {
+        return family("copies of rows that are not aligned to 4 B");
     }
     if config.kernel.makes_dq_alone() {
         if warps != 12 || tile_q != 128 {
