@@ -179,12 +179,19 @@ impl Class {
 
     /// Whether `kernel` on Hopper adds dq in a fixed order, and no kernel of its own makes it.
     /// Derivatives of scores and gradients of captured buffers leave too few registers; under a mask as
-    /// sparse as documents tiles of keys wait too long for each other.
+    /// sparse as documents tiles of keys wait for each other longer than the kernel takes at head
+    /// dims above 64.
     pub(crate) fn orders_dq(&self, kernel: Kernel, sizes: &Sizes) -> bool {
-        let wide = self.dim.max(self.dim_v) > Tiles::MOST_DIM_OF_BOTH;
-        let registers = !wide && !self.dscore && !self.captures;
-        let sparse = self.mask && sizes.mean_loop_len(kernel) < Sizes::FEW;
-        kernel.owns_keys() && self.deterministic && !self.separate_dq && registers && !sparse
+        let dim = self.dim.max(self.dim_v);
+        let registers = dim <= Tiles::MOST_DIM_OF_BOTH && !self.dscore && !self.captures;
+        let short_waits = dim <= 64 || !self.is_sparse(kernel, sizes);
+        let wanted = self.deterministic && !self.separate_dq;
+        kernel.owns_keys() && wanted && registers && short_waits
+    }
+
+    /// Whether the mask is as sparse as documents along the loop of `kernel`.
+    pub(crate) fn is_sparse(&self, kernel: Kernel, sizes: &Sizes) -> bool {
+        self.mask && sizes.mean_loop_len(kernel) < Sizes::FEW
     }
 
     /// A kernel of this class. What the kernel does not read is left at its default, so that

@@ -79,6 +79,9 @@ pub struct KernelPlan {
     /// KV splits of a tile of queries in the forward; 1 without
     /// [`Kernel::Combine`].
     pub kv_splits: usize,
+    /// All heads take turns at each tile of keys of the backward.
+    #[serde(skip)]
+    all_heads_in_turns: bool,
 }
 
 /// CTAs that a launch can have along its third axis.
@@ -156,7 +159,11 @@ impl KernelPlan {
             });
             kernels.extend(chosen.collect::<Result<Vec<_>, _>>()?);
         }
-        Ok(Self { profile: profile.clone(), kernels, kv_splits })
+        let mut plan =
+            Self { profile: profile.clone(), kernels, kv_splits, all_heads_in_turns: false };
+        let ordered = plan.config(Kernel::Backward).is_some_and(|config| config.ordered_dq);
+        plan.all_heads_in_turns = ordered && class.is_sparse(Kernel::Backward, sizes);
+        Ok(plan)
     }
 
     /// Whether dq of a backward has a kernel of its own: [`Kernel::BackwardDq`].
@@ -167,8 +174,12 @@ impl KernelPlan {
     /// How many of the `heads` of `kernel` take turns at each of the `tiles` that its CTAs own:
     /// heavy CTAs then come first whatever head they are of, so that light ones end the launch
     /// together. Enough heads for the device to be filled four times, and no more, for what those
-    /// under way read to stay in the cache.
+    /// under way read to stay in the cache. All of them where tiles of keys of a sparse mask add dq in
+    /// order, so that those that start together add to different rows.
     pub fn interleaved_heads(&self, kernel: Kernel, heads: usize, tiles: usize) -> usize {
+        if self.all_heads_in_turns && kernel == Kernel::Backward {
+            return heads.max(1);
+        }
         let at_once = self.profile.sms * self.choice(kernel).chosen.occupancy.ctas;
         let turns = tiles * heads / (4 * at_once).max(1);
         heads.div_ceil(turns.max(1)).max(1)

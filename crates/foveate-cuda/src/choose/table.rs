@@ -130,9 +130,9 @@ const HOPPER_DQ_SCORED: &[Known] = &[
 /// dims up to 64 under a mask as sparse as documents, of which the forward's tile of 192 queries covers
 /// too much.
 pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
-    let (dim, few) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel) < Sizes::FEW);
+    let dim = class.dim.max(class.dim_v);
     let table = match kernel {
-        Kernel::Forward if dim <= 64 && class.mask && few => return None,
+        Kernel::Forward if dim <= 64 && class.is_sparse(kernel, sizes) => return None,
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward => HOPPER,
         Kernel::Backward if class.dscore || class.captures => HOPPER_BACKWARD_SMALL,
