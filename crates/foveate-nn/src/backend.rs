@@ -189,6 +189,9 @@ pub trait Blocks: Sized {
     /// Brings values to the device, rounded to the nearest. `values` may be used again on return.
     fn fill(&mut self, into: PartMut<'_, Self::Array>, values: &[f32]) -> Result<(), NnError>;
 
+    /// Copies the first `period` elements of a part over all that follow in it, again and again.
+    fn repeat(&mut self, part: PartMut<'_, Self::Array>, period: usize) -> Result<(), NnError>;
+
     /// What moves groups of parameters between the ranks that share them: a way of the device's own, or
     /// [`crate::ThroughHost`].
     ///

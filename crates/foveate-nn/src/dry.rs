@@ -257,6 +257,10 @@ impl Blocks for Dry {
         Ok(())
     }
 
+    fn repeat(&mut self, _: PartMut<'_, DryArray>, _: usize) -> Result<(), NnError> {
+        Ok(())
+    }
+
     /// Leaves `into` as it is.
     fn download(&mut self, _: Part<'_, DryArray>, _: &mut [f32]) -> Result<(), NnError> {
         Ok(())

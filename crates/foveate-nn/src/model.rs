@@ -373,6 +373,34 @@ impl<B: Blocks> Model<B> {
         Ok(())
     }
 
+    /// Gives parameter `index` the values `period` over and over again, made many on the device: a model
+    /// of billions of parameters to be timed has its values in a second. Where parameters are cut over
+    /// ranks, each piece of them that is held begins with the first value.
+    ///
+    /// # Errors
+    /// When `period` is empty, or the device has no memory for the values.
+    pub fn fill_repeating(&mut self, index: usize, period: &[f32]) -> Result<(), NnError> {
+        self.allocate()?;
+        let parameter = &self.layout.parameters()[index];
+        if period.is_empty() {
+            return Err(NnError::parameter(&parameter.name, "is given no values to repeat"));
+        }
+        let blocks = &mut lock(&self.running).blocks;
+        for (piece, first) in self.share.pieces(&parameter.place) {
+            let (place, some) = (first..first + piece.len(), period.len().min(piece.len()));
+            blocks.fill_weights(&mut self.weights, first, &period[..some])?;
+            let Weights { array, remainders } = &mut self.weights;
+            for array in [array, remainders] {
+                if place.end <= array.elems() {
+                    let part = PartMut { array, place: place.clone(), accumulate: false };
+                    blocks.repeat(part, some)?;
+                }
+            }
+        }
+        self.filled[index] = true;
+        Ok(())
+    }
+
     fn allocate(&mut self) -> Result<(), NnError> {
         if self.weights.array.elems() > 0 {
             return Ok(());

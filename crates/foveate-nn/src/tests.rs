@@ -400,6 +400,25 @@ fn a_model_that_is_read_draws_only_what_is_missing() {
 }
 
 #[test]
+fn values_that_repeat_fill_every_parameter_and_nothing_beside_it() {
+    let mut model = Model::unfilled(tiny(false), &attention()).unwrap();
+    let period = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+    for index in 0..model.parameters().len() {
+        model.fill_repeating(index, &period).unwrap();
+    }
+    let mut belongs = vec![false; model.weights().len()];
+    for parameter in model.parameters() {
+        belongs[parameter.place.clone()].fill(true);
+        let expected = period.iter().cycle().take(parameter.place.len());
+        assert!(model.values(parameter).iter().eq(expected), "{}", parameter.name);
+    }
+    let beside = model.weights().iter().zip(belongs).filter(|(_, belongs)| !belongs);
+    assert!(beside.map(|(&value, _)| value).all(|value| value == 0.0));
+    let said = model.fill_repeating(0, &[]).unwrap_err().to_string();
+    assert!(said.contains("embed_tokens.weight`: is given no values to repeat"), "{said}");
+}
+
+#[test]
 fn each_layer_runs_the_program_that_the_pattern_gives_it() {
     let AttentionConfig::Pattern { programs, .. } = pattern() else { unreachable!() };
     let of = |layers: &[&str]| {

@@ -202,3 +202,63 @@ impl Planned<'_> {
         Ok(None)
     }
 }
+
+/// What is computed again where `there` bytes are there: nothing, else attention, gate and up, or all of
+/// as few layers as make `bytes` fit; all of all layers where nothing does.
+///
+/// # Errors
+/// Those of `bytes`.
+pub fn least_that_fits<E>(
+    layers: usize,
+    there: Option<u64>,
+    bytes: impl Fn(Recomputation) -> Result<u64, E>,
+) -> Result<Recomputation, E> {
+    let full = Recomputation::from(Recompute::Full);
+    let Some(there) = there else { return Ok(Recompute::None.into()) };
+    for what in Recompute::ALL {
+        if bytes(what.into())? > there {
+            continue;
+        }
+        if what == Recompute::None {
+            return Ok(what.into());
+        }
+        // More layers take less.
+        let (mut too_few, mut enough) = (0, layers);
+        while enough - too_few > 1 {
+            let middle = (too_few + enough) / 2;
+            match bytes(Recomputation { what, layers: middle })? > there {
+                true => too_few = middle,
+                false => enough = middle,
+            }
+        }
+        return Ok(Recomputation { what, layers: enough });
+    }
+    Ok(full)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_little_is_computed_again_as_fits() {
+        // 10 layers of 10 bytes; of each attention gives back 2, gate and up 5, everything 9.
+        let bytes = |again: Recomputation| {
+            let less = match again.what {
+                Recompute::None => 0,
+                Recompute::Attention => 2,
+                Recompute::Mlp => 5,
+                Recompute::Full => 9,
+            };
+            Ok::<u64, NnError>(100 - less * again.layers.min(10) as u64)
+        };
+        let found = |there| least_that_fits(10, Some(there), bytes).unwrap();
+        assert_eq!(found(100), Recompute::None.into());
+        assert_eq!(found(99), Recomputation { what: Recompute::Attention, layers: 1 });
+        assert_eq!(found(80), Recomputation { what: Recompute::Attention, layers: 10 });
+        assert_eq!(found(79), Recomputation { what: Recompute::Mlp, layers: 5 });
+        assert_eq!(found(49), Recomputation { what: Recompute::Full, layers: 6 });
+        assert_eq!(found(1), Recompute::Full.into());
+        assert_eq!(least_that_fits(10, None, bytes).unwrap(), Recompute::None.into());
+    }
+}

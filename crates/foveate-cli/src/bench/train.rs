@@ -48,6 +48,9 @@ pub struct Args {
     /// Mask as text; the recipe's, otherwise `causal`, with `& document` where there are several
     #[arg(long, value_name = "MASK")]
     mask: Option<String>,
+    /// Let every other layer, the first among them, see so many keys back and no more
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    window: Option<usize>,
     /// Score as text, such as softcap(30)
     #[arg(long, value_name = "SCORE")]
     score: Option<String>,
@@ -142,7 +145,8 @@ impl Bench<'_> {
             // A processor has one order.
             let more = found.gpu.is_some();
             if more && all.is_empty() && world.ranks() == 1 {
-                found.alone_ms = options.run(Alone { case, interrupt: &self.interrupt })??;
+                let (recompute, interrupt) = (found.recompute, &self.interrupt);
+                found.alone_ms = options.run(Alone { case, recompute, interrupt })??;
             } else {
                 found.alone_ms = all.first().and_then(|first| first.alone_ms);
             }
@@ -182,7 +186,7 @@ fn print(
             Count(case.accumulate(), "batch"),
             case.mask(),
             found.state,
-            case.recomputes(),
+            case.told(found.recompute),
             found.gpu.as_deref().unwrap_or("the CPU"),
         ))?;
     }
@@ -195,7 +199,7 @@ fn print(
     let order = if found.deterministic { "fixed order" } else { "any order" };
     out.line(format!(
         "\n{order}: {:.1} ms a step (fastest {:.1}), {:.0} tokens/s{}, {} of memory, {} by the dry run; \
-         the host queues for {:.1} ms",
+         the host queues for {:.1} ms; weights took {:.1} s, the first step {:.1} s",
         found.ms,
         found.min_ms,
         found.tokens_per_s(case),
@@ -206,6 +210,8 @@ fn print(
         found.peak_bytes.map_or("?".to_owned(), |n| bytes(n as f64)),
         bytes(found.planned_bytes as f64),
         found.queue_ms,
+        found.weights_s,
+        found.first_step_s,
     ))?;
     if let Some(fixed) = fixed.filter(|fixed| fixed.deterministic && !found.deterministic) {
         out.line(format!(

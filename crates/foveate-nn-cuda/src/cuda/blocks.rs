@@ -130,6 +130,10 @@ impl Blocks for Cuda {
         transfer::write_numbers(into.array, into.place.start, values)
     }
 
+    fn repeat(&mut self, part: PartMut<'_, CudaArray>, period: usize) -> Result<(), NnError> {
+        transfer::repeat(&self.queue, &part, period)
+    }
+
     fn download(&mut self, from: Part<'_, CudaArray>, into: &mut [f32]) -> Result<(), NnError> {
         transfer::read_numbers(from.array, from.place.start, &mut into[..from.place.len()])
     }

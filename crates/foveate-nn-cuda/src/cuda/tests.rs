@@ -433,6 +433,18 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
         let mut found = vec![0.0; ELEMS];
         both.cuda.download_weights(&cuda, 0, &mut found).unwrap();
         assert_eq!(found, masters, "masters come back to the bit");
+        // Some of them again and again, beside what stays.
+        let mut expected = narrowed(precision.weights, &masters);
+        let (size, place) = (precision.weights.bytes(), 130..ELEMS - 9);
+        for at in place.start + 77..place.end {
+            expected.copy_within((at - 77) * size..(at - 76) * size, at * size);
+        }
+        let mut array = both.twin(precision.weights, masters.clone()).cuda;
+        let part = PartMut { array: &mut array, place, accumulate: false };
+        both.cuda.repeat(part, 77).unwrap();
+        let mut repeated = vec![0.0; ELEMS];
+        both.cuda.download(Part::whole(&array), &mut repeated).unwrap();
+        assert_eq!(narrowed(precision.weights, &repeated), expected);
 
         let spans = [(0..4100, 1.0, 1.0), (4100..ELEMS, 0.5, 0.0)].map(|(place, rate, decay)| {
             Span { origin: place.start, place, treatment: Treatment { rate, decay } }

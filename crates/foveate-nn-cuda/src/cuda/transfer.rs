@@ -1,12 +1,14 @@
 //! Numbers of the host as elements in device memory, and back.
 
+use foveate_gpu::Queue;
+use foveate_gpu::abi::Address;
 use foveate_gpu::driver::default_timeout;
 use foveate_nn::moments::{self, BLOCK, Moment};
-use foveate_nn::{NnError, Weights, join_master, split_master};
+use foveate_nn::{NnError, PartMut, Weights, join_master, split_master};
 use foveate_tensor::DType;
 use half::bf16;
 
-use super::array::CudaArray;
+use super::array::{CudaArray, Place};
 use super::failed;
 
 /// Elements that are converted at once on their way to and from the device.
@@ -24,6 +26,22 @@ pub fn write(
         let at = (first + i * CONVERTED) * size;
         let memory = into.memory.as_ref().expect("it has elements");
         memory.write_at(at, &bytes(some)).map_err(|e| failed(&e))?;
+    }
+    Ok(())
+}
+
+/// Copies the first `period` elements of a part over the others, twice as many at a time.
+pub fn repeat(queue: &Queue, part: &PartMut<'_, CudaArray>, period: usize) -> Result<(), NnError> {
+    let (start, dtype, elems) = part.place();
+    let bytes = elems * dtype.bytes();
+    let mut there = period.clamp(1, elems.max(1)) * dtype.bytes();
+    while there < bytes {
+        let some = there.min(bytes - there);
+        let stream = queue.stream();
+        // SAFETY: both ranges lie in the part, whose memory is of the queue's own pool.
+        unsafe { stream.copy(start + there as Address, start, stream.device(), some) }
+            .map_err(|e| failed(&e))?;
+        there += some;
     }
     Ok(())
 }

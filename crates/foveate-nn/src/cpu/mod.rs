@@ -228,6 +228,12 @@ impl Blocks for Cpu {
         Ok(())
     }
 
+    fn repeat(&mut self, part: PartMut<'_, Vec<f32>>, period: usize) -> Result<(), NnError> {
+        let (first, rest) = part.values().split_at_mut(period);
+        rest.chunks_mut(period.max(1)).for_each(|some| some.copy_from_slice(&first[..some.len()]));
+        Ok(())
+    }
+
     fn download(&mut self, from: Part<'_, Vec<f32>>, into: &mut [f32]) -> Result<(), NnError> {
         into.copy_from_slice(from.values());
         Ok(())

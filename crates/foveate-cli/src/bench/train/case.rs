@@ -6,7 +6,7 @@ use foveate::tensor::random::Random;
 use foveate_nn::{AttentionConfig, IGNORE, ModelConfig, ProgramConfig, Recomputation, Recompute};
 use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::pack::Packed;
-use foveate_train::recipe::{Recipe, RecomputeChoice};
+use foveate_train::recipe::Recipe;
 use foveate_train::tokens::BYTE_VOCAB;
 
 use super::{Args, word};
@@ -21,6 +21,9 @@ pub struct Case {
     pub config: ModelConfig,
     pub attention: AttentionConfig,
     pub documents: usize,
+    /// Keys back that every other layer sees.
+    pub window: Option<usize>,
+    pub score: Option<String>,
 }
 
 impl Case {
@@ -58,16 +61,11 @@ impl Case {
         if let Some(recompute) = &args.recompute {
             train.recompute = word("recompute", recompute)?;
         }
-        if train.recompute == RecomputeChoice::Auto {
-            return Err(Failure::usage("train.recompute is \"auto\"")
-                .help("say what is computed again by --recompute none, attention, mlp or full"));
-        }
         let longest = case.config.max_position_embeddings;
         case.config.max_position_embeddings = longest.max(data.len);
-        if args.mask.is_some() || args.score.is_some() {
+        if args.mask.is_some() || args.score.is_some() || args.window.is_some() {
             let mask = args.mask.clone().unwrap_or_else(|| causal(args.documents).to_owned());
-            let score = args.score.clone();
-            case.attention = ProgramConfig { mask, score, ..ProgramConfig::default() }.into();
+            case.attention = attention(mask, args.score.clone(), args.window);
         }
         Ok(case)
     }
@@ -91,6 +89,8 @@ impl Case {
             config,
             attention: attention.unwrap_or_else(|| program(causal(args.documents))),
             documents: args.documents,
+            window: args.window,
+            score: args.score.clone(),
             recipe,
         })
     }
@@ -107,13 +107,13 @@ impl Case {
         self.recipe.train.accumulate
     }
 
-    pub fn recompute(&self) -> Recomputation {
-        self.recipe.train.recomputation().unwrap_or(Recompute::None.into())
+    /// What is computed again; none for the least that fits.
+    pub fn recompute(&self) -> Option<Recomputation> {
+        self.recipe.train.recomputation()
     }
 
     /// What is computed again, in words.
-    pub fn recomputes(&self) -> String {
-        let Recomputation { what, layers } = self.recompute();
+    pub fn told(&self, Recomputation { what, layers }: Recomputation) -> String {
         match layers >= self.config.num_hidden_layers || what == Recompute::None {
             true => what.name().to_owned(),
             false => {
@@ -184,6 +184,18 @@ fn causal(documents: usize) -> &'static str {
     if documents > 1 { "causal & document" } else { "causal" }
 }
 
+/// One program for all layers, or where there is a window two in turns.
+fn attention(mask: String, score: Option<String>, window: Option<usize>) -> AttentionConfig {
+    let program = |mask| ProgramConfig { mask, score: score.clone(), ..ProgramConfig::default() };
+    let Some(window) = window else { return program(mask).into() };
+    let near = program(format!("({mask}) & sliding_window({window})"));
+    let programs = [("near", near), ("far", program(mask))];
+    AttentionConfig::Pattern {
+        layers: programs.iter().map(|(name, _)| (*name).to_owned()).collect(),
+        programs: programs.map(|(name, program)| (name.to_owned(), program)).into(),
+    }
+}
+
 fn program(mask: &str) -> AttentionConfig {
     ProgramConfig { mask: mask.into(), ..ProgramConfig::default() }.into()
 }
@@ -221,6 +233,7 @@ fn published(name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use foveate_nn::AttentionProgram;
 
     use super::*;
 
@@ -239,6 +252,17 @@ mod tests {
         let counts = ["135m", "1b", "3b", "8b"]
             .map(|name| case(&["--model", name]).unwrap().config.parameter_count());
         assert_eq!(counts, [134_515_008, 1_235_814_400, 3_212_749_824, 8_030_261_248]);
+    }
+
+    #[test]
+    fn every_other_layer_sees_a_window() {
+        let attention = attention("causal & document".into(), Some("softcap(30)".into()), Some(8));
+        let near = "(causal & document) & sliding_window(8)";
+        for (layer, mask) in [near, "causal & document", near].into_iter().enumerate() {
+            let (_, program) = attention.of_layer(layer);
+            assert_eq!((&*program.mask, program.score.as_deref()), (mask, Some("softcap(30)")));
+            AttentionProgram::parse(program, 4).unwrap();
+        }
     }
 
     #[test]
@@ -270,18 +294,14 @@ mod tests {
         let set = ["train.recompute=mlp", "train.recompute_layers=7", "mesh.shard=2"];
         let args = set.iter().flat_map(|set| ["--set", set]).chain(["--model", "8b"]);
         let case = case(&args.collect::<Vec<_>>()).unwrap();
-        assert_eq!(case.recomputes(), "mlp in 7 of 32 layers");
+        assert_eq!(case.told(case.recompute().unwrap()), "mlp in 7 of 32 layers");
         assert_eq!((case.rows(), case.len(), case.config.max_position_embeddings), (1, 8192, 8192));
     }
 
     #[test]
     fn what_is_not_measured_is_refused() {
-        for (set, told) in [
-            ("optimizer.in_backward=true", "optimizer.in_backward"),
-            ("train.recompute=auto", "train.recompute"),
-        ] {
-            let failure = case(&["--set", "train.accumulate=1", "--set", set]).unwrap_err();
-            assert!(format!("{failure:?}").contains(told), "{failure:?}");
-        }
+        let set = ["--set", "train.accumulate=1", "--set", "optimizer.in_backward=true"];
+        let failure = case(&set).unwrap_err();
+        assert!(format!("{failure:?}").contains("optimizer.in_backward"), "{failure:?}");
     }
 }

@@ -20,6 +20,12 @@ pub struct Peer {
     /// Bits of parameters and moments, in words.
     state: String,
     recompute: String,
+    /// Keys back that every other layer sees.
+    #[serde(default)]
+    window: Option<usize>,
+    /// Their score, as text.
+    #[serde(default)]
+    score: Option<String>,
     tokens_per_s: Option<f64>,
     /// In use at most.
     peak_bytes: Option<u64>,
@@ -51,6 +57,7 @@ pub fn print(
 ) -> Result<(), Failure> {
     let same = |peer: &&Peer| {
         (&peer.model, peer.len, peer.documents) == (&case.name, case.len(), case.documents)
+            && (peer.window, &peer.score) == (case.window, &case.score)
     };
     let told = |n: Option<u64>| n.map_or("?".to_owned(), |n| bytes(n as f64));
     for peer in peers.iter().filter(same) {

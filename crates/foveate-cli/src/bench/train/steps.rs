@@ -8,13 +8,15 @@ use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
     AdamW, Array, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model, ModelConfig,
-    Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Rule, StepKind, Treatment,
+    Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Recomputation, Rule, StepKind,
+    Treatment,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
 use foveate_train::TrainError;
 use foveate_train::device::OnDevice;
 use foveate_train::machine;
+use foveate_train::memory::{BESIDE, least_that_fits};
 use foveate_train::pack::Packed;
 use foveate_train::trainer::MeshModel;
 use serde::Serialize;
@@ -24,10 +26,11 @@ use super::case::Case;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::memory;
+use crate::progress::{PATIENCE, Progress, waiting};
 
-/// Steps before those that are timed.
+/// Batches before those that are timed, in whole steps.
 const WARM: usize = 4;
-/// Steps that are profiled.
+/// Batches that are profiled, in whole steps.
 const PROFILED: usize = 2;
 /// Batches of different tokens, taken in turn.
 const BATCHES: usize = 4;
@@ -72,6 +75,12 @@ pub struct Measured {
     /// The median.
     pub ms: f64,
     pub min_ms: f64,
+    /// What was computed again.
+    pub recompute: Recomputation,
+    /// Seconds in which the weights were there.
+    pub weights_s: f64,
+    /// Seconds of the first step, in which kernels are compiled and products timed.
+    pub first_step_s: f64,
     /// In which the host queues a step, the median.
     pub queue_ms: f64,
     /// Memory of the device beyond what was taken before there was a model, or of the process.
@@ -131,8 +140,10 @@ impl Measured {
             "documents": case.documents,
             "mask": case.mask(),
             "state": self.state,
-            "recompute": case.recompute().what.name(),
-            "recompute_layers": case.recompute().layers.min(case.config.num_hidden_layers),
+            "recompute": self.recompute.what.name(),
+            "recompute_layers": self.recompute.layers.min(case.config.num_hidden_layers),
+            "window": case.window,
+            "score": case.score,
             "ranks": self.ranks,
             "mesh": self.mesh,
             "device": self.gpu.as_deref().unwrap_or("cpu"),
@@ -141,6 +152,8 @@ impl Measured {
             "min_ms": self.min_ms,
             "tokens_per_s": self.tokens_per_s(case),
             "queue_ms": self.queue_ms,
+            "weights_s": self.weights_s,
+            "first_step_s": self.first_step_s,
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,
             "tflops_live": live,
@@ -174,18 +187,35 @@ impl Watched<'_> {
         let rows = case.rows().div_ceil(mesh.size_of(&[MeshAxis::Replicate, MeshAxis::Shard]));
         let len = case.len().div_ceil(mesh.size(MeshAxis::Context));
         let cutting = case.recipe.mesh.cutting(&mesh);
-        let kind = StepKind::Training(foveate_nn::Training { cutting, ..case.recompute().into() });
-        let config = &case.config;
-        let account = config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)?;
-        let (free, planned) = (blocks.free_bytes()?, account.memory());
+        let (config, free) = (&case.config, blocks.free_bytes()?);
+        let account = |again: Recomputation| {
+            let kind = StepKind::Training(foveate_nn::Training { cutting, ..again.into() });
+            config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)
+        };
+        let recompute = match case.recompute() {
+            Some(recompute) => recompute,
+            None if world.ranks() > 1 => {
+                return Err(Failure::usage("--recompute auto is for one rank")
+                    .help("say what is computed again: none, attention, mlp or full"));
+            }
+            None => least_that_fits(config.num_hidden_layers, free, |again| {
+                let beside = free.map_or(0, |_| BESIDE);
+                Ok::<_, NnError>(account(again)?.memory().total() + beside)
+            })?,
+        };
+        let account = account(recompute)?;
+        let planned = account.memory();
         let help = "give fewer --rows or a shorter --len, --recompute full, or a smaller --state";
         memory::fits(planned.total(), free, help)?;
         // What a process takes of its own memory a GPU does not hold.
         let of_device = free.map_or(planned, |_| MemoryEstimate { process: 0, ..planned });
         let precision = blocks.precision();
         let state = ParameterState::of(precision).map_or("other", ParameterState::name);
-        let mut training = Training::new(case, blocks, world, gpu.as_deref())?;
-        let (ms, queue_ms) = training.timed(steps, interrupt)?;
+        let began = Instant::now();
+        let making = || Training::new(case, recompute, blocks, world, gpu.as_deref());
+        let mut training = waiting("giving the model its weights", PATIENCE, making)?;
+        let weights_s = began.elapsed().as_secs_f64();
+        let Timings { ms, queue_ms, first_step_s } = training.timed(steps, interrupt)?;
         let peak_bytes = match free.zip(training.mesh.model.free_bytes()?) {
             Some((free, left)) => Some(free.saturating_sub(left)),
             None => machine::peak_resident(),
@@ -228,6 +258,9 @@ impl Watched<'_> {
             queue_ms: queue_ms[queue_ms.len() / 2],
             peak_bytes,
             planned_bytes: of_device.total(),
+            recompute,
+            weights_s,
+            first_step_s,
             keys,
             profiled_ms,
             blocks,
@@ -241,6 +274,7 @@ const RULE: Rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weigh
 /// A model under way.
 struct Training<'a, B: Blocks> {
     case: &'a Case,
+    recompute: Recomputation,
     mesh: MeshModel<'a, B>,
     gradients: Gradients<B::Array>,
     moments: Moments<B::Array>,
@@ -256,6 +290,7 @@ struct Training<'a, B: Blocks> {
 impl<'a, B: Blocks> Training<'a, B> {
     fn new(
         case: &'a Case,
+        recompute: Recomputation,
         blocks: B,
         world: &'a dyn Collectives,
         gpu: Option<&str>,
@@ -269,7 +304,8 @@ impl<'a, B: Blocks> Training<'a, B> {
         let spans = model.spans(Treatment::of)?;
         let rows = mesh.rows(case.rows());
         let batches = (0..BATCHES).map(|number| case.batch(number).part(rows.clone())).collect();
-        Ok(Self { case, mesh, gradients, moments, spans, rows, batches, done: 0, pairs: None })
+        let (done, pairs) = (0, None);
+        Ok(Self { case, recompute, mesh, gradients, moments, spans, rows, batches, done, pairs })
     }
 
     /// Queues a step.
@@ -279,7 +315,7 @@ impl<'a, B: Blocks> Training<'a, B> {
         self.mesh.model.clear(gradients);
         for number in 0..case.accumulate() {
             let own = self.batches[(self.done * case.accumulate() + number) % BATCHES].clone();
-            let (rows, recompute) = (case.rows(), case.recompute());
+            let (rows, recompute) = (case.rows(), self.recompute);
             let queued = self.mesh.accumulate(rows, own, gradients, recompute, &mut totals)?;
             self.pairs = queued.live_pairs;
         }
@@ -297,21 +333,24 @@ impl<'a, B: Blocks> Training<'a, B> {
         Ok(totals)
     }
 
-    /// Milliseconds of `steps` warm steps, and those in which the host queued each, in rising order.
+    /// The times of `steps` warm steps.
     ///
     /// A step is timed from the reading of one step's totals to that of the next. The host reads behind
     /// what it has queued, so one more step runs, whose own reading waits for less than a step.
-    fn timed(
-        &mut self,
-        steps: usize,
-        interrupt: &Interrupt,
-    ) -> Result<(Vec<f64>, Vec<f64>), Failure> {
+    fn timed(&mut self, steps: usize, interrupt: &Interrupt) -> Result<Timings, Failure> {
         let (mut times, mut queueing) = (Vec::new(), Vec::new());
         let (mut before, mut last) = (None, Instant::now());
-        for _ in 0..WARM + steps + 1 {
+        let warm = WARM.div_ceil(self.case.accumulate());
+        let all = warm + steps + 1;
+        let mut progress = Progress::new(all);
+        for number in 0..all {
             interrupt.check()?;
             let began = Instant::now();
-            let totals = self.queue()?;
+            let totals = match number {
+                0 => waiting(FIRST_STEP, PATIENCE, || self.queue())?,
+                _ => self.queue()?,
+            };
+            progress.step("steps", || ());
             queueing.push(ms_since(began));
             let ready = match self.mesh.model.queues() {
                 true => before.replace(totals),
@@ -326,14 +365,17 @@ impl<'a, B: Blocks> Training<'a, B> {
             self.mesh.model.read(totals)?;
             times.push(ms_since(last));
         }
-        Ok((warm(times), warm(queueing)))
+        let first_step_s = queueing[0] / 1e3;
+        let (ms, queue_ms) = (timed(times, warm), timed(queueing, warm));
+        Ok(Timings { ms, queue_ms, first_step_s })
     }
 
     /// The blocks of a step and its milliseconds, in the mean of a few.
     fn profiled(&mut self) -> Result<(Vec<BlockSum>, f64), TrainError> {
         self.mesh.model.profile(true)?;
         let (began, mut sums) = (Instant::now(), Vec::<BlockSum>::new());
-        for _ in 0..PROFILED {
+        let steps = PROFILED.div_ceil(self.case.accumulate());
+        for _ in 0..steps {
             let totals = self.queue()?;
             self.mesh.model.read(totals)?;
             for BlockTime { block, seconds, .. } in self.mesh.model.block_times() {
@@ -343,20 +385,32 @@ impl<'a, B: Blocks> Training<'a, B> {
                     sums.len() - 1
                 });
                 sums[at].calls += 1;
-                sums[at].ms += seconds * 1e3 / PROFILED as f64;
+                sums[at].ms += seconds * 1e3 / steps as f64;
             }
         }
-        let ms = ms_since(began) / PROFILED as f64;
+        let ms = ms_since(began) / steps as f64;
         self.mesh.model.profile(false)?;
-        sums.iter_mut().for_each(|sum| sum.calls /= PROFILED);
+        sums.iter_mut().for_each(|sum| sum.calls /= steps);
         Ok((sums, ms))
     }
 }
 
-/// All but the first steps and the last, in rising order.
-fn warm(mut all: Vec<f64>) -> Vec<f64> {
+/// What steps took, in rising order.
+struct Timings {
+    ms: Vec<f64>,
+    /// In which the host queued each.
+    queue_ms: Vec<f64>,
+    /// In which the host queued the very first.
+    first_step_s: f64,
+}
+
+const FIRST_STEP: &str =
+    "taking the first step, in which a GPU's kernels are compiled and products timed";
+
+/// All but the first steps, which are `warm`, and the last, in rising order.
+fn timed(mut all: Vec<f64>, warm: usize) -> Vec<f64> {
     all.pop();
-    let mut timed = all.split_off(WARM);
+    let mut timed = all.split_off(warm);
     timed.sort_by(f64::total_cmp);
     timed
 }
@@ -365,39 +419,18 @@ fn ms_since(began: Instant) -> f64 {
     began.elapsed().as_secs_f64() * 1e3
 }
 
-/// Small numbers, again and again the same few: to draw billions takes minutes.
-struct Small(Vec<f32>);
-
-impl Small {
-    fn new() -> Self {
-        let mut random = Random::new(1);
-        Self((0..(1 << 16) + 1).map(|_| 0.02 * random.normal() as f32).collect())
-    }
-
-    /// `len` of them.
-    fn give<E>(
-        &self,
-        len: usize,
-        mut to: impl FnMut(usize, &[f32]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let mut at = 0;
-        while at < len {
-            let some = &self.0[..self.0.len().min(len - at)];
-            to(at, some)?;
-            at += some.len();
-        }
-        Ok(())
-    }
+/// Small numbers, to be repeated: to draw billions takes minutes. Their number is odd, so that rows differ.
+fn small() -> Vec<f32> {
+    let mut random = Random::new(1);
+    (0..(1 << 16) + 1).map(|_| 0.02 * random.normal() as f32).collect()
 }
 
 /// Gives all weights small values, and norms ones.
 fn fill<B: Blocks>(model: &mut Model<B>) -> Result<(), NnError> {
-    let (small, ones) = (Small::new(), Small(vec![1.0; 1 << 16]));
+    let (small, ones) = (small(), vec![1.0; 1 << 16]);
     for index in 0..model.parameters().len() {
-        let parameter = &model.parameters()[index];
-        let (len, axes) = (parameter.elems(), parameter.shape.len());
-        let values = if axes == 1 { &ones } else { &small };
-        model.fill::<NnError>(index, |put| values.give(len, |_, some| put(some)))?;
+        let is_norm = model.parameters()[index].shape.len() == 1;
+        model.fill_repeating(index, if is_norm { &ones } else { &small })?;
     }
     Ok(())
 }
@@ -406,6 +439,7 @@ fn fill<B: Blocks>(model: &mut Model<B>) -> Result<(), NnError> {
 /// device takes no times.
 pub struct Alone<'a> {
     pub case: &'a Case,
+    pub recompute: Recomputation,
     pub interrupt: &'a Interrupt,
 }
 
@@ -413,8 +447,8 @@ impl OnDevice for Alone<'_> {
     type Output = Result<Option<f64>, Failure>;
 
     fn run<B: Blocks>(self, mut blocks: B, _: Option<String>) -> Self::Output {
-        let Self { case, interrupt } = self;
-        let kind = StepKind::Training(case.recompute().into());
+        let Self { case, recompute, interrupt } = self;
+        let kind = StepKind::Training(recompute.into());
         let (config, rows, len) = (&case.config, case.rows(), case.len());
         let account = config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)?;
         let tokens = rows * len;
@@ -469,14 +503,15 @@ struct Operands<A> {
 impl<A: Array> Operands<A> {
     fn new<B: Blocks<Array = A>>(blocks: &mut B, shape: LinearShape) -> Result<Self, NnError> {
         let LinearShape { tokens, inputs, outputs } = shape;
-        let (precision, small) = (blocks.precision(), Small::new());
+        let (precision, small) = (blocks.precision(), small());
         let mut array = |dtype: DType, elems: usize| -> Result<A, NnError> {
             let mut array = A::default();
             blocks.resize("operand", &mut array, dtype, elems)?;
-            small.give(elems, |at, some| {
-                let place = at..at + some.len();
-                blocks.fill(PartMut { array: &mut array, place, accumulate: false }, some)
-            })?;
+            let some = &small[..small.len().min(elems)];
+            let first = PartMut { array: &mut array, place: 0..some.len(), accumulate: false };
+            blocks.fill(first, some)?;
+            let all = PartMut { array: &mut array, place: 0..elems, accumulate: false };
+            blocks.repeat(all, some.len())?;
             Ok(array)
         };
         Ok(Self {
@@ -556,7 +591,7 @@ mod tests {
 
     #[test]
     fn warm_steps_are_those_between_the_first_and_the_last() {
-        assert_eq!(warm(vec![90.0, 80.0, 70.0, 60.0, 5.0, 7.0, 6.0, 1.0]), [5.0, 6.0, 7.0]);
+        assert_eq!(timed(vec![90.0, 80.0, 70.0, 60.0, 5.0, 7.0, 6.0, 1.0], 4), [5.0, 6.0, 7.0]);
     }
 
     #[test]

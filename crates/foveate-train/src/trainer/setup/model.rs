@@ -8,7 +8,7 @@ use foveate_shard::MeshAxis;
 use crate::checkpoint::CheckpointConfig;
 use crate::error::TrainError;
 use crate::machine::{self, Free};
-use crate::memory::{BESIDE, Planned, Setting, save_copy_bytes};
+use crate::memory::{BESIDE, Planned, Setting, least_that_fits, save_copy_bytes};
 use crate::ranks::{ROWS, Ranks};
 use crate::recipe::Recipe;
 use crate::tensor::part_of;
@@ -75,7 +75,7 @@ pub(super) fn model<B: Blocks>(
     let recompute = match recipe.train.recomputation() {
         Some(recompute) => recompute,
         None => {
-            let total = |again| Ok(bytes(again)?.total());
+            let total = |again| Ok::<_, String>(bytes(again)?.total());
             let own = least_that_fits(config.num_hidden_layers, there, total)?;
             most_again(ranks, own).map_err(|e| e.to_string())?
         }
@@ -132,36 +132,6 @@ fn most_again(ranks: Ranks<'_>, own: Recomputation) -> Result<Recomputation, Tra
     let most = all.max().unwrap_or(told);
     let what = Recompute::ALL.get((most >> 32) as usize).copied().unwrap_or(own.what);
     Ok(Recomputation { what, layers: most as u32 as usize })
-}
-
-/// What is computed again where `there` bytes are there: nothing, else attention, gate and up, or all of
-/// as few layers as make `bytes` fit; all of all layers where nothing does.
-fn least_that_fits(
-    layers: usize,
-    there: Option<u64>,
-    bytes: impl Fn(Recomputation) -> Result<u64, String>,
-) -> Result<Recomputation, String> {
-    let full = Recomputation::from(Recompute::Full);
-    let Some(there) = there else { return Ok(Recompute::None.into()) };
-    for what in Recompute::ALL {
-        if bytes(what.into())? > there {
-            continue;
-        }
-        if what == Recompute::None {
-            return Ok(what.into());
-        }
-        // More layers take less.
-        let (mut too_few, mut enough) = (0, layers);
-        while enough - too_few > 1 {
-            let middle = (too_few + enough) / 2;
-            match bytes(Recomputation { what, layers: middle })? > there {
-                true => too_few = middle,
-                false => enough = middle,
-            }
-        }
-        return Ok(Recomputation { what, layers: enough });
-    }
-    Ok(full)
 }
 
 /// Refuses, with the remedy, what cannot be held in memory: of the GPU that has `free` bytes, where
@@ -234,27 +204,5 @@ mod tests {
         let sizes = "takes 10.5 MiB, of which 1.5 MiB are one step's activations, but the GPU has \
                      free 2.5 MiB;";
         assert!(told.contains(sizes), "{told}");
-    }
-
-    #[test]
-    fn as_little_is_computed_again_as_fits() {
-        // 10 layers of 10 bytes; of each attention gives back 2, gate and up 5, everything 9.
-        let bytes = |again: Recomputation| {
-            let less = match again.what {
-                Recompute::None => 0,
-                Recompute::Attention => 2,
-                Recompute::Mlp => 5,
-                Recompute::Full => 9,
-            };
-            Ok::<u64, String>(100 - less * again.layers.min(10) as u64)
-        };
-        let found = |there| least_that_fits(10, Some(there), bytes).unwrap();
-        assert_eq!(found(100), Recompute::None.into());
-        assert_eq!(found(99), Recomputation { what: Recompute::Attention, layers: 1 });
-        assert_eq!(found(80), Recomputation { what: Recompute::Attention, layers: 10 });
-        assert_eq!(found(79), Recomputation { what: Recompute::Mlp, layers: 5 });
-        assert_eq!(found(49), Recomputation { what: Recompute::Full, layers: 6 });
-        assert_eq!(found(1), Recompute::Full.into());
-        assert_eq!(least_that_fits(10, None, bytes).unwrap(), Recompute::None.into());
     }
 }
