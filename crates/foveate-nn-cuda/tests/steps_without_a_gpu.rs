@@ -37,9 +37,16 @@ const LEN: usize = 33;
 
 /// [`unfilled`], with its first values.
 fn model() -> Model<Cuda> {
-    let mut model = unfilled();
+    filled(unfilled(cuda()))
+}
+
+fn filled(mut model: Model<Cuda>) -> Model<Cuda> {
     model.draw_missing(1).unwrap();
     model
+}
+
+fn cuda() -> Cuda {
+    Cuda::new(0, ParameterState::Exact.into(), true).unwrap()
 }
 
 /// Two layers, a learned bias.
@@ -70,19 +77,17 @@ fn sizes() -> (ModelConfig, AttentionConfig) {
     (config, attention.into())
 }
 
-fn cuda() -> Cuda {
-    Cuda::new(0, ParameterState::Exact.into(), true).unwrap()
-}
-
-fn unfilled() -> Model<Cuda> {
+fn unfilled(cuda: Cuda) -> Model<Cuda> {
     let (config, attention) = sizes();
-    Model::unfilled_on(cuda(), config, &attention).unwrap()
+    Model::unfilled_on(cuda, config, &attention).unwrap()
 }
 
-/// A model and the state of its optimiser; each step has two batches.
+/// A model and the state of its optimiser.
 struct Steps {
     model: Model<Cuda>,
     state: State,
+    /// Of a step.
+    batches: usize,
     count: u64,
     /// The rank of those that share rows, of how many, and how their keys and queries meet.
     context: Option<(usize, usize, How)>,
@@ -101,7 +106,7 @@ impl Steps {
 
     /// Of a rank that shares parameters.
     fn of_rank(rank: &TestRank) -> Self {
-        let mut model = unfilled();
+        let mut model = unfilled(cuda());
         let cutting = Cutting { parts: rank.ranks(), tensor: 1, reshard: Reshard::Always };
         model.cut(cutting, rank.rank(), rank).unwrap();
         model.draw_missing(1).unwrap();
@@ -127,10 +132,22 @@ impl Steps {
         Self::of(model)
     }
 
+    /// With one batch a step, whose arrays share memory, that of gradients among it; or with two, or with
+    /// memory of its own for each array.
+    fn sharing(batches: usize, apart: bool) -> Self {
+        let cuda = if apart { cuda().with_arrays_apart() } else { cuda() };
+        let mut steps = Self { batches, ..Self::of(filled(unfilled(cuda))) };
+        if batches == 1 {
+            steps.state.0 = steps.model.gradients_of_one_batch().unwrap();
+        }
+        steps
+    }
+
+    /// With two batches a step.
     fn of(model: Model<Cuda>) -> Self {
         let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
         let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
-        Self { model, state, count: 0, context: None }
+        Self { model, state, batches: 2, count: 0, context: None }
     }
 
     /// Queues a step and reads its totals; gives what was noted of both.
@@ -146,10 +163,10 @@ impl Steps {
     /// Queues a step.
     fn queue(&mut self, recompute: Recompute) -> CudaTotals {
         self.count += 1;
-        let Self { model, state: (gradients, moments, spans), count, context } = self;
+        let Self { model, state: (gradients, moments, spans), batches, count, context } = self;
         let mut totals = model.totals().unwrap();
         model.clear(gradients);
-        for number in 0..2 {
+        for number in 0..*batches {
             // Other words and documents in every batch.
             let at = |i: usize| i * 7 + number * 5 + *count as usize;
             let tokens: Vec<u32> = (0..ROWS * LEN).map(|i| (at(i * i) % VOCAB) as u32).collect();
@@ -289,6 +306,83 @@ fn steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory() {
             notes.extend(of_step.into_iter().chain(read));
         }
         assert_eq!(trouble(&notes), [""; 0], "{recompute:?}");
+    }
+}
+
+/// Of every read, in order: its operand, and which writes were the last of its bytes.
+fn flow(notes: &[Noted]) -> Vec<(&str, Vec<usize>)> {
+    // Bytes that were written last by one write, by where they start: their end, and which.
+    let mut last: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
+    let (mut reads, mut writes) = (Vec::new(), 0);
+    for noted in notes {
+        match noted {
+            Noted::Written { span: (start, end), .. } => {
+                let meets: Vec<(u64, (u64, usize))> = last
+                    .range(..end)
+                    .filter(|(_, (until, _))| until > start)
+                    .map(|(at, of)| (*at, *of))
+                    .collect();
+                for (at, (until, write)) in meets {
+                    last.remove(&at);
+                    if at < *start {
+                        last.insert(at, (*start, write));
+                    }
+                    if until > *end {
+                        last.insert(*end, (until, write));
+                    }
+                }
+                last.insert(*start, (*end, writes));
+                writes += 1;
+            }
+            Noted::Read { name, span: (start, end) } => {
+                let of = last.range(..end).filter(|(_, (until, _))| until > start);
+                reads.push((name.as_str(), of.map(|(_, (_, write))| *write).collect()));
+            }
+            _ => {}
+        }
+    }
+    reads
+}
+
+#[test]
+fn arrays_that_share_memory_are_read_as_they_were_written() {
+    let name = "arrays_that_share_memory_are_read_as_they_were_written";
+    if !inside(name) {
+        return;
+    }
+    let written = |from, to| Noted::Written { name: "y".into(), span: (from, to) };
+    let read = |from, to| Noted::Read { name: "x".into(), span: (from, to) };
+    let notes = [written(0, 9), written(4, 6), read(0, 9), written(0, 5), read(3, 6), read(7, 8)];
+    let expected = [("x", vec![0, 1, 0]), ("x", vec![2, 1]), ("x", vec![0])];
+    assert_eq!(flow(&notes), expected);
+    for (batches, recompute) in [1, 2].into_iter().flat_map(|n| Recompute::ALL.map(|r| (n, r))) {
+        let [shared, apart] = [false, true].map(|apart| {
+            trace::start();
+            let mut steps = Steps::sharing(batches, apart);
+            let mut notes = trace::stop();
+            for number in 0..3 {
+                let [of_step, read] = steps.run(recompute);
+                let more = of_step.iter().filter(|n| matches!(n, Noted::Allocated { .. })).count();
+                assert!(number == 0 || more == 0, "step {number} allocates {more} times");
+                notes.extend(of_step.into_iter().chain(read));
+            }
+            notes
+        });
+        assert_eq!(trouble(&shared), [""; 0], "{batches} {recompute:?}");
+        let (found, expected) = (flow(&shared), flow(&apart));
+        assert_eq!(found.len(), expected.len());
+        for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert_eq!(found, expected, "read {i}, {batches} batches, {recompute:?}");
+        }
+        let taken = |notes: &[Noted]| -> usize {
+            let bytes = notes.iter().map(|noted| match noted {
+                Noted::Allocated { bytes } => *bytes,
+                _ => 0,
+            });
+            bytes.sum()
+        };
+        println!("{batches} {recompute:?}: {} B, apart {}", taken(&shared), taken(&apart));
+        assert!(taken(&shared) < taken(&apart));
     }
 }
 

@@ -1,15 +1,16 @@
 //! What a step takes, noted by running it dry: arrays, blocks, memory, operations.
 
-use crate::backend::{Array, Blocks, LayerProgram, PackedHeads};
+use crate::arena::{Lent, Places};
+use crate::backend::{Array, Blocks, LayerProgram};
 use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
 use crate::cpu::Cpu;
 use crate::dry::{Dry, DryArray, NotedArray, NotedBlock};
 use crate::error::NnError;
-use crate::held::Target;
+use crate::gathering::Phase;
+use crate::held::{Held, Target};
 use crate::matmul::{packed, scratch_deep};
-use crate::model::Model;
 use crate::parameters::ParameterLayout;
-use crate::pass::{Pass, Whole};
+use crate::pass::{Parameters, Pass, Trained, Whole};
 use crate::process;
 use crate::share::Cutting;
 use crate::stream::Stream;
@@ -17,9 +18,6 @@ use crate::tape::{Recomputation, Workspace};
 use crate::tensor::TensorPart;
 
 use foveate::DType;
-
-/// Tokens of the largest batch whose attention is described to know its workspace.
-const COUNTED_TOKENS: usize = 1 << 22;
 
 /// What is run dry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,15 +38,17 @@ pub struct Training {
     pub in_backward: bool,
     /// Whether the optimiser keeps the mean of squares beside that of gradients.
     pub squares: bool,
+    /// Whether a step has one batch, so that activations may lie where gradients come to be.
+    pub one_batch: bool,
     /// Over how many ranks parameters are cut.
     pub cutting: Cutting,
 }
 
 impl<R: Into<Recomputation>> From<R> for Training {
-    /// With AdamW, after the backward pass.
+    /// With AdamW, after the backward pass, of any number of batches.
     fn from(recompute: R) -> Self {
         let (recompute, cutting) = (recompute.into(), Cutting::WHOLE);
-        Self { recompute, in_backward: false, squares: true, cutting }
+        Self { recompute, in_backward: false, squares: true, one_batch: false, cutting }
     }
 }
 
@@ -61,7 +61,12 @@ pub struct Account {
     pub activations: Vec<NotedArray>,
     /// The blocks, in their order.
     pub blocks: Vec<NotedBlock>,
+    /// Where those of a pass lie, where they share memory: all but the first [`OF_BATCH`].
+    pub(crate) places: Option<Places>,
 }
+
+/// Activations that are there before a pass: the batch, and its rotations.
+const OF_BATCH: usize = 2;
 
 impl Account {
     /// Floating-point operations of all products, those of attention over all pairs of query and
@@ -92,6 +97,15 @@ impl Account {
         u64::try_from(live.max().unwrap_or(0)).unwrap_or(u64::MAX)
     }
 
+    /// Bytes of all activations: of the memory that those of a pass share beside that of gradients, where
+    /// the device lets them, or of each.
+    pub fn activation_bytes(&self) -> u64 {
+        match &self.places {
+            None => sum(&self.activations),
+            Some(places) => sum(&self.activations[..OF_BATCH]).saturating_add(places.arena),
+        }
+    }
+
     fn state_bytes(&self, name: &str) -> u64 {
         sum(self.state.iter().filter(|array| array.name == name))
     }
@@ -110,7 +124,7 @@ impl Account {
                 .fold(0, u64::saturating_add),
             gradients: self.state_bytes(GRADIENTS),
             optimizer: self.state_bytes(MOMENT),
-            activations: sum(&self.activations),
+            activations: self.activation_bytes(),
             attention: 0,
             process: process::bytes() + (kept + packed) as u64,
         }
@@ -231,7 +245,7 @@ impl ModelConfig {
 }
 
 impl StepKind {
-    fn cutting(self) -> Cutting {
+    pub(crate) fn cutting(self) -> Cutting {
         match self {
             Self::Training(training) => training.cutting,
             Self::Loss => Cutting::WHOLE,
@@ -239,7 +253,8 @@ impl StepKind {
     }
 }
 
-fn dry_run(
+/// What a step does that `dry` notes.
+pub(crate) fn dry_run(
     mut dry: Dry,
     config: &ModelConfig,
     part: &TensorPart,
@@ -297,90 +312,103 @@ fn dry_run(
     let mut pass =
         Pass { config, layout, programs, batch: &(), shape, context: None, part, stream };
     let mut workspace = Workspace::default();
+    let mut lent = Vec::new();
     match kind {
-        StepKind::Training(Training { recompute, in_backward, .. }) => {
+        StepKind::Training(Training { recompute, in_backward, one_batch, .. }) => {
             let [embedding, array] = &mut gradients;
             let apart = ((in_backward || is_cut) && embedding.elems() > 0)
                 .then(|| (embedding, layout.groups()[0].place.end));
             // Blocks write to the array of all gradients or to that of a group, whichever it is, as
             // those of a batch that is not the first of its step.
             let target = Target { array, first: 0, embedding: apart, accumulate: true };
-            let mut parameters = Whole { weights: &weights, gradients: Some(target) };
+            let whole = Whole { weights: &weights, gradients: Some(target), lends: None };
+            let mut parameters = Begun { whole, begins: Vec::new() };
             pass.forward_backward(&mut dry, &mut parameters, &mut workspace, recompute, &mut ())?;
+            if one_batch && !in_backward && !is_cut {
+                lent = gradients_lent(layout, precision.gradients, &parameters.begins);
+            }
         }
         StepKind::Loss => {
-            let mut parameters = Whole { weights: &weights, gradients: None };
+            let mut parameters = Whole { weights: &weights, gradients: None, lends: None };
             pass.loss(&mut dry, &mut parameters, &mut workspace, None, &mut ())?;
         }
     }
+    let shares_memory = dry.shares_memory();
     let Dry { mut arrays, blocks, .. } = dry;
     let activations = arrays.split_off(states);
-    Ok(Account { state: arrays, activations, blocks })
+    let places = (shares_memory && !is_cut).then(|| Places::new(&activations[OF_BATCH..], &lent));
+    Ok(Account { state: arrays, activations, blocks, places })
 }
 
-impl<B: Blocks> Model<B> {
-    /// [`ModelConfig::dry_run_on`] of this model. Parameters need no values yet.
-    ///
-    /// # Errors
-    /// Those of [`ModelConfig::dry_run`].
-    pub fn dry_run(&self, rows: usize, len: usize, kind: StepKind) -> Result<Account, NnError> {
-        let learned = self.programs.learned();
-        let tensor = kind.cutting().tensor;
-        let (part, layout) = match self.part.parts == tensor {
-            true => (self.part.clone(), None),
-            false => {
-                let part = TensorPart::of(self.config(), 0, tensor)?;
-                (part.clone(), Some(self.layout_of(&part)?))
-            }
-        };
-        let (local, layout) = (part.local(self.config()), layout.as_ref().unwrap_or(self.layout()));
-        let dry = Dry::of(&self.running().blocks, part.most_vocab);
-        dry_run(dry, &local, &part, layout, &learned, [rows, len], kind)
+/// [`Whole`], and the block with which the gradients of each group begin.
+struct Begun<'a> {
+    whole: Whole<'a, DryArray>,
+    begins: Vec<(usize, usize)>,
+}
+
+impl Parameters<Dry> for Begun<'_> {
+    fn need(&mut self, dry: &mut Dry, stage: (usize, Phase)) -> Result<(), NnError> {
+        self.whole.need(dry, stage)
     }
 
-    /// The places of the parameters of a part of this model, of which the same are trained.
-    ///
-    /// # Errors
-    /// Those of [`ParameterLayout::of_part`].
-    pub fn layout_of(&self, part: &TensorPart) -> Result<ParameterLayout, NnError> {
-        let is_frozen =
-            |name: &str| self.parameter(name).is_some_and(|p| !self.layout().trains(&p.place));
-        ParameterLayout::of_part(self.config(), &self.programs.learned(), &is_frozen, part)
+    fn held(&self) -> Held<'_, DryArray> {
+        Parameters::<Dry>::held(&self.whole)
+    }
+}
+
+impl Trained<Dry> for Begun<'_> {
+    fn begin(&mut self, dry: &mut Dry, group: usize) -> Result<(), NnError> {
+        self.begins.push((group, dry.blocks.len()));
+        self.whole.begin(dry, group)
     }
 
-    /// The most memory, in bytes, that is taken to train this model on rows of `len` tokens, `rows`
-    /// at once, and to save it: that of a dry run, and attention's workspace. On the CPU it is the
-    /// resident memory of the process.
-    ///
-    /// # Errors
-    /// Those of [`Model::dry_run`], or when attention cannot be planned for such a batch.
-    pub fn training_memory(
-        &self,
-        rows: usize,
-        len: usize,
-        training: impl Into<Training>,
-    ) -> Result<MemoryEstimate, NnError> {
-        let training = training.into();
-        let account = self.dry_run(rows, len, StepKind::Training(training))?;
-        let part = TensorPart::of(self.config(), 0, training.cutting.tensor)?;
-        // The workspace is cut into waves, so more rows than these take no more of it.
-        let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
-        let mut running = self.running();
-        let blocks = &mut running.blocks;
-        let heads = PackedHeads::of(&part.local(self.config()), [rows_at_once, len]);
-        let (mut workspace, mut masks) = (0, 0);
-        for plan in self.programs.plan(blocks, heads, part.first_heads(), None, false)? {
-            let bytes = blocks.plan_bytes(&plan)?;
-            (workspace, masks) = (bytes.workspace.max(workspace), masks + bytes.masks);
-        }
-        Ok(MemoryEstimate { attention: workspace + masks, ..account.memory() })
+    fn split(&mut self) -> (Held<'_, DryArray>, Target<'_, DryArray>) {
+        Trained::<Dry>::split(&mut self.whole)
     }
+
+    fn complete(&mut self, dry: &mut Dry, group: usize, (): &mut ()) -> Result<(), NnError> {
+        self.whole.complete(dry, group, &mut ())
+    }
+}
+
+/// The memory of the gradients of each group, until they begin. That of a tied embedding begins with the
+/// head's.
+fn gradients_lent(layout: &ParameterLayout, dtype: DType, begins: &[(usize, usize)]) -> Vec<Lent> {
+    let size = dtype.bytes() as u64;
+    let tied = layout.head == layout.embedding;
+    let groups = layout.groups();
+    let of_group = |&(group, until): &(usize, usize)| {
+        let place = &groups[group].place;
+        Lent { place: place.start as u64 * size..place.end as u64 * size, until }
+    };
+    let mut lent: Vec<Lent> = begins.iter().map(of_group).collect();
+    let head = begins.iter().find(|(group, _)| *group + 1 == groups.len());
+    if let (true, Some(&(_, until))) = (tied, head) {
+        lent.push(of_group(&(0, until)));
+    }
+    lent
+}
+
+/// Where the arrays of a pass over `[rows, len]` tokens lie, by `blocks` whose arrays may share memory.
+pub(crate) fn places<B: Blocks>(
+    blocks: &B,
+    config: &ModelConfig,
+    part: &TensorPart,
+    layout: &ParameterLayout,
+    learned: &[&[(String, LearnedBuffer)]],
+    shape: [usize; 2],
+    kind: StepKind,
+) -> Result<Option<Places>, NnError> {
+    let dry = Dry::of(blocks, part.most_vocab);
+    Ok(dry_run(dry, config, part, layout, learned, shape, kind)?.places)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::ProgramConfig;
+    use crate::model::Model;
+    use crate::precision::ParameterState;
     use crate::tape::Recompute;
 
     fn model(json: &[(&str, usize)], tied: bool) -> Model {
@@ -461,6 +489,37 @@ mod tests {
         assert!(attention.flops() > none.flops() && full.flops() > attention.flops());
         // Blocks of a layer forward and backward; embedding, last norm and loss.
         assert_eq!(none.blocks.len(), 32 * (9 + 15) + 5);
+    }
+
+    #[test]
+    fn activations_of_eight_billion_parameters_lie_where_gradients_come_to_be() {
+        let model = llama3_8b();
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        // Of each: whether a step has one batch, and GiB that activations take beside all else.
+        for (state, one_batch, most) in [
+            (ParameterState::Bf16, true, 11.5),
+            (ParameterState::Exact, true, 0.2),
+            (ParameterState::Exact, false, 25.4),
+        ] {
+            let dry = Dry::new(state.into(), 8192).sharing();
+            let kind = Training { one_batch, ..Recompute::None.into() };
+            let causal = ProgramConfig { mask: "causal".into(), ..Default::default() };
+            let (attention, kind) = (causal.into(), StepKind::Training(kind));
+            let account =
+                model.config().dry_run_on(&dry, &attention, &|_| false, 1, 8192, kind).unwrap();
+            let found = gib(account.activation_bytes());
+            let apart = gib(account.activations.iter().map(|a| a.bytes).sum());
+            assert!(found <= most && apart > 25.5, "{state:?}: {found}, apart {apart}");
+            // Nothing is read that was there before the pass: it may be somebody else's.
+            let passed = &account.activations[OF_BATCH..];
+            assert!(
+                passed.iter().all(|array| array.needed[0].start > 0 || array.name == "layer input")
+            );
+            // The memory of no gradients is less than what is needed at once, all gradients included.
+            if !one_batch {
+                assert!(account.activation_bytes() >= account.needed_bytes());
+            }
+        }
     }
 
     #[test]

@@ -180,6 +180,28 @@ pub trait Blocks: Sized {
         elems: usize,
     ) -> Result<(), NnError>;
 
+    /// Whether arrays may lie in the memory of another ([`Blocks::resize_within`]).
+    fn shares_memory(&self) -> bool {
+        false
+    }
+
+    /// Makes `array` hold `elems` elements of `dtype` in the memory of another from a byte on, until it is
+    /// resized; only where [`Blocks::shares_memory`]. What they are is not defined, and what writes one
+    /// writes the other.
+    ///
+    /// # Errors
+    /// When the memory ends before.
+    fn resize_within(
+        &mut self,
+        array: &mut Self::Array,
+        dtype: DType,
+        elems: usize,
+        within: (&Self::Array, usize),
+    ) -> Result<(), NnError> {
+        let _ = within;
+        self.resize("array", array, dtype, elems)
+    }
+
     /// Sets all elements to 0.
     fn clear(&mut self, array: &mut Self::Array) -> Result<(), NnError>;
 

@@ -31,6 +31,7 @@ use crate::through_host::{StreamThroughHost, ThroughHost};
 pub struct Dry {
     precision: Precision,
     logits_tokens: usize,
+    shares_memory: bool,
     pub(crate) arrays: Vec<NotedArray>,
     pub(crate) blocks: Vec<NotedBlock>,
 }
@@ -126,12 +127,20 @@ fn overwrites(array: &DryArray) -> Access {
 impl Dry {
     /// Notes what `blocks` would do with a vocabulary of `vocab`.
     pub fn of<B: Blocks>(blocks: &B, vocab: usize) -> Self {
-        Self::new(blocks.precision(), blocks.logits_tokens(vocab))
+        let shares_memory = blocks.shares_memory();
+        Self { shares_memory, ..Self::new(blocks.precision(), blocks.logits_tokens(vocab)) }
     }
 
-    /// Notes what blocks of a precision would do that hold the logits of so many tokens at once.
+    /// Notes what blocks of a precision would do that hold the logits of so many tokens at once and whose
+    /// arrays have memory of their own each.
     pub fn new(precision: Precision, logits_tokens: usize) -> Self {
-        Self { precision, logits_tokens, arrays: Vec::new(), blocks: Vec::new() }
+        let (arrays, blocks) = Default::default();
+        Self { precision, logits_tokens, shares_memory: false, arrays, blocks }
+    }
+
+    /// The same of blocks whose arrays may share memory.
+    pub fn sharing(self) -> Self {
+        Self { shares_memory: true, ..self }
     }
 
     /// An array that a step finds and leaves behind, such as weights.
@@ -205,6 +214,10 @@ impl Blocks for Dry {
 
     fn free_bytes(&mut self) -> Result<Option<u64>, NnError> {
         Ok(None)
+    }
+
+    fn shares_memory(&self) -> bool {
+        self.shares_memory
     }
 
     fn resize(

@@ -1,15 +1,14 @@
 //! Parameters and gradients a group at a time: gathered from ranks, or updated in the backward pass.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
-use crate::backend::{Array, Blocks, Moments, PartMut, SumOverRanks, Weights};
+use crate::backend::{Array, Blocks, Moments, SumOverRanks, Weights};
 use crate::error::NnError;
 use crate::gathering::{Gathering, Phase};
 use crate::held::{Held, Target};
 use crate::optimizer::OptimizerStep;
 use crate::parameters::ParameterLayout;
-use crate::pass::{Parameters, Trained};
+use crate::pass::{Parameters, Trained, clear_between};
 use crate::share::Share;
 use crate::sharing::Peers;
 use crate::stream::{counted_elsewhere, sum_over};
@@ -48,15 +47,15 @@ impl<A: Array> PassingGradients<A> {
         let tied = layout.head == layout.embedding;
         // That of a tied embedding begins with the head.
         if tied && group + 1 == layout.groups().len() {
-            clear_between(blocks, layout, 0, &mut self.embedding)?;
+            clear_between(blocks, layout, 0, (&mut self.embedding, 0))?;
         }
         if tied && group == 0 {
             return Ok(());
         }
         // As long as the group, whose norm is that of all elements.
-        let (dtype, elems) = (blocks.precision().gradients, layout.groups()[group].place.len());
-        blocks.resize("gradients of a group", &mut self.group, dtype, elems)?;
-        clear_between(blocks, layout, group, &mut self.group)
+        let (dtype, place) = (blocks.precision().gradients, &layout.groups()[group].place);
+        blocks.resize("gradients of a group", &mut self.group, dtype, place.len())?;
+        clear_between(blocks, layout, group, (&mut self.group, place.start))
     }
 
     fn target(&mut self, layout: &ParameterLayout, group: usize) -> Target<'_, A> {
@@ -73,27 +72,6 @@ impl<A: Array> PassingGradients<A> {
             false => &mut self.group,
         }
     }
-}
-
-/// Sets to 0 what of the gradients of a group belongs to no parameter.
-fn clear_between<B: Blocks>(
-    blocks: &mut B,
-    layout: &ParameterLayout,
-    group: usize,
-    array: &mut B::Array,
-) -> Result<(), NnError> {
-    let group = &layout.groups()[group];
-    let trained = layout.parameters()[group.parameters.clone()].iter().map(|p| &p.place);
-    let places = trained.filter(|place| layout.trains(place)).cloned();
-    let mut end = group.place.start;
-    for place in places.chain(std::iter::once(group.place.end..group.place.end)) {
-        let gap: Range<usize> = end - group.place.start..place.start - group.place.start;
-        if !gap.is_empty() {
-            blocks.clear_part(PartMut { array, place: gap, accumulate: false })?;
-        }
-        end = place.end;
-    }
-    Ok(())
 }
 
 /// A model whose parameters are cut over ranks, and whose gradients nobody wants.

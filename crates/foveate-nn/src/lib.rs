@@ -50,6 +50,7 @@
 
 mod account;
 mod architecture;
+mod arena;
 mod array;
 mod backend;
 mod batch;

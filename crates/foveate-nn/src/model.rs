@@ -1,5 +1,6 @@
 //! The model: its parameters on a device, its attention plans and the workspace of its steps.
 
+mod memory;
 mod training;
 
 use std::collections::BTreeMap;
@@ -8,6 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use foveate::DType;
 
+use crate::account::StepKind;
+use crate::arena::Places;
 use crate::backend::{
     Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, Sums, Weights,
 };
@@ -51,6 +54,8 @@ pub struct Model<B: Blocks = Cpu> {
 pub(crate) struct Running<B: Blocks> {
     pub blocks: B,
     workspace: Workspace<B::Array>,
+    /// Where the arrays of passes lie, by what is run.
+    places: Vec<(Passed, Option<Places>)>,
     plans: Plans<B>,
     tables: Vec<Arc<RopeTable>>,
     /// Where parameters are cut over ranks.
@@ -63,6 +68,9 @@ pub(crate) struct Running<B: Blocks> {
     room: PassingGradients<B::Array>,
 }
 
+/// What the places of arrays depend on: rows of a batch and tokens of a row, and what is run.
+type Passed = ([usize; 2], StepKind);
+
 /// The gradients of all parameters of a model, each at its parameter's place.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gradients<A = Vec<f32>> {
@@ -71,12 +79,14 @@ pub struct Gradients<A = Vec<f32>> {
     pub array: A,
     /// Whether the next batch writes over them.
     pub(crate) cleared: bool,
+    /// Whether they are of one batch, whose activations lie in their memory before they begin.
+    pub(crate) one_batch: bool,
 }
 
 impl Gradients {
     /// Zeros for every parameter of `model`.
     pub fn zeros(model: &Model) -> Self {
-        Self { array: vec![0.0; model.layout.trained()], cleared: false }
+        Self { array: vec![0.0; model.layout.trained()], ..Self::default() }
     }
 
     /// Sets all to zero.
@@ -223,6 +233,7 @@ impl<B: Blocks> Model<B> {
         let running = Running {
             blocks,
             workspace,
+            places: Vec::new(),
             plans,
             tables: Vec::new(),
             gathering: None,
@@ -541,7 +552,16 @@ impl<B: Blocks> Model<B> {
     pub fn gradients(&self) -> Result<Gradients<B::Array>, NnError> {
         let dtype = self.running().blocks.precision().gradients;
         let array = self.zeros("gradients", dtype, self.share.trained())?;
-        Ok(Gradients { array, cleared: false })
+        Ok(Gradients { array, cleared: false, one_batch: false })
+    }
+
+    /// [`Model::gradients`] for steps of one batch each: where arrays of the device may share memory,
+    /// activations lie in that of the gradients that the backward pass has not come to.
+    ///
+    /// # Errors
+    /// Those of [`Model::gradients`].
+    pub fn gradients_of_one_batch(&self) -> Result<Gradients<B::Array>, NnError> {
+        Ok(Gradients { cleared: true, one_batch: true, ..self.gradients()? })
     }
 
     /// Room for the gradients of a group of parameters at a time, of [`Model::step_in_backward`].

@@ -5,7 +5,7 @@
 //! the gradients go which are complete. Where all parameters are there ([`Whole`]) nothing happens
 //! at a boundary.
 
-use crate::backend::{Blocks, LayerProgram};
+use crate::backend::{Blocks, LayerProgram, PartMut};
 use crate::config::ModelConfig;
 use crate::context::Context;
 use crate::error::NnError;
@@ -182,6 +182,28 @@ impl<B: Blocks> Pass<'_, B> {
     }
 }
 
+/// Sets to 0 what of the gradients of a group belongs to no parameter; `array` has those of parameters from
+/// an element on.
+pub(crate) fn clear_between<B: Blocks>(
+    blocks: &mut B,
+    layout: &ParameterLayout,
+    group: usize,
+    (array, first): (&mut B::Array, usize),
+) -> Result<(), NnError> {
+    let group = &layout.groups()[group];
+    let trained = layout.parameters()[group.parameters.clone()].iter().map(|p| &p.place);
+    let places = trained.filter(|place| layout.trains(place)).cloned();
+    let mut end = group.place.start;
+    for place in places.chain(std::iter::once(group.place.end..group.place.end)) {
+        let gap = end - first..place.start - first;
+        if !gap.is_empty() {
+            blocks.clear_part(PartMut { array, place: gap, accumulate: false })?;
+        }
+        end = place.end;
+    }
+    Ok(())
+}
+
 /// Where a pass finds parameters: all there, or each group when it is needed.
 pub(crate) trait Parameters<B: Blocks> {
     /// A stage uses its group next. Stages come in their order.
@@ -212,6 +234,8 @@ pub(crate) struct Whole<'a, A> {
     pub weights: &'a A,
     /// Where gradients go; none without a backward pass.
     pub gradients: Option<Target<'a, A>>,
+    /// The places of the gradients, where other arrays lie in their memory before they begin.
+    pub lends: Option<&'a ParameterLayout>,
 }
 
 impl<B: Blocks> Parameters<B> for Whole<'_, B::Array> {
@@ -225,8 +249,19 @@ impl<B: Blocks> Parameters<B> for Whole<'_, B::Array> {
 }
 
 impl<B: Blocks> Trained<B> for Whole<'_, B::Array> {
-    fn begin(&mut self, _: &mut B, _: usize) -> Result<(), NnError> {
-        Ok(())
+    fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError> {
+        let (Some(layout), Some(gradients)) = (self.lends, &mut self.gradients) else {
+            return Ok(());
+        };
+        let tied = layout.head == layout.embedding;
+        // That of a tied embedding begins with the head.
+        if tied && group + 1 == layout.groups().len() {
+            clear_between(blocks, layout, 0, (gradients.array, 0))?;
+        }
+        match tied && group == 0 {
+            true => Ok(()),
+            false => clear_between(blocks, layout, group, (gradients.array, 0)),
+        }
     }
 
     fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>) {

@@ -11,6 +11,7 @@
 use foveate::DType;
 use serde::{Deserialize, Serialize};
 
+use crate::arena::Arena;
 use crate::backend::{Array, Blocks};
 use crate::config::ModelConfig;
 use crate::error::NnError;
@@ -191,6 +192,8 @@ pub(crate) struct Workspace<A> {
     pub d_qkv: A,
     /// Logits of one chunk of tokens.
     pub logits: A,
+    /// Where they lie.
+    pub arena: Arena<A>,
 }
 
 impl<A: Array> Workspace<A> {
@@ -212,7 +215,7 @@ impl<A: Array> Workspace<A> {
         self.attention.resize_with(kept.attention.count(), AttentionTape::default);
         self.residual.resize_with(kept.residual.count(), ResidualTape::default);
         self.gate_up.resize_with(kept.gate_up.count(), A::default);
-        let mut fit = fitting(blocks, part, shape);
+        let mut fit = fitting(blocks, &mut self.arena, part, shape);
         for x in &mut self.inputs {
             fit("layer input", x, Of::Own(hidden))?;
         }
@@ -262,7 +265,7 @@ impl<A: Array> Workspace<A> {
         let tokens_at_once = blocks.logits_tokens(part.most_vocab).min(tokens.max(1));
         let elems = tokens_at_once * config.vocab_size;
         let dtype = blocks.precision().weights;
-        blocks.resize("logits", &mut self.logits, dtype, elems)
+        self.arena.resize(blocks, "logits", &mut self.logits, dtype, elems)
     }
 
     /// Makes the arrays of the backward pass fit.
@@ -274,7 +277,7 @@ impl<A: Array> Workspace<A> {
         shape: [usize; 2],
     ) -> Result<(), NnError> {
         let (hidden, attention) = (config.hidden_size, config.attention_width());
-        let mut fit = fitting(blocks, part, shape);
+        let mut fit = fitting(blocks, &mut self.arena, part, shape);
         fit("d_normed", &mut self.d_normed, Of::Own(hidden))?;
         fit("d_x", &mut self.d_x, Of::Own(hidden))?;
         if part.is_cut() {
@@ -301,6 +304,7 @@ enum Of {
 /// Makes an array fit all tokens of rows, or those that `part` has between products.
 fn fitting<B: Blocks>(
     blocks: &mut B,
+    arena: &mut Arena<B::Array>,
     part: &TensorPart,
     [rows, len]: [usize; 2],
 ) -> impl FnMut(&'static str, &mut B::Array, Of) -> Result<(), NnError> {
@@ -312,6 +316,6 @@ fn fitting<B: Blocks>(
             Of::Own(width) => (blocks.precision().weights, width, own),
             Of::OwnSums(width) => (DType::F32, width, own),
         };
-        blocks.resize(name, array, dtype, tokens.saturating_mul(width))
+        arena.resize(blocks, name, array, dtype, tokens.saturating_mul(width))
     }
 }

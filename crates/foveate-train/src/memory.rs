@@ -68,6 +68,8 @@ pub struct Setting {
     pub recompute: Recomputation,
     /// Whether parameters are updated in the backward pass.
     pub in_backward: bool,
+    /// Whether a step has one batch.
+    pub one_batch: bool,
 }
 
 impl Setting {
@@ -78,6 +80,7 @@ impl Setting {
             rows: recipe.train.batch_rows,
             recompute: recipe.train.recomputation().unwrap_or(Recompute::Full.into()),
             in_backward: recipe.optimizer.in_backward,
+            one_batch: recipe.train.accumulate == 1,
         }
     }
 
@@ -131,12 +134,13 @@ impl Planned<'_> {
         let training = Training {
             recompute: setting.recompute,
             in_backward: setting.in_backward,
+            one_batch: setting.one_batch,
             squares: optimizer.rule().keeps_squares(),
             cutting: Cutting::WHOLE,
         };
         let precision = setting.state.into();
         let logits = logits_tokens_of(bytes, self.config.vocab_size, precision);
-        let dry = Dry::new(precision, logits);
+        let dry = Dry::new(precision, logits).sharing();
         self.config.dry_run_on(
             &dry,
             self.attention,
@@ -183,7 +187,8 @@ impl Planned<'_> {
                 for (&state, recompute) in
                     states.iter().flat_map(|state| modes().map(move |mode| (state, mode)))
                 {
-                    let setting = Setting { state, rows, recompute, in_backward };
+                    let one_batch = alone;
+                    let setting = Setting { state, rows, recompute, in_backward, one_batch };
                     let memory = self.memory(&setting, bytes)?;
                     if memory.total() <= bytes {
                         let mut keys = setting.beside(from);

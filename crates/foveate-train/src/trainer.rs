@@ -261,6 +261,9 @@ impl<B: Blocks> Setup<'_, B> {
         };
         let mut gradients = match self.recipe.optimizer.in_backward {
             true => Room::Passing(self.model.passing_gradients()?),
+            false if self.recipe.train.accumulate == 1 => {
+                Room::Whole(self.model.gradients_of_one_batch()?)
+            }
             false => Room::Whole(self.model.gradients()?),
         };
         let mut run = Progress::new(profile);

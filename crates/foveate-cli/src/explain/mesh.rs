@@ -73,6 +73,7 @@ impl OverRanks {
         let training = Training {
             recompute: again.unwrap_or_default(),
             in_backward: recipe.optimizer.in_backward,
+            one_batch: recipe.train.accumulate == 1,
             squares: recipe.optimizer.rule().keeps_squares(),
             cutting: section.cutting(&mesh),
         };

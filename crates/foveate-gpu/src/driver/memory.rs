@@ -107,6 +107,11 @@ impl Pool {
         Self { _user: None, ..self.clone() }
     }
 
+    /// Whether allocations have exactly the bytes that were asked for (`FOVEATE_EXACT_MEMORY`).
+    pub fn is_exact(&self) -> bool {
+        self.shared.exact
+    }
+
     /// The stream that its memory is used on.
     pub fn stream(&self) -> &Arc<Stream> {
         &self.shared.stream

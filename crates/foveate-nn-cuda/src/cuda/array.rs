@@ -1,18 +1,29 @@
 //! Arrays in device memory, and where parts of them lie.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::Allocation;
-use foveate_gpu::{DeviceArray, DeviceTensor, ElementType};
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_nn::{Array, Part, PartMut};
 use foveate_tensor::DType;
 
 /// Elements in the memory of a GPU; none before [`foveate_nn::Blocks::resize`].
 #[derive(Debug)]
 pub struct CudaArray {
-    /// At least as long as the elements.
-    pub(super) memory: Option<Allocation>,
+    /// Nothing where there are no elements.
+    memory: Option<Memory>,
     pub(super) dtype: DType,
     pub(super) elems: usize,
+}
+
+/// Memory of an array, at least as long as its elements.
+#[derive(Debug)]
+struct Memory {
+    of: Arc<Allocation>,
+    /// The first byte, where it lies in the memory of another array.
+    within: Option<usize>,
 }
 
 impl Default for CudaArray {
@@ -31,11 +42,66 @@ impl Array for CudaArray {
     }
 }
 
+impl Memory {
+    fn start(&self) -> usize {
+        self.within.unwrap_or(0)
+    }
+}
+
 impl CudaArray {
+    /// Bytes of memory that it has for itself.
+    pub(super) fn own_bytes(&self) -> usize {
+        let own = self.memory.as_ref().filter(|memory| memory.within.is_none());
+        own.map_or(0, |memory| memory.of.bytes())
+    }
+
+    /// Gives the memory back, where nothing else lies in it.
+    pub(super) fn release(&mut self) {
+        (self.memory, self.elems) = (None, 0);
+    }
+
+    pub(super) fn set(&mut self, memory: Allocation) {
+        self.memory = Some(Memory { of: Arc::new(memory), within: None });
+    }
+
+    /// Goes into the memory of `other` from byte `start` on; false where that has fewer than `bytes`.
+    pub(super) fn set_within(&mut self, other: &Self, start: usize, bytes: usize) -> bool {
+        let Some(memory) = &other.memory else { return bytes == 0 };
+        let start = memory.start().saturating_add(start);
+        let fits = start.checked_add(bytes).is_some_and(|end| end <= memory.of.bytes());
+        if fits {
+            self.memory = Some(Memory { of: Arc::clone(&memory.of), within: Some(start) });
+        }
+        fits
+    }
+
+    /// Sets `bytes` bytes from byte `start` on.
+    pub(super) fn fill_at(&self, start: usize, byte: u8, bytes: usize) -> Result<(), GpuError> {
+        let Some(memory) = &self.memory else { return Ok(()) };
+        memory.of.fill_at(memory.start() + start, byte, bytes)
+    }
+
+    /// Copies `data` to byte `start` and those behind it.
+    pub(super) fn write_at(&self, start: usize, data: &[u8]) -> Result<(), GpuError> {
+        let Some(memory) = &self.memory else { return Ok(()) };
+        memory.of.write_at(memory.start() + start, data)
+    }
+
+    /// Waits for the bytes from `start` on, at most `limit`, and copies them to `data`.
+    pub(super) fn read_at(
+        &self,
+        start: usize,
+        data: &mut [u8],
+        limit: Duration,
+    ) -> Result<(), GpuError> {
+        let Some(memory) = &self.memory else { return Ok(()) };
+        memory.of.read_at(memory.start() + start, data, limit)
+    }
+
     /// Where element `at` lies.
     fn address(&self, at: usize) -> Address {
-        let start = self.memory.as_ref().map_or(0, Allocation::address);
-        start + (at * self.dtype.bytes()) as Address
+        let start = |memory: &Memory| memory.of.address() + memory.start() as Address;
+        self.memory.as_ref().map_or(0, start) + (at * self.dtype.bytes()) as Address
     }
 
     /// All elements, in rows of `width`.

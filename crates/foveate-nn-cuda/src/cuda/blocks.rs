@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use foveate_gpu::blas::{self, Matmul};
-use foveate_gpu::driver::Allocation;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
@@ -74,21 +73,42 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         let no_memory = || NnErrorKind::Memory { name, elems };
         let bytes = elems.checked_mul(dtype.bytes()).ok_or_else(no_memory)?;
-        if array.memory.as_ref().map_or(0, Allocation::bytes) < bytes {
+        if array.own_bytes() < bytes.max(1) {
             // What it had may serve another array.
-            array.memory = None;
+            array.release();
             let taken = self.queue.pool().take(bytes).map_err(|e| match e.kind() {
                 GpuErrorKind::OutOfMemory { .. } => no_memory().into(),
                 _ => failed(&e),
             })?;
-            array.memory = Some(taken);
+            array.set(taken);
+        }
+        (array.dtype, array.elems) = (dtype, elems);
+        Ok(())
+    }
+
+    fn shares_memory(&self) -> bool {
+        self.shares_memory
+    }
+
+    fn resize_within(
+        &mut self,
+        array: &mut CudaArray,
+        dtype: DType,
+        elems: usize,
+        (within, start): (&CudaArray, usize),
+    ) -> Result<(), NnError> {
+        let bytes = elems.saturating_mul(dtype.bytes());
+        if !array.set_within(within, start, bytes) {
+            let reason =
+                format!("{bytes} B from byte {start} on are not in the memory of another array");
+            return Err(NnErrorKind::Device(reason).into());
         }
         (array.dtype, array.elems) = (dtype, elems);
         Ok(())
     }
 
     fn clear(&mut self, array: &mut CudaArray) -> Result<(), NnError> {
-        array.memory.as_ref().map_or(Ok(()), |memory| memory.fill(0)).map_err(|e| failed(&e))
+        array.fill_at(0, 0, array.elems * array.dtype.bytes()).map_err(|e| failed(&e))
     }
 
     fn clear_part(&mut self, part: PartMut<'_, CudaArray>) -> Result<(), NnError> {

@@ -57,6 +57,7 @@ pub struct Cuda {
     ordinal: usize,
     precision: Precision,
     deterministic: bool,
+    shares_memory: bool,
     clock: Clock,
     /// The last tables of rotations that were uploaded.
     tables: Vec<Arc<Rotations>>,
@@ -103,7 +104,24 @@ impl Cuda {
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
         let (clock, tables, readbacks) = Default::default();
         let kernels = Kernels::new(engine);
-        Ok(Self { kernels, queue, ordinal, precision, deterministic, clock, tables, readbacks })
+        let shares_memory = !queue.pool().is_exact();
+        Ok(Self {
+            kernels,
+            queue,
+            ordinal,
+            precision,
+            deterministic,
+            shares_memory,
+            clock,
+            tables,
+            readbacks,
+        })
+    }
+
+    /// The same with memory of its own for every array of a pass, as it is where compute-sanitizer looks
+    /// for accesses past their ends (`FOVEATE_EXACT_MEMORY`).
+    pub fn with_arrays_apart(self) -> Self {
+        Self { shares_memory: false, ..self }
     }
 
     /// Its name, as the driver says it.
@@ -168,11 +186,10 @@ impl Cuda {
     /// Sets a gradient that blocks can only add to to 0, unless it is to be accumulated.
     fn begin_sums(&self, gradient: &PartMut<'_, CudaArray>) -> Result<(), NnError> {
         let (size, place) = (gradient.array.dtype.bytes(), &gradient.place);
-        match &gradient.array.memory {
-            Some(memory) if !gradient.accumulate => {
-                memory.fill_at(place.start * size, 0, place.len() * size).map_err(|e| failed(&e))
-            }
-            _ => Ok(()),
+        if gradient.accumulate {
+            return Ok(());
         }
+        let array = &gradient.array;
+        array.fill_at(place.start * size, 0, place.len() * size).map_err(|e| failed(&e))
     }
 }

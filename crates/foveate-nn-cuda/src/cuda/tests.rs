@@ -1,6 +1,7 @@
 //! Each block beside the CPU's, on shapes that divide nothing, and what stands between host and
 //! device. They need a GPU, and say so where there is none.
 
+mod arena;
 mod context;
 mod rotations;
 mod sharing;
@@ -510,12 +511,8 @@ fn config(tied: bool) -> ModelConfig {
     }
 }
 
-/// A model on both, with the same masters.
-fn models(
-    state: ParameterState,
-    tied: bool,
-    architecture: Architecture,
-) -> Option<(Model, Model<Cuda>)> {
+/// Sizes, and a program with a learned buffer.
+fn parts(architecture: Architecture, tied: bool) -> (ModelConfig, ProgramConfig) {
     let bias = LearnedBuffer { shape: vec![HEADS.heads_q], init: 0.1, std: 0.1 };
     let attention = ProgramConfig {
         mask: "causal & document".into(),
@@ -523,6 +520,15 @@ fn models(
         learned: BTreeMap::from([("bias".to_owned(), bias)]),
         ..ProgramConfig::default()
     };
+    (ModelConfig { architecture, ..config(tied) }, attention)
+}
+
+/// A model on both, with the same masters.
+fn models(
+    state: ParameterState,
+    tied: bool,
+    architecture: Architecture,
+) -> Option<(Model, Model<Cuda>)> {
     let cuda = match Cuda::new(0, state.into(), true) {
         Ok(cuda) => cuda,
         Err(e) => {
@@ -530,7 +536,7 @@ fn models(
             return None;
         }
     };
-    let config = ModelConfig { architecture, ..config(tied) };
+    let (config, attention) = parts(architecture, tied);
     let cpu = Model::new(config.clone(), &attention.clone().into(), 9).unwrap();
     let mut cuda = Model::unfilled_on(cuda, config, &attention.into()).unwrap();
     cuda.draw_missing(9).unwrap();

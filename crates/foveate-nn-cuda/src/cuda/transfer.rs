@@ -24,8 +24,7 @@ pub fn write(
     let size = into.dtype.bytes();
     for (i, some) in values.chunks(CONVERTED).enumerate() {
         let at = (first + i * CONVERTED) * size;
-        let memory = into.memory.as_ref().expect("it has elements");
-        memory.write_at(at, &bytes(some)).map_err(|e| failed(&e))?;
+        into.write_at(at, &bytes(some)).map_err(|e| failed(&e))?;
     }
     Ok(())
 }
@@ -56,9 +55,7 @@ pub fn read(
     let size = from.dtype.bytes();
     for start in (0..count).step_by(CONVERTED) {
         let mut bytes = vec![0; CONVERTED.min(count - start) * size];
-        let memory = from.memory.as_ref().expect("it has elements");
-        memory
-            .read_at((first + start) * size, &mut bytes, default_timeout())
+        from.read_at((first + start) * size, &mut bytes, default_timeout())
             .map_err(|e| failed(&e))?;
         take(start, &bytes);
     }
@@ -167,11 +164,10 @@ impl Blocks {
     }
 
     fn read(&self, from: &CudaArray) -> Result<Vec<f32>, NnError> {
-        let memory = from.memory.as_ref().expect("it has elements");
         let mut bytes = Vec::new();
         for (at, len) in self.places() {
             let mut part = vec![0; len];
-            memory.read_at(at, &mut part, default_timeout()).map_err(|e| failed(&e))?;
+            from.read_at(at, &mut part, default_timeout()).map_err(|e| failed(&e))?;
             bytes.extend(part);
         }
         Ok(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect())
@@ -191,11 +187,10 @@ pub fn write_blocks(
         let blocks = Blocks::of(elems, first, some.len());
         let (mut words, own) = (blocks.read(into)?, blocks.count * BLOCK);
         moments::write(moment, &mut words, own, first - blocks.first * BLOCK, some);
-        let memory = into.memory.as_ref().expect("it has elements");
         let mut bytes: &[u8] = bytemuck::cast_slice(&words);
         for (at, len) in blocks.places() {
             let (part, rest) = bytes.split_at(len);
-            memory.write_at(at, part).map_err(|e| failed(&e))?;
+            into.write_at(at, part).map_err(|e| failed(&e))?;
             bytes = rest;
         }
     }

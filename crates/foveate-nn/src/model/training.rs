@@ -6,6 +6,7 @@ use std::time::Instant;
 use foveate::DType;
 
 use super::{Gradients, Model, Running, lock};
+use crate::account::{self, StepKind, Training};
 use crate::backend::{
     Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, StreamTransfers, Sums,
 };
@@ -22,7 +23,7 @@ use crate::pass::{Pass, Whole};
 use crate::plans::Programs;
 use crate::rope::RopeTable;
 use crate::stream::{Links, Stream, leave_to_first};
-use crate::tape::Recomputation;
+use crate::tape::{Recomputation, Workspace};
 use crate::tensor::TensorPart;
 
 impl<B: Blocks> Model<B> {
@@ -62,11 +63,20 @@ impl<B: Blocks> Model<B> {
             let reason = format!("have {found} elements; this model's have {want}");
             return Err(NnError::parameter("gradients", reason));
         }
+        if gradients.one_batch && !gradients.cleared {
+            let reason = "are of one batch a step and hold one; clear them first";
+            return Err(NnError::parameter("gradients", reason));
+        }
         self.check_parameters()?;
-        let (Gradients { array, cleared }, recompute) = (gradients, recompute.into());
+        let (Gradients { array, cleared, one_batch }, recompute) = (gradients, recompute.into());
         let running = &mut *self.running();
         let sizes = self.sizes();
         let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
+        let shares = context.is_none() && running.has_all(sizes.part);
+        let one_batch = *one_batch && shares;
+        let kind = StepKind::Training(Training { one_batch, ..recompute.into() });
+        let lent = one_batch.then_some(&*array);
+        running.place(sizes, &self.layout, &self.programs, prepared.shape, (shares, kind), lent)?;
         let Running { blocks, workspace, gathering, room, tensor, context: device, .. } = running;
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
@@ -80,7 +90,8 @@ impl<B: Blocks> Model<B> {
                     leave_to_first(blocks, &self.layout, array)?;
                 }
                 let gradients = Some(Target::whole(array, accumulate));
-                let mut all = Whole { weights: &self.weights.array, gradients };
+                let lends = one_batch.then_some(&self.layout);
+                let mut all = Whole { weights: &self.weights.array, gradients, lends };
                 pass.forward_backward(blocks, &mut all, workspace, recompute, totals)?;
             }
             Some(gathering) => {
@@ -166,6 +177,9 @@ impl<B: Blocks> Model<B> {
         let Self { config, local, part, programs, layout, share, weights, running, .. } = self;
         let (running, sizes) = (&mut *lock(running), Sizes { config, local, part });
         let prepared = Prepared::new(running, sizes, programs, batch, context.as_deref())?;
+        let shares = context.is_none() && running.has_all(sizes.part);
+        let kind = StepKind::Training(Training { in_backward: true, ..recompute.into() });
+        running.place(sizes, layout, programs, prepared.shape, (shares, kind), None)?;
         let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
         if let Some(gathering) = gathering {
             gathering.start(layout, true);
@@ -296,6 +310,9 @@ impl<B: Blocks> Model<B> {
         self.check_parameters()?;
         let sizes = self.sizes();
         let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
+        let shares = context.is_none() && running.has_all(sizes.part);
+        let kind = (shares, StepKind::Loss);
+        running.place(sizes, &self.layout, &self.programs, prepared.shape, kind, None)?;
         let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
@@ -304,7 +321,8 @@ impl<B: Blocks> Model<B> {
         let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         match gathering {
             None => {
-                let mut all = Whole { weights: &self.weights.array, gradients: None };
+                let weights = &self.weights.array;
+                let mut all = Whole { weights, gradients: None, lends: None };
                 pass.loss(blocks, &mut all, workspace, each, totals)?;
             }
             Some(gathering) => {
@@ -315,6 +333,50 @@ impl<B: Blocks> Model<B> {
             }
         }
         Ok(prepared.queued(None, batch))
+    }
+}
+
+/// Kinds of passes whose places are kept.
+const PLACES: usize = 8;
+
+impl<B: Blocks> Running<B> {
+    /// Whether this rank has all parameters, and all tokens of its rows.
+    fn has_all(&self, part: &TensorPart) -> bool {
+        self.gathering.is_none() && self.context.is_none() && !part.is_cut()
+    }
+
+    /// Gives the arrays of the next pass their places, some of them in the memory of gradients that is
+    /// `lent`; where they do not share memory, each has its own.
+    fn place(
+        &mut self,
+        Sizes { local, part, .. }: Sizes<'_>,
+        layout: &ParameterLayout,
+        programs: &Programs,
+        shape: [usize; 2],
+        (shares, kind): (bool, StepKind),
+        lent: Option<&B::Array>,
+    ) -> Result<(), NnError> {
+        let Self { blocks, workspace, places, .. } = self;
+        if !shares || !blocks.shares_memory() {
+            return workspace.arena.begin(blocks, None, None);
+        }
+        let known = places.iter().position(|(of, _)| *of == (shape, kind));
+        let index = match known {
+            Some(index) => index,
+            None => {
+                let learned = programs.learned();
+                let made = account::places(blocks, local, part, layout, &learned, shape, kind)?;
+                places.truncate(PLACES - 1);
+                places.insert(0, ((shape, kind), made));
+                0
+            }
+        };
+        let places = places[index].1.as_ref();
+        if places.is_some_and(|places| workspace.arena.must_grow(places)) {
+            // Nothing keeps the memory of the smaller one.
+            *workspace = Workspace::default();
+        }
+        workspace.arena.begin(blocks, places, lent)
     }
 }
 

@@ -189,7 +189,9 @@ impl Watched<'_> {
         let cutting = case.recipe.mesh.cutting(&mesh);
         let (config, free) = (&case.config, blocks.free_bytes()?);
         let account = |again: Recomputation| {
-            let kind = StepKind::Training(foveate_nn::Training { cutting, ..again.into() });
+            let one_batch = case.accumulate() == 1;
+            let kind = foveate_nn::Training { cutting, one_batch, ..again.into() };
+            let kind = StepKind::Training(kind);
             config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)
         };
         let recompute = match case.recompute() {
@@ -300,7 +302,11 @@ impl<'a, B: Blocks> Training<'a, B> {
         let model = &mut mesh.model;
         fill(model)?;
         model.choose(&BTreeMap::new());
-        let (gradients, moments) = (model.gradients()?, model.moments(&RULE)?);
+        let gradients = match case.accumulate() {
+            1 => model.gradients_of_one_batch()?,
+            _ => model.gradients()?,
+        };
+        let moments = model.moments(&RULE)?;
         let spans = model.spans(Treatment::of)?;
         let rows = mesh.rows(case.rows());
         let batches = (0..BATCHES).map(|number| case.batch(number).part(rows.clone())).collect();

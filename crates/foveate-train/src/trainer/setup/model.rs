@@ -58,6 +58,7 @@ pub(super) fn model<B: Blocks>(
     let training = |recompute| Training {
         recompute,
         in_backward: recipe.optimizer.in_backward,
+        one_batch: recipe.train.accumulate == 1,
         squares: recipe.optimizer.rule().keeps_squares(),
         cutting: recipe.mesh.cutting(&ranks.mesh()),
     };
