@@ -82,11 +82,12 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, sizes, attend, recompute):
+    def __init__(self, sizes, attends, recompute):
         super().__init__()
         hidden, _, layers, _, _, _, vocab, tied = sizes
         self.embedding = nn.Embedding(vocab, hidden)
-        self.layers = nn.ModuleList(Layer(sizes, attend) for _ in range(layers))
+        # Programs of layers, in turns.
+        self.layers = nn.ModuleList(Layer(sizes, attends[i % len(attends)]) for i in range(layers))
         self.norm = nn.RMSNorm(hidden, 1e-5)
         self.head = self.embedding.weight if tied else nn.Parameter(torch.empty(vocab, hidden))
         self.recompute = recompute
@@ -103,20 +104,26 @@ class Llama(nn.Module):
         return HeadLoss.apply(x, self.head, labels.flatten(), scale)
 
 
-def attentions(document):
-    """What computes causal attention within documents, by name."""
+def attentions(document, window, cap):
+    """What computes causal attention within documents, and within a window where that is not 0, by name;
+    scores are capped where `cap` is not 0."""
     rows, length = document.shape
 
     def mask(b, h, q, kv):
-        return (q >= kv) & (document[b, q] == document[b, kv])
+        sees = (q >= kv) & (document[b, q] == document[b, kv])
+        return sees & (q - kv < window) if window else sees
+
+    def capped(score, b, h, q, kv):
+        return cap * torch.tanh(score / cap)
 
     block_mask = create_block_mask(mask, rows, None, length, length, document.device)
 
     def flex(q, k, v):
-        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+        score = capped if cap else None
+        return flex_attention(q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=True)
 
     yield "flex", flex, contextlib.nullcontext
-    if not document.any():
+    if not document.any() and not window and not cap:
 
         def sdpa(q, k, v):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -125,7 +132,7 @@ def attentions(document):
         yield "flash", sdpa, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)
 
 
-def fastest(sizes, document, device):
+def fastest(sizes, document, window, cap, device):
     """The attention of least time, forward and backward; times of all in ms."""
     heads, kv_heads, dim = sizes[3:6]
     rows, length = document.shape
@@ -134,7 +141,7 @@ def fastest(sizes, document, device):
         for n in (heads, kv_heads, kv_heads)
     ]
     times, best = {}, None
-    for name, attend, within in attentions(document):
+    for name, attend, within in attentions(document, window, cap):
         call = torch.compile(attend) if device == "cuda" else attend
         try:
             with within():
@@ -170,9 +177,13 @@ def main():
     tokens, labels = torch.randint(0, vocab, (2, rows, length), device=device, generator=generator)
     labels = torch.where(document.roll(-1, 1) == document, labels, -1)
 
-    (name, attend, within), times = fastest(sizes, document, device)
+    (name, attend, within), times = fastest(sizes, document, 0, args.cap, device)
+    attends = [attend]
+    if args.window:
+        (_, near, _), more = fastest(sizes, document, args.window, args.cap, device)
+        attends, times = [near, attend], times | {"window": min(more.values())}
     with torch.device(device):
-        model = Llama(sizes, attend, args.recompute).bfloat16()
+        model = Llama(sizes, attends, args.recompute).bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -74,7 +74,14 @@ def measured_arguments():
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--mesh", choices=MESHES, default="shard", help="of the ranks that a launcher starts")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--window", type=int, default=0, help="keys back in every other layer")
+    parser.add_argument("--cap", type=float, default=0.0, help="of scores, by tanh")
     return parser.parse_args()
+
+
+def attention_of(window: int, cap: float) -> dict:
+    """As `foveate bench train` has them."""
+    return {"window": window or None, "score": f"softcap({cap:g})" if cap else None}
 
 
 def measure(peer: str, args, device: str, step, more: dict):
@@ -104,8 +111,9 @@ def measure(peer: str, args, device: str, step, more: dict):
     loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     if int(os.environ.get("RANK", 0)) > 0:
         return
-    unsaid = ("device", "steps", "starts", *(["mesh"] if ranks == 1 else []))
+    unsaid = ("device", "steps", "starts", "window", "cap", *(["mesh"] if ranks == 1 else []))
     line = {"peer": peer} | {k: v for k, v in vars(args).items() if k not in unsaid} | {"ranks": ranks}
+    line |= attention_of(args.window, args.cap)
     line |= {"ms": median * 1e3, "min_ms": min(times) * 1e3}
     line |= {"tokens_per_s": args.rows * args.len / median, "loss": loss.item()}
     line |= {"warm_seconds": warm_seconds, "torch": torch.__version__}
@@ -138,6 +146,8 @@ def main() -> int:
     parser.add_argument("--documents", default="1,16", help="of a row; comma between")
     parser.add_argument("--states", default="f32,bf16", help="comma between: %(default)s")
     parser.add_argument("--recompute", default="none", help="none, selective, full")
+    parser.add_argument("--window", type=int, default=0, help="keys back in every other layer; the loop's")
+    parser.add_argument("--cap", type=float, default=0.0, help="of scores, by tanh; the loop's")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--len", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=8)
@@ -167,6 +177,11 @@ def one(peer: str, model: str, documents: str, state: str, args, site: Path | No
     """One measurement; a line that says why where there is none."""
     case = {"model": model, "rows": args.rows, "len": args.len, "documents": int(documents)}
     case |= {"state": state, "recompute": args.recompute}
+    said = attention_of(args.window, args.cap)
+    if peer != "loop" and any(said.values()):
+        why = "it has no windows and no caps"
+        print(json.dumps({"peer": peer} | case | said | {"declined": why}), flush=True)
+        return True
     starts = starts_of_rows(args.foveate, args.rows, args.len, int(documents))
     more = {"starts": json.dumps(starts), "steps": args.steps, "device": args.device}
     command = [sys.executable]
@@ -174,17 +189,20 @@ def one(peer: str, model: str, documents: str, state: str, args, site: Path | No
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         more["mesh"] = args.mesh
     command += [HERE / f"train_gpu_{peer}.py"]
-    for name, value in (case | more).items():
+    if peer == "loop":
+        more |= {"window": args.window, "cap": args.cap}
+    case |= said
+    for name, value in ({k: v for k, v in case.items() if k not in said} | more).items():
         command += [f"--{name}", str(value)]
     if peer == "torchtitan":
         command += ["--site", site]
     try:
         ran = subprocess.run(command, text=True, capture_output=True, timeout=args.seconds)
-        out, said = ran.stdout, ran.stderr
+        out, errors = ran.stdout, ran.stderr
         if ran.returncode == 0:
             print(out, end="", flush=True)
             return True
-        lines = said.strip().splitlines() or ["it ended without a word"]
+        lines = errors.strip().splitlines() or ["it ended without a word"]
         # A launcher of several ranks says more behind what went wrong.
         why = next((line for line in lines if "Error: " in line), lines[-1])
     except subprocess.TimeoutExpired:
