@@ -33,7 +33,7 @@ enum On {
     /// Of building block masks, on one thread
     Mask(mask::Args),
     /// Of training steps, on random weights and tokens
-    Train(train::Args),
+    Train(Box<train::Args>),
 }
 
 /// Runs what was asked for.
