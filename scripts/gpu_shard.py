@@ -83,6 +83,7 @@ TENSOR = [
     ("bf16_gradients", 6, ("mesh.tensor=3", "mesh.reshard=after_backward")),
     ("bf16", 4, ("mesh.tensor=2", "mesh.replicate=2")),
     ("int8_moments", 2, ("mesh.tensor=2",)),
+    ("exact", 4, ("mesh.tensor=2", "mesh.context=2")),
 ]
 STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16"]
 failures = 0
