@@ -195,7 +195,9 @@ def main(foveate, folder, most=99):
     place = Place(foveate, folder)
     began = time.monotonic()
     cases = [(state, *MESHES[i % len(MESHES)]) for i, state in enumerate(STATES)]
-    cases.append(("exact", 2, ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))
+    in_backward = ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")
+    cases.append(("exact", 2, in_backward))
+    cases.append(("exact", 4, ("mesh.replicate=2", *in_backward)))
     cases.append(("f32", 2, ("mesh.transfers=host",)))
     cases += TENSOR
     cases.append(("exact", 2, ("mesh.tensor=2", "optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))

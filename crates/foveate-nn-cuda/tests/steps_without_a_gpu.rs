@@ -15,7 +15,7 @@ use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, Cutting, LearnedBuffer, Model,
-    ModelConfig, OptimizerStep, ParameterState, Peers, ProgramConfig, Recompute, Reshard,
+    ModelConfig, NnError, OptimizerStep, ParameterState, Peers, ProgramConfig, Recompute, Reshard,
     RopePairing, Rule, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
@@ -91,6 +91,8 @@ struct Steps {
     count: u64,
     /// The rank of those that share rows, of how many, and how their keys and queries meet.
     context: Option<(usize, usize, How)>,
+    /// Whether gradients are summed over ranks with the same parameters.
+    replicas: bool,
 }
 
 type State = (
@@ -132,6 +134,13 @@ impl Steps {
         Self::of(model)
     }
 
+    /// Of a rank that holds a copy of the parameters.
+    fn of_replica(rank: &TestRank) -> Self {
+        let mut steps = Self::of(model());
+        steps.model.replicas(Box::new(rank.clone()), rank.carrier).unwrap();
+        Self { replicas: true, ..steps }
+    }
+
     /// With one batch a step, whose arrays share memory, that of gradients among it; or with two, or with
     /// memory of its own for each array.
     fn sharing(batches: usize, apart: bool) -> Self {
@@ -147,7 +156,7 @@ impl Steps {
     fn of(model: Model<Cuda>) -> Self {
         let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
         let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
-        Self { model, state, batches: 2, count: 0, context: None }
+        Self { model, state, batches: 2, count: 0, context: None, replicas: false }
     }
 
     /// Queues a step and reads its totals; gives what was noted of both.
@@ -163,7 +172,8 @@ impl Steps {
     /// Queues a step.
     fn queue(&mut self, recompute: Recompute) -> CudaTotals {
         self.count += 1;
-        let Self { model, state: (gradients, moments, spans), batches, count, context } = self;
+        let Self { model, state: (gradients, moments, spans), batches, count, context, replicas } =
+            self;
         let mut totals = model.totals().unwrap();
         model.clear(gradients);
         for number in 0..*batches {
@@ -192,6 +202,11 @@ impl Steps {
             let attention = Some(&mut planned as &mut dyn ContextAttention);
             let batch = held.batch();
             model.accumulate_over(&batch, attention, gradients, recompute, &mut totals).unwrap();
+        }
+        if *replicas {
+            let by_host =
+                |_: &mut [f32]| -> Result<(), NnError> { unreachable!("the device sums") };
+            model.reduce(gradients, by_host).unwrap();
         }
         let step = OptimizerStep { rule: RULE, step: *count, rate: 1e-3, clip_norm: 1.0, seed: 0 };
         model.update(&step, spans, gradients, moments, &mut totals).unwrap();
@@ -572,6 +587,30 @@ fn ranks_of_tensor_read_what_others_wrote_and_keep_what_others_read() {
         assert_eq!(reads("a copy"), carrier != Carrier::Host);
         assert_eq!(reads("send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{ranks} ranks, {carrier:?}");
+    }
+}
+
+#[test]
+fn ranks_with_copies_read_what_others_wrote_and_wait_for_nothing() {
+    if !inside("ranks_with_copies_read_what_others_wrote_and_wait_for_nothing") {
+        return;
+    }
+    for carrier in [Carrier::Auto, Carrier::Nccl] {
+        let waits = [3, 5].map(|steps| {
+            trace::start();
+            on_ranks(2, Steps::of_replica, carrier, Recompute::None, steps, |_| {});
+            let notes = trace::stop();
+            let reads = |what: &str| {
+                let is =
+                    |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
+                notes.iter().any(is)
+            };
+            assert!(reads("a copy") && reads("send of") == (carrier == Carrier::Nccl));
+            assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
+            notes.iter().filter(|n| matches!(n, Noted::Waited { .. })).count()
+        });
+        // Each of two ranks waits for the totals of each step.
+        assert_eq!(waits[1] - waits[0], 2 * 2, "{waits:?}");
     }
 }
 

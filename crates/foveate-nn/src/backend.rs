@@ -31,7 +31,7 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::{Carrier, CutGroup, Peers, Sharing, TensorSharing};
+use crate::sharing::{Carrier, CutGroup, Peers, ReplicaSums, Sharing, TensorSharing};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
 
 /// What attention is planned for.
@@ -123,6 +123,9 @@ pub struct Sums {
 
 /// Attention over ranks on the device of `B`.
 pub type ContextOf<B> = Box<dyn DeviceContext<B, <B as Blocks>::Array>>;
+
+/// Sums over ranks with the same parameters, on the device of `B`.
+pub type ReplicaSumsOf<B> = Box<dyn ReplicaSums<B, <B as Blocks>::Array>>;
 
 /// When a block ran on the device.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -243,6 +246,19 @@ pub trait Blocks: Sized {
         &mut self,
         ranks: &dyn TensorSharing,
     ) -> Result<Box<dyn StreamTransfers<Self>>, NnError>;
+
+    /// Sums of gradients over the ranks of `peers`, which hold the same parameters, by `carrier`; none where
+    /// the device leaves them to the host. All ranks call it.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device cannot reach the others.
+    fn replicas(
+        &mut self,
+        _peers: Box<dyn Peers>,
+        _carrier: Carrier,
+    ) -> Result<Option<ReplicaSumsOf<Self>>, NnError> {
+        Ok(None)
+    }
 
     /// Waits for elements and reads them back, widened to f32.
     fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;

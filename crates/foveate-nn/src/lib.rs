@@ -89,8 +89,9 @@ pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, ContextOf, KvCache, LayerAttention, LayerProgram,
-    LinearShape, LossGradients, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation,
-    StreamProduct, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    LinearShape, LossGradients, Moments, PackedHeads, Part, PartMut, PlanBytes, ReplicaSumsOf,
+    Rotation, StreamProduct, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart,
+    Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
@@ -117,7 +118,7 @@ pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
 pub use share::{Cutting, Owned, Reshard, Share};
 pub use sharing::{
-    Carrier, CutGroup, HostTransfers, Peers, Sharing, TensorSharing, TensorTransfers,
+    Carrier, CutGroup, HostTransfers, Peers, ReplicaSums, Sharing, TensorSharing, TensorTransfers,
 };
 pub use tape::{Recomputation, Recompute};
 pub use tensor::{Copied, Copies, StreamCut, TensorPart};

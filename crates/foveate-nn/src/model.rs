@@ -12,7 +12,8 @@ use foveate::DType;
 use crate::account::StepKind;
 use crate::arena::Places;
 use crate::backend::{
-    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, Sums, Weights,
+    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, ReplicaSumsOf, Sums,
+    Weights,
 };
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
@@ -64,6 +65,8 @@ pub(crate) struct Running<B: Blocks> {
     tensor: Option<Links<B>>,
     /// Attention over the ranks of `context`, where the device computes it.
     context: Option<ContextOf<B>>,
+    /// Over ranks that hold the same parameters, where the device sums.
+    replicas: Option<ReplicaSumsOf<B>>,
     /// Room for gradients of groups whose sums are kept.
     room: PassingGradients<B::Array>,
 }
@@ -239,6 +242,7 @@ impl<B: Blocks> Model<B> {
             gathering: None,
             tensor: None,
             context: None,
+            replicas: None,
             room: Default::default(),
         };
         let (weights, running) = (Weights::default(), Mutex::new(running));
@@ -288,6 +292,17 @@ impl<B: Blocks> Model<B> {
         let running = &mut *lock(&self.running);
         running.context = running.blocks.context(peers, carrier)?;
         Ok(running.context.is_some())
+    }
+
+    /// Sums of gradients over the ranks of `peers`, which hold the same parameters, by `carrier`; where the
+    /// device leaves them to the host, [`Model::reduce`] makes them. All ranks call it.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device cannot reach the others.
+    pub fn replicas(&mut self, peers: Box<dyn Peers>, carrier: Carrier) -> Result<(), NnError> {
+        let running = &mut *lock(&self.running);
+        running.replicas = running.blocks.replicas(peers, carrier)?;
+        Ok(())
     }
 
     /// Dtypes of parameters, gradients, moments and activations.

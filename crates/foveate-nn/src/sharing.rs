@@ -5,6 +5,7 @@ use std::ops::Range;
 use foveate::DType;
 use serde::{Deserialize, Serialize};
 
+use crate::array::PartMut;
 use crate::error::NnError;
 use crate::parameters::{ParameterGroup, ParameterLayout};
 use crate::share::{Owned, owned};
@@ -151,6 +152,16 @@ pub enum Carrier {
     Host,
 }
 
+/// Sums gradients over ranks that hold the same parameters, by the blocks `B` of a device, on its arrays `A`.
+pub trait ReplicaSums<B, A>: Send {
+    /// Queues that the gradients become their sums over the ranks, in order of rank and in f32. All ranks call
+    /// it, with as many.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on, or the device fails.
+    fn sum(&mut self, blocks: &mut B, gradients: PartMut<'_, A>) -> Result<(), NnError>;
+}
+
 /// The ranks that share parameters, before a device says how they move.
 pub trait Sharing {
     /// A group of them for transfers of one kind. Every rank asks for the same number, in the same order.
@@ -170,8 +181,11 @@ pub trait Sharing {
     /// What gradients travel as, where they are wider: f32 or bf16.
     fn reduce_dtype(&self) -> DType;
 
-    /// Whether groups are summed over ranks that hold the same ones, too, which devices leave to the host.
-    fn sums_copies(&self) -> bool;
+    /// The ranks that hold the same groups, where these are summed over them, too. Every rank asks for them.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    fn replicas(&self) -> Result<Option<Box<dyn Peers>>, NnError>;
 
     /// What carries groups between GPUs.
     fn carrier(&self) -> Carrier;

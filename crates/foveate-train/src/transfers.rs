@@ -44,8 +44,10 @@ impl Sharing for ParameterRanks<'_> {
         }
     }
 
-    fn sums_copies(&self) -> bool {
-        self.copies
+    fn replicas(&self) -> Result<Option<Box<dyn Peers>>, NnError> {
+        let group = self.copies.then(|| GroupPeers::new(self.ranks, &[MeshAxis::Replicate]));
+        let group = group.transpose().map_err(|e| of_group(&e))?;
+        Ok(group.map(|group| Box::new(group) as Box<dyn Peers>))
     }
 
     fn carrier(&self) -> Carrier {

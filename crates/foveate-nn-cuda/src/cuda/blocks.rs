@@ -11,8 +11,8 @@ use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
     Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients, Moment, MomentDtype,
     Moments, NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads, Part, PartMut, Peers,
-    PlanBytes, Precision, RopePairing, RopeTable, Rotation, Sharing, Span, StreamTransfers,
-    SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
+    PlanBytes, Precision, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing, Span,
+    StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
 };
 use foveate_tensor::DType;
 
@@ -132,6 +132,14 @@ impl Blocks for Cuda {
         ranks: &dyn TensorSharing,
     ) -> Result<Box<dyn StreamTransfers<Self>>, NnError> {
         sharing::stream_transfers(ranks, self.ordinal)
+    }
+
+    fn replicas(
+        &mut self,
+        peers: Box<dyn Peers>,
+        carrier: Carrier,
+    ) -> Result<Option<ReplicaSumsOf<Self>>, NnError> {
+        sharing::replicas(peers, self.ordinal, carrier)
     }
 
     fn profile(&mut self, on: bool) -> Result<(), NnError> {

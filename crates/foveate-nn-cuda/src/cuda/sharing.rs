@@ -8,6 +8,7 @@
 
 mod copies;
 mod nccl;
+mod replicas;
 mod stream;
 
 use std::collections::VecDeque;
@@ -16,15 +17,18 @@ use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Event, Stream};
 use foveate_gpu::{DeviceTensor, Engine, Queue};
 use foveate_nn::{
-    Carrier, CutGroup, NnError, Part, PartMut, Peers, Sharing, ThroughHost, Transfers,
+    Carrier, CutGroup, NnError, Part, PartMut, Peers, ReplicaSumsOf, Sharing, ThroughHost,
+    Transfers,
 };
 use foveate_tensor::DType;
 
 use super::array::{CudaArray, Place};
 use super::{Cuda, failed};
 use crate::ranks::{Narrow, SumRanks};
+use crate::vectors::Add;
 use copies::Copies;
 use nccl::Nccl;
+use replicas::Replicas;
 pub(super) use stream::stream_transfers;
 
 /// Bytes of device memory.
@@ -109,26 +113,44 @@ pub(super) struct GpuTransfers {
     gathers: Way,
     sums: Way,
     numbers: Box<dyn Peers>,
+    /// Of ranks that hold the same groups, where these are summed over them, too.
+    replicas: Option<Replicas>,
     /// What gradients travel as, where they are f32.
     reduce_dtype: DType,
     gathering: VecDeque<Event>,
     summing: VecDeque<Summing>,
 }
 
-/// Transfers of `ranks` on GPU `ordinal`, by what they say; through the host where it sums more than groups.
+/// Sums over the ranks of `peers`, of which this one has GPU `ordinal`; none where there is one rank, or they
+/// meet in the memory of the host.
+pub(super) fn replicas(
+    peers: Box<dyn Peers>,
+    ordinal: usize,
+    carrier: Carrier,
+) -> Result<Option<ReplicaSumsOf<Cuda>>, NnError> {
+    if peers.ranks() == 1 || carrier == Carrier::Host {
+        return Ok(None);
+    }
+    Ok(Some(Box::new(Replicas::new(peers, ordinal, carrier)?)))
+}
+
+/// Transfers of `ranks` on GPU `ordinal`, by what they say.
 pub(super) fn transfers(
     ranks: &dyn Sharing,
     ordinal: usize,
 ) -> Result<Box<dyn Transfers<Cuda>>, NnError> {
-    if ranks.sums_copies() || ranks.carrier() == Carrier::Host {
+    if ranks.carrier() == Carrier::Host {
         return Ok(Box::new(ThroughHost::new(ranks.through_host()?)));
     }
     let numbers = ranks.owners()?;
+    let replicas = ranks.replicas()?.filter(|peers| peers.ranks() > 1);
+    let replicas = replicas.map(|peers| Replicas::new(peers, ordinal, ranks.carrier()));
     let way = || Way::new(ranks.peers()?, ordinal, ranks.carrier());
     Ok(Box::new(GpuTransfers {
         gathers: way()?,
         sums: way()?,
         numbers,
+        replicas: replicas.transpose()?,
         reduce_dtype: ranks.reduce_dtype(),
         gathering: VecDeque::new(),
         summing: VecDeque::new(),
@@ -226,7 +248,20 @@ impl Transfers<Cuda> for GpuTransfers {
                 |spans: &Vec<Span>| DeviceTensor::contiguous(spans[0].address, from.dtype, [own]);
             let sources: Vec<_> = incoming.iter().map(vector).collect();
             let (to, accumulate) = (into.vector(), into.accumulate);
-            blocks.run_on(queue, &SumRanks { from: &sources, to, accumulate })?;
+            match &mut self.replicas {
+                None => blocks.run_on(queue, &SumRanks { from: &sources, to, accumulate })?,
+                Some(replicas) => {
+                    let sums = take(4 * own)?;
+                    let all = DeviceTensor::contiguous(sums.address(), DType::F32, [own]);
+                    blocks
+                        .run_on(queue, &SumRanks { from: &sources, to: all, accumulate: false })?;
+                    replicas.sum_on(blocks, queue, all)?;
+                    match accumulate {
+                        true => blocks.run_on(queue, &Add { from: all, to })?,
+                        false => blocks.run_on(queue, &Narrow { from: all, to })?,
+                    }
+                }
+            }
         }
         self.summing.push_back(Summing {
             done: self.sums.done()?,

@@ -123,8 +123,8 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.count(totals, labelled)
     }
 
-    /// Sums gradients over ranks that hold the same ones by `sum`, which takes them a piece at a time, in
-    /// order, in f32. Waits for the device.
+    /// Sums gradients over ranks that hold the same ones: on the device where it does ([`Model::replicas`]),
+    /// else by `sum`, which takes them a piece at a time, in order, in f32. Then it waits for the device.
     ///
     /// # Errors
     /// Those of `sum`, or when the device fails.
@@ -134,9 +134,13 @@ impl<B: Blocks> Model<B> {
         mut sum: impl FnMut(&mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         const PIECE: usize = 4 << 20;
-        let mut running = self.running();
-        let (blocks, array) = (&mut running.blocks, &mut gradients.array);
+        let Running { blocks, replicas, .. } = &mut *self.running();
+        let array = &mut gradients.array;
         let elems = array.elems();
+        if let Some(replicas) = replicas {
+            let all = PartMut { array, place: 0..elems, accumulate: false };
+            return Ok(replicas.sum(blocks, all)?);
+        }
         let mut values = vec![0.0; PIECE.min(elems)];
         for start in (0..elems).step_by(PIECE) {
             let place = start..elems.min(start + PIECE);

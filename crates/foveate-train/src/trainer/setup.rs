@@ -502,6 +502,10 @@ pub(super) fn share_parameters<B: Blocks>(
         let part = ranks.coordinate(&PARAMETERS);
         model.cut(cutting, part, &sharing)?;
     }
+    if !in_backward && ranks.mesh().size(MeshAxis::Replicate) > 1 {
+        let peers = GroupPeers::new(ranks, &[MeshAxis::Replicate])?;
+        model.replicas(Box::new(peers), recipe.mesh.transfers)?;
+    }
     Ok(())
 }
 

@@ -118,6 +118,64 @@ fn held(carrier: Carrier, counts: &[usize]) {
     }
 }
 
+/// Gradients of ranks that hold the same parameters have the bits of a sum in order of rank, rounded once.
+fn replicas(carrier: Carrier, counts: &[usize]) {
+    for (state, &ranks) in [ParameterState::F32, ParameterState::Bf16].into_iter().zip(counts) {
+        let own = |rank: usize, elems: usize| -> Vec<f32> {
+            let mut random = Random::new(rank as u64);
+            let draw = || {
+                let x = (random.unit() - 0.5) as f32;
+                if state == ParameterState::F32 { x } else { half::bf16::from_f32(x).to_f32() }
+            };
+            std::iter::repeat_with(draw).take(elems).collect()
+        };
+        let on_rank = |rank: TestRank| -> Vec<f32> {
+            let gpus = Device::count().unwrap_or(0).max(1);
+            let cuda = Cuda::new(rank.rank() % gpus, state.into(), true).unwrap();
+            let program = ProgramConfig { mask: "causal".into(), ..ProgramConfig::default() };
+            let mut model = Model::unfilled_on(cuda, config(true), &program.into()).unwrap();
+            model.replicas(Box::new(rank.clone()), rank.carrier).unwrap();
+            let mut gradients = model.gradients().unwrap();
+            let mut values = own(rank.rank(), model.layout().trained());
+            model.upload(&mut gradients.array, 0, &values).unwrap();
+            let by_host = |_: &mut [f32]| -> Result<(), NnError> { unreachable!("the GPU sums") };
+            model.reduce(&mut gradients, by_host).unwrap();
+            values.fill(f32::NAN);
+            model.download(&gradients.array, 0, &mut values).unwrap();
+            // No rank goes while another reads what it has.
+            rank.all_gather(&[]).unwrap();
+            values
+        };
+        let found: Vec<Vec<f32>> = std::thread::scope(|scope| {
+            let (all, on_rank) = (TestRank::all(ranks, carrier, DType::F32), &on_rank);
+            let start = |rank| scope.spawn(move || on_rank(rank));
+            let threads: Vec<_> = all.into_iter().map(start).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let mut sums = vec![0.0f32; found[0].len()];
+        for rank in 0..ranks {
+            sums.iter_mut().zip(own(rank, found[0].len())).for_each(|(sum, x)| *sum += x);
+        }
+        if state != ParameterState::F32 {
+            sums.iter_mut().for_each(|sum| *sum = half::bf16::from_f32(*sum).to_f32());
+        }
+        for (rank, found) in found.iter().enumerate() {
+            assert!(*found == sums, "{state:?}: rank {rank} of {ranks} has other sums");
+        }
+    }
+}
+
+#[test]
+fn ranks_with_copies_have_the_sums_of_gradients_in_order_of_rank() {
+    match Cuda::available(0) {
+        Ok(()) => replicas(Carrier::Auto, &[2, 5]),
+        Err(e) => return println!("skipped: {e}"),
+    }
+    if Device::count().is_ok_and(|gpus| gpus > 1) {
+        replicas(Carrier::Nccl, &[2, 2]);
+    }
+}
+
 #[test]
 fn ranks_that_are_threads_reach_what_one_rank_reaches_by_copies() {
     match Cuda::available(0) {
