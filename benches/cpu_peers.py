@@ -59,7 +59,7 @@ def arguments():
     parser.add_argument("--venv", type=Path, default=folder / "venv", help="%(default)s")
     parser.add_argument("--results", type=Path, default=folder / "results.jsonl")
     parser.add_argument("--svg", type=Path, default=folder / "results.svg")
-    parser.add_argument("--foveate", type=Path, default=ROOT / "target" / "release" / "foveate")
+    parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=ROOT / "target" / "release" / "foveate")
     return parser.parse_args()
 
 

@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--factor", type=float, default=1.35, help="what growth is still linear")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--max", type=int, default=65536, help="the longest S")
-    parser.add_argument("--foveate", type=Path, default=ROOT / "target" / "release" / "foveate")
+    parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=ROOT / "target" / "release" / "foveate")
     args = parser.parse_args()
     if not args.foveate.exists():
         fail(f"{args.foveate} is missing; run: cargo build --release --bin foveate")

@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--filter", default="", help="a part of the names of checkpoints")
     parser.add_argument("--seed", type=int, default=1, help="of the weights")
     parser.add_argument("--venv", type=Path, default=ROOT / "target" / "cpu_peers" / "venv")
-    parser.add_argument("--foveate", type=Path, default=ROOT / "target" / "release" / "foveate")
+    parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=ROOT / "target" / "release" / "foveate")
     args = parser.parse_args()
     if not args.foveate.exists():
         fail(f"{args.foveate} is missing; run: cargo build --release --bin foveate")

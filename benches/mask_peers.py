@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--len", type=int, default=32768, help="what PyTorch builds at most")
     parser.add_argument("--runs", type=int, default=3, help="builds of each by PyTorch")
     parser.add_argument("--venv", type=Path, default=ROOT / "target" / "cpu_peers" / "venv")
-    parser.add_argument("--foveate", type=Path, default=ROOT / "target" / "release" / "foveate")
+    parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=ROOT / "target" / "release" / "foveate")
     args = parser.parse_args()
     if not args.foveate.exists():
         fail(f"{args.foveate} is missing; run: cargo build --release --bin foveate")

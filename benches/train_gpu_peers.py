@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--mesh", choices=MESHES, default="shard", help="what ranks share; %(default)s")
     parser.add_argument("--torchtitan", metavar="WHEEL|FOLDER")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--foveate", type=Path, default=FOVEATE, help="%(default)s")
+    parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=FOVEATE, help="%(default)s")
     args = parser.parse_args()
     if args.ranks > 1 and args.peers != "torchtitan":
         sys.exit("train_gpu_peers: several ranks are torchtitan's: give --peers torchtitan")

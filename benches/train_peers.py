@@ -82,7 +82,7 @@ def arguments():
     parser.add_argument("--eager-only", action="store_true", help="leave the compiled loop out")
     parser.add_argument("--venv", type=Path, default=ROOT / "target" / "cpu_peers" / "venv")
     parser.add_argument("--work", type=Path, default=ROOT / "target" / "train_peers")
-    parser.add_argument("--foveate", type=Path, default=ROOT / "target" / "release" / "foveate")
+    parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=ROOT / "target" / "release" / "foveate")
     return parser.parse_args()
 
 
