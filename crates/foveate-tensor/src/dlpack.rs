@@ -52,6 +52,7 @@ impl<'a, const N: usize> TensorRef<'a, N> {
                 DType::F32 => Slice::F32(std::slice::from_raw_parts(start.cast(), len)),
                 DType::F16 => Slice::F16(std::slice::from_raw_parts(start.cast::<f16>(), len)),
                 DType::BF16 => Slice::BF16(std::slice::from_raw_parts(start.cast::<bf16>(), len)),
+                DType::F8E4M3 => Slice::F8E4M3(std::slice::from_raw_parts(start.cast(), len)),
                 DType::F64 => Slice::F64(std::slice::from_raw_parts(start.cast(), len)),
             }
         };
@@ -84,6 +85,9 @@ impl<'a, const N: usize> TensorMut<'a, N> {
                 DType::F32 => SliceMut::F32(std::slice::from_raw_parts_mut(start.cast(), len)),
                 DType::F16 => SliceMut::F16(std::slice::from_raw_parts_mut(start.cast(), len)),
                 DType::BF16 => SliceMut::BF16(std::slice::from_raw_parts_mut(start.cast(), len)),
+                DType::F8E4M3 => {
+                    SliceMut::F8E4M3(std::slice::from_raw_parts_mut(start.cast(), len))
+                }
                 DType::F64 => SliceMut::F64(std::slice::from_raw_parts_mut(start.cast(), len)),
             }
         };
@@ -108,6 +112,7 @@ impl<const N: usize> Tensor<N> {
             Slice::F32(v) => v.as_ptr().cast(),
             Slice::F16(v) => v.as_ptr().cast(),
             Slice::BF16(v) => v.as_ptr().cast(),
+            Slice::F8E4M3(v) => v.as_ptr().cast(),
             Slice::F64(v) => v.as_ptr().cast::<std::ffi::c_void>(),
         };
         let described = Fixed::new(layout.shape, layout.strides);
@@ -135,10 +140,10 @@ impl<const N: usize> Found<N> {
         if tensor.device().device_type != DLDevice::CPU.device_type {
             return Err(refused("it is not in the memory of the CPU; copy it there first"));
         }
-        let all = [DType::F32, DType::F16, DType::BF16, DType::F64];
+        let all = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F64];
         let dtype = all.into_iter().find(|&dtype| declared(dtype).matches(tensor.dtype()));
         let Some(dtype) = dtype else {
-            return Err(refused("its elements are none of f32, f16, bf16 and f64"));
+            return Err(refused("its elements are none of f32, f16, bf16, f8e4m3 and f64"));
         };
         let lengths = |of: &[i64]| -> Option<[usize; N]> {
             let lengths: Vec<usize> =
@@ -180,6 +185,7 @@ fn declared(dtype: DType) -> DLDataType {
         DType::F32 => DLDataType::F32,
         DType::F16 => DLDataType::F16,
         DType::BF16 => DLDataType::BF16,
+        DType::F8E4M3 => DLDataType::F8E4M3FN,
         DType::F64 => DLDataType::F64,
     }
 }
@@ -247,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_tensor_given_away_is_the_same_memory_and_dropped_by_its_taker() {
-        for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+        for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F64] {
             let tensor = Tensor::from_fn(dtype, [2, 3], |[i, j]| (3 * i + j) as f64);
             let row = tensor.layout().narrowed(0, 1, 1).unwrap();
             let tensor = Tensor::new(tensor.data().clone(), row).unwrap();
@@ -255,6 +261,7 @@ mod tests {
                 Slice::F32(v) => v.as_ptr() as usize,
                 Slice::F16(v) => v.as_ptr() as usize,
                 Slice::BF16(v) => v.as_ptr() as usize,
+                Slice::F8E4M3(v) => v.as_ptr() as usize,
                 Slice::F64(v) => v.as_ptr() as usize,
             };
             let given = tensor.into_dlpack().unwrap();

@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+use crate::f8::F8E4M3;
+
 /// Element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
@@ -11,6 +13,8 @@ pub enum DType {
     F16,
     /// bfloat16.
     BF16,
+    /// [`F8E4M3`], 8 bits.
+    F8E4M3,
     /// IEEE binary64, for the oracle.
     F64,
 }
@@ -22,15 +26,17 @@ impl DType {
             DType::F64 => 8,
             DType::F32 => 4,
             DType::F16 | DType::BF16 => 2,
+            DType::F8E4M3 => 1,
         }
     }
 
-    /// The name users write: `f32`, `f16`, `bf16`, `f64`.
+    /// The name users write: `f32`, `f16`, `bf16`, `f8e4m3`, `f64`.
     pub fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
             DType::F16 => "f16",
             DType::BF16 => "bf16",
+            DType::F8E4M3 => "f8e4m3",
             DType::F64 => "f64",
         }
     }
@@ -51,6 +57,8 @@ pub enum Data {
     F16(Vec<f16>),
     /// bf16 elements.
     BF16(Vec<bf16>),
+    /// e4m3 elements.
+    F8E4M3(Vec<F8E4M3>),
     /// f64 elements.
     F64(Vec<f64>),
 }
@@ -62,6 +70,7 @@ impl Data {
             DType::F32 => Data::F32(vec![value as f32; len]),
             DType::F16 => Data::F16(vec![f16::from_f64(value); len]),
             DType::BF16 => Data::BF16(vec![bf16::from_f64(value); len]),
+            DType::F8E4M3 => Data::F8E4M3(vec![F8E4M3::from_f64(value); len]),
             DType::F64 => Data::F64(vec![value; len]),
         }
     }
@@ -73,6 +82,7 @@ impl Data {
             DType::F32 => Data::F32(values.map(|v| v as f32).collect()),
             DType::F16 => Data::F16(values.map(f16::from_f64).collect()),
             DType::BF16 => Data::BF16(values.map(bf16::from_f64).collect()),
+            DType::F8E4M3 => Data::F8E4M3(values.map(F8E4M3::from_f64).collect()),
             DType::F64 => Data::F64(values.collect()),
         }
     }
@@ -83,6 +93,7 @@ impl Data {
             Data::F32(_) => DType::F32,
             Data::F16(_) => DType::F16,
             Data::BF16(_) => DType::BF16,
+            Data::F8E4M3(_) => DType::F8E4M3,
             Data::F64(_) => DType::F64,
         }
     }
@@ -93,6 +104,7 @@ impl Data {
             Data::F32(v) => v.len(),
             Data::F16(v) => v.len(),
             Data::BF16(v) => v.len(),
+            Data::F8E4M3(v) => v.len(),
             Data::F64(v) => v.len(),
         }
     }

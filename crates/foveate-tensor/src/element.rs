@@ -78,10 +78,12 @@ impl fmt::Display for ElementType {
 }
 
 impl From<DType> for ElementType {
+    /// The type of that name; of `f8e4m3`, which is none of these, the bytes that its bits are in.
     fn from(dtype: DType) -> Self {
         match dtype {
             DType::F16 => Self::F16,
             DType::BF16 => Self::BF16,
+            DType::F8E4M3 => Self::U8,
             DType::F32 => Self::F32,
             DType::F64 => Self::F64,
         }

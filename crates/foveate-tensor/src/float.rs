@@ -3,9 +3,10 @@
 use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
+use crate::f8::F8E4M3;
 use crate::slice::{Slice, SliceMut};
 
-/// A Rust type that tensors hold: `f32`, `f16`, `bf16` or `f64`. No other type implements it.
+/// A Rust type that tensors hold: `f32`, `f16`, `bf16`, [`F8E4M3`] or `f64`. No other type implements it.
 pub trait Float: Copy + Send + Sync + sealed::Sealed + 'static {
     /// Its dtype.
     const DTYPE: DType;
@@ -102,5 +103,6 @@ floats! {
     f32, F32, |v| v as f32;
     f16, F16, f16::from_f64;
     bf16, BF16, bf16::from_f64;
+    F8E4M3, F8E4M3, F8E4M3::from_f64;
     f64, F64, |v| v;
 }

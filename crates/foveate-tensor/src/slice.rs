@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
+use crate::f8::F8E4M3;
 
 /// Elements behind a shared view.
 #[derive(Clone, Copy, Debug)]
@@ -13,6 +14,8 @@ pub enum Slice<'a> {
     F16(&'a [f16]),
     /// bf16 elements.
     BF16(&'a [bf16]),
+    /// e4m3 elements.
+    F8E4M3(&'a [F8E4M3]),
     /// f64 elements.
     F64(&'a [f64]),
 }
@@ -24,6 +27,7 @@ impl Slice<'_> {
             Slice::F32(v) => v.len(),
             Slice::F16(v) => v.len(),
             Slice::BF16(v) => v.len(),
+            Slice::F8E4M3(v) => v.len(),
             Slice::F64(v) => v.len(),
         }
     }
@@ -39,6 +43,7 @@ impl Slice<'_> {
             Slice::F32(_) => DType::F32,
             Slice::F16(_) => DType::F16,
             Slice::BF16(_) => DType::BF16,
+            Slice::F8E4M3(_) => DType::F8E4M3,
             Slice::F64(_) => DType::F64,
         }
     }
@@ -49,6 +54,7 @@ impl Slice<'_> {
             Slice::F32(v) => v[i].into(),
             Slice::F16(v) => v[i].to_f64(),
             Slice::BF16(v) => v[i].to_f64(),
+            Slice::F8E4M3(v) => v[i].to_f64(),
             Slice::F64(v) => v[i],
         }
     }
@@ -60,6 +66,7 @@ impl<'a> From<&'a Data> for Slice<'a> {
             Data::F32(v) => Slice::F32(v),
             Data::F16(v) => Slice::F16(v),
             Data::BF16(v) => Slice::BF16(v),
+            Data::F8E4M3(v) => Slice::F8E4M3(v),
             Data::F64(v) => Slice::F64(v),
         }
     }
@@ -74,6 +81,8 @@ pub enum SliceMut<'a> {
     F16(&'a mut [f16]),
     /// bf16 elements.
     BF16(&'a mut [bf16]),
+    /// e4m3 elements.
+    F8E4M3(&'a mut [F8E4M3]),
     /// f64 elements.
     F64(&'a mut [f64]),
 }
@@ -85,6 +94,7 @@ impl<'a> SliceMut<'a> {
             SliceMut::F32(_) => DType::F32,
             SliceMut::F16(_) => DType::F16,
             SliceMut::BF16(_) => DType::BF16,
+            SliceMut::F8E4M3(_) => DType::F8E4M3,
             SliceMut::F64(_) => DType::F64,
         }
     }
@@ -105,6 +115,7 @@ impl<'a> SliceMut<'a> {
             SliceMut::F32(v) => SliceMut::F32(v),
             SliceMut::F16(v) => SliceMut::F16(v),
             SliceMut::BF16(v) => SliceMut::BF16(v),
+            SliceMut::F8E4M3(v) => SliceMut::F8E4M3(v),
             SliceMut::F64(v) => SliceMut::F64(v),
         }
     }
@@ -115,6 +126,7 @@ impl<'a> SliceMut<'a> {
             SliceMut::F32(v) => v.chunks_mut(count).map(SliceMut::F32).collect(),
             SliceMut::F16(v) => v.chunks_mut(count).map(SliceMut::F16).collect(),
             SliceMut::BF16(v) => v.chunks_mut(count).map(SliceMut::BF16).collect(),
+            SliceMut::F8E4M3(v) => v.chunks_mut(count).map(SliceMut::F8E4M3).collect(),
             SliceMut::F64(v) => v.chunks_mut(count).map(SliceMut::F64).collect(),
         }
     }
@@ -144,6 +156,7 @@ impl<'a> SliceMut<'a> {
                 .for_each(|(into, &x)| *into = if add { *into + x } else { x }),
             SliceMut::F16(into) => each(into, values, add, f16::to_f64, f16::from_f64),
             SliceMut::BF16(into) => each(into, values, add, bf16::to_f64, bf16::from_f64),
+            SliceMut::F8E4M3(into) => each(into, values, add, F8E4M3::to_f64, F8E4M3::from_f64),
             SliceMut::F64(into) => each(into, values, add, |x| x, |x| x),
         }
     }
@@ -153,6 +166,7 @@ impl<'a> SliceMut<'a> {
             SliceMut::F32(v) => v.len(),
             SliceMut::F16(v) => v.len(),
             SliceMut::BF16(v) => v.len(),
+            SliceMut::F8E4M3(v) => v.len(),
             SliceMut::F64(v) => v.len(),
         }
     }
@@ -164,6 +178,7 @@ impl<'a> From<&'a mut Data> for SliceMut<'a> {
             Data::F32(v) => SliceMut::F32(v),
             Data::F16(v) => SliceMut::F16(v),
             Data::BF16(v) => SliceMut::BF16(v),
+            Data::F8E4M3(v) => SliceMut::F8E4M3(v),
             Data::F64(v) => SliceMut::F64(v),
         }
     }

@@ -12,6 +12,7 @@ use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
 use crate::error::{TensorError, TensorErrorKind};
+use crate::f8::F8E4M3;
 use crate::float::Float;
 use crate::layout::{Layout, indices};
 use crate::slice::{Slice, SliceMut};
@@ -94,6 +95,7 @@ impl<const N: usize> TensorRef<'static, N> {
             DType::F32 => Slice::F32(&[0.0]),
             DType::F16 => Slice::F16(&[f16::ZERO]),
             DType::BF16 => Slice::BF16(&[bf16::ZERO]),
+            DType::F8E4M3 => Slice::F8E4M3(&[F8E4M3::ZERO]),
             DType::F64 => Slice::F64(&[0.0]),
         };
         // No stride leaves the one element that there is.
@@ -198,6 +200,7 @@ impl<'a, const N: usize> TensorMut<'a, N> {
             SliceMut::F32(v) => (v.as_mut_ptr().cast(), DType::F32),
             SliceMut::F16(v) => (v.as_mut_ptr().cast(), DType::F16),
             SliceMut::BF16(v) => (v.as_mut_ptr().cast(), DType::BF16),
+            SliceMut::F8E4M3(v) => (v.as_mut_ptr().cast(), DType::F8E4M3),
             SliceMut::F64(v) => (v.as_mut_ptr().cast(), DType::F64),
         };
         for layout in layouts.iter().flatten() {
@@ -263,6 +266,7 @@ impl<'a, const N: usize> TensorMut<'a, N> {
                 DType::F32 => (*self.pointer.cast::<f32>().add(at)).into(),
                 DType::F16 => (*self.pointer.cast::<f16>().add(at)).to_f64(),
                 DType::BF16 => (*self.pointer.cast::<bf16>().add(at)).to_f64(),
+                DType::F8E4M3 => (*self.pointer.cast::<F8E4M3>().add(at)).to_f64(),
                 DType::F64 => *self.pointer.cast::<f64>().add(at),
             }
         }
@@ -290,6 +294,9 @@ impl<'a, const N: usize> TensorMut<'a, N> {
                 DType::F32 => *self.pointer.cast::<f32>().add(at) = value as f32,
                 DType::F16 => *self.pointer.cast::<f16>().add(at) = f16::from_f64(value),
                 DType::BF16 => *self.pointer.cast::<bf16>().add(at) = bf16::from_f64(value),
+                DType::F8E4M3 => {
+                    *self.pointer.cast::<F8E4M3>().add(at) = F8E4M3::from_f64(value);
+                }
                 DType::F64 => *self.pointer.cast::<f64>().add(at) = value,
             }
         }
@@ -329,6 +336,10 @@ impl TensorMut<'_, 4> {
                     DType::BF16 => {
                         elems::<bf16>(self.pointer, start, row.len()).convert_from_f32_slice(row);
                     }
+                    DType::F8E4M3 => {
+                        let to = elems::<F8E4M3>(self.pointer, start, row.len());
+                        to.iter_mut().zip(row).for_each(|(to, &x)| *to = F8E4M3::from_f32(x));
+                    }
                     DType::F64 => {
                         let to = elems::<f64>(self.pointer, start, row.len());
                         to.iter_mut().zip(row).for_each(|(to, &x)| *to = x.into());
@@ -353,6 +364,10 @@ impl TensorMut<'_, 4> {
                     DType::BF16 => {
                         let p = self.pointer.cast::<bf16>().add(at);
                         *p = bf16::from_f32(if accumulate { (*p).to_f32() + x } else { x });
+                    }
+                    DType::F8E4M3 => {
+                        let p = self.pointer.cast::<F8E4M3>().add(at);
+                        *p = F8E4M3::from_f32(if accumulate { (*p).to_f32() + x } else { x });
                     }
                     DType::F64 => {
                         let p = self.pointer.cast::<f64>().add(at);
@@ -520,6 +535,21 @@ impl<'a, const N: usize> From<&TensorRef<'a, N>> for TensorRef<'a, N> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_of_e4m3_are_rounded_where_they_are_written() {
+        for step in [1, 2] {
+            let mut data = Data::filled(DType::F8E4M3, 6, f64::NAN);
+            let layout = Layout::strided([1, 1, 1, 3], [6, 6, 6, step], 0);
+            let mut to = TensorMut::new(&mut data, layout).unwrap();
+            to.write_row(0, 0, 0, &[1.06, -0.3, 1e9], false);
+            to.write_row(0, 0, 0, &[0.5, 0.0, 1.0], true);
+            to.write([0, 0, 0, 1], to.get_f64([0, 0, 0, 1]) - 1.0);
+            let mut row = [0.0; 3];
+            TensorRef::new(&data, layout).unwrap().load_row(0, 0, 0, &mut row);
+            assert_eq!(row, [1.5, -1.25, 448.0]);
+        }
+    }
 
     #[test]
     fn rows_are_read_and_written_alike_whatever_the_dtype_and_steps() {
