@@ -95,8 +95,7 @@ fn measure(
 ) {
     let shape = [1, 8, len, dim];
     let [q, k, v, d_out] = [1, 2, 3, 4].map(|seed| random(seed, dtype, shape));
-    let operands =
-        Operands { q: q.view(), k: k.view(), v: v.view(), sink: None, varlen: None, pages: None };
+    let operands = Operands::new(q.view(), k.view(), v.view());
     let dims = Dims::of(&operands).expect("operands fit");
     let mask = MaskMod::new(expr::q().ge(expr::kv()).dynamic()).expect("a mask");
     let spec = Spec { mask: causal.then_some(mask), score: None, scale: None, dropout: None };

@@ -13,8 +13,7 @@
 //! use foveate_tensor::{DType, Tensor};
 //!
 //! let q = Tensor::filled(DType::F32, [1, 2, 37, 16], 0.5);
-//! let operands =
-//!     Operands { q: q.view(), k: q.view(), v: q.view(), sink: None, varlen: None, pages: None };
+//! let operands = Operands::new(q.view(), q.view(), q.view());
 //! let spec = Spec { mask: Some(masks::causal()), score: None, scale: None, dropout: None };
 //! let options = CpuOptions { tile_q: Some(16), ..CpuOptions::default() };
 //! let plan = CpuPlan::new(&spec, &Dims::of(&operands)?, q.dtype(), options)?;

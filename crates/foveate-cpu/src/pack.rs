@@ -514,6 +514,7 @@ mod tests {
             sink: None,
             varlen: None,
             pages: None,
+            scales: None,
         };
         let keys = RowRange { batch: 0, start: 0, len: 32 };
         let kv_heads = [KvHead { keys, range: 0, h_kv: 0, sequences: 0..1 }];

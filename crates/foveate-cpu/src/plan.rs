@@ -51,7 +51,7 @@ impl CpuPlan {
         dtype: DType,
         options: CpuOptions,
     ) -> Result<Self, CpuError> {
-        if dtype == DType::F64 {
+        if matches!(dtype, DType::F8E4M3 | DType::F64) {
             return Err(CpuErrorKind::DType { found: dtype }.into());
         }
         options.check()?;
@@ -266,6 +266,7 @@ mod tests {
             sink: None,
             varlen: None,
             pages: None,
+            scales: None,
         };
         let dims = Dims::of(&operands).unwrap();
         let data = BufferData::F32(floats(elems));
@@ -322,6 +323,7 @@ mod tests {
             sink: None,
             varlen: None,
             pages: None,
+            scales: None,
         };
         let spec = Spec { mask: Some(masks::causal()), score: None, scale: None, dropout: None };
         let dims = Dims::of(&operands).unwrap();
@@ -378,6 +380,7 @@ mod tests {
                 sink: None,
                 varlen: None,
                 pages: None,
+                scales: None,
             };
             let mask = Some(masks::causal());
             let spec = Spec { mask, score: None, scale: None, dropout: None };

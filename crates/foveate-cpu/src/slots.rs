@@ -4,9 +4,9 @@
 //! belongs, entry by entry, in the dtype of its destination, and there is no copy of it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use foveate_tensor::SliceMut;
+use foveate_tensor::{F8E4M3, SliceMut};
 use half::{bf16, f16};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
@@ -43,6 +43,7 @@ enum Atomics<'a> {
     F32(&'a [AtomicU32]),
     F16(&'a [AtomicU16]),
     BF16(&'a [AtomicU16]),
+    F8E4M3(&'a [AtomicU8]),
     F64(&'a [AtomicU64]),
 }
 
@@ -65,6 +66,7 @@ impl<'a> Entries<'a> {
             SliceMut::F32(v) => Atomics::F32(atomics!(v, AtomicU32)),
             SliceMut::F16(v) => Atomics::F16(atomics!(v, AtomicU16)),
             SliceMut::BF16(v) => Atomics::BF16(atomics!(v, AtomicU16)),
+            SliceMut::F8E4M3(v) => Atomics::F8E4M3(atomics!(v, AtomicU8)),
             SliceMut::F64(v) => Atomics::F64(atomics!(v, AtomicU64)),
         };
         Self { into, add }
@@ -90,6 +92,9 @@ impl<'a> Entries<'a> {
             }
             Atomics::BF16(v) => {
                 each!(v, |x| bf16::from_bits(x).to_f64(), |x| bf16::from_f64(x).to_bits())
+            }
+            Atomics::F8E4M3(v) => {
+                each!(v, |x| F8E4M3::from_bits(x).to_f64(), |x| F8E4M3::from_f64(x).to_bits())
             }
             Atomics::F64(v) => each!(v, f64::from_bits, f64::to_bits),
         }

@@ -59,8 +59,7 @@ fn counted(call: impl FnOnce()) -> Counts {
 fn calls_look_at_operands_once_and_later_ones_neither_build_masks_nor_allocate() {
     let (shape, rows) = ([2, 2, 200, 128], [2, 2, 200]);
     let t = Tensor::filled(DType::F32, shape, 0.5);
-    let operands =
-        Operands { q: t.view(), k: t.view(), v: t.view(), sink: None, varlen: None, pages: None };
+    let operands = Operands::new(t.view(), t.view(), t.view());
     let dims = Dims::of(&operands).unwrap();
     let options = CpuOptions { tile_q: Some(64), tile_kv: Some(64), ..CpuOptions::default() };
     // Workers make the machines that evaluate a mask themselves.

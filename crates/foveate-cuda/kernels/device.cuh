@@ -14,13 +14,15 @@
 //   result in f32, because the tensor core rounds its sums towards zero.
 
 constexpr int THREADS = FV_WARPS * 32;
-constexpr int ELEM_BYTES = FV_DTYPE == 2 ? 4 : 2;
+constexpr int ELEM_BYTES = FV_DTYPE == 2 ? 4 : FV_DTYPE == 3 ? 1 : 2;
 [[maybe_unused]] constexpr int MMA_K = 32 / ELEM_BYTES;   // elements of the summed axis in one mma
 [[maybe_unused]] constexpr int PAD_BYTES = 16;
 [[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
 
 #if FV_DTYPE == 2
 typedef float Elem;
+#elif FV_DTYPE == 3
+typedef unsigned char Elem;             // the bits of an e4m3, which the hopper family's forward takes
 #else
 typedef unsigned short Elem;            // the bits of an f16 or bf16
 #endif
@@ -47,6 +49,12 @@ __device__ float widen(unsigned short bits) {
 }
 template <int DTYPE>
 __device__ float widen(float x) { return x; }
+template <int DTYPE>
+__device__ float widen(unsigned char bits) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)bits));
+    return widen<0>((unsigned short)halves);
+}
 
 // Two numbers rounded to 16 bits each, `low` in the lower half.
 template <int DTYPE>
@@ -54,6 +62,14 @@ __device__ u32 narrow2(float low, float high) {
     u32 bits;
     if constexpr (DTYPE == 1) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+// Four numbers rounded to e4m3, `a` in the lowest byte; those above 448 become 448.
+[[maybe_unused]] __device__ u32 narrow4(float a, float b, float c, float d) {
+    u32 bits;
+    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
+        : "=r"(bits) : "f"(a), "f"(b), "f"(c), "f"(d));
     return bits;
 }
 

@@ -25,6 +25,12 @@ struct RowView {
     i64 batch, head, row;
 };
 
+// [batch, head] of scales: f32, of batch entries or sequences b; null for 1.
+struct HeadView {
+    const float* data;
+    i64 batch, head;
+};
+
 struct Sequence {
     int b;              // the batch index that mods see
     int q_batch;        // index on the batch axis of q, out, lse
@@ -98,6 +104,9 @@ struct PersistentParams {
     int q_head, q_group, q_batch, k_head, k_batch, v_head, v_batch;
     int d_out_head, d_out_group, d_out_batch;    // in the backward
     int box_keys;               // keys of a box of the maps of k and v that lie in pages: it divides a page, and a tile
+    // Of e4m3 operands.
+    int packed;                                  // sequences lie one after another, and values so: see first_value
+    HeadView q_scale, k_scale, v_scale;
 };
 
 struct BackwardParams {
@@ -128,6 +137,22 @@ struct BackwardParams {
     // it before; null without a mask, where that is the tile's number.
     int dq_rank_columns;
     const int* dq_ranks;         // [rows, dq_rank_columns]
+};
+
+// Where the values of a sequence begin among those that fv_transpose_values writes: each sequence has as many tiles of keys
+// as it can need, which begin with it.
+__device__ inline int first_value(const Sequence& sequence, int tile_kv, int packed) {
+    return (sequence.k_start / tile_kv + (packed ? sequence.b : 0)) * tile_kv;
+}
+
+struct TransposeValuesParams {
+    View v;
+    const Sequence* sequences;   // [count]
+    unsigned char* values;       // to be written: [batch, heads, FV_DV, columns], columns are keys; see first_value
+    int count, packed;
+    int columns;                 // a multiple of tile_kv, and that of 64
+    int tile_kv;
+    int heads;
 };
 
 struct SequencesParams {

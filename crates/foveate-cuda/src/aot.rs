@@ -14,7 +14,7 @@ use crate::choose::{
 };
 use crate::compile::Candidate;
 use crate::compile::codegen::{Extent, ModsSource, Options};
-use crate::compile::config::{Config, Elem};
+use crate::compile::config::{Config, Elem, Kernel};
 use crate::compile::params::BlockListsParams;
 use crate::compile::source::source;
 use crate::compile::spill_fallback::compile_one_that_fits;
@@ -176,6 +176,9 @@ impl AotKernel<'_> {
             let config = launch.entry.config(grouped.clone());
             add(config.clone(), &self.print(launch.mods, &config)?);
         }
+        if kernel == Kernel::Forward && grouped.dtype == Elem::E4m3 {
+            add(Config::transpose_values(grouped.dim_v), &ModsSource::nothing());
+        }
         if launches.iter().any(|launch| launch.has_lists(&grouped)) {
             let mods = self.print(PrintedMods::Mask, &grouped)?;
             add(Config::block_lists(BlockListsParams::THREADS, self.run.checked), &mods);
@@ -194,7 +197,7 @@ impl AotKernel<'_> {
         }
         let options = Options {
             extent: Extent::of(dims, [dims.len_q, dims.len_k], tiles),
-            fast_math: tiles.dtype.bytes() == 2,
+            fast_math: tiles.dtype != Elem::F32,
             checked: run.checked,
             deterministic: run.deterministic,
         };
@@ -211,7 +214,6 @@ fn alignment(dtype: Elem, dims: &Dims) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compile::config::Kernel;
     use foveate_gpu::cache::Cache;
     use foveate_gpu::nvrtc::Compiler;
     use foveate_mods::text::{Names, parse_score};

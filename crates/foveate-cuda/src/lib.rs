@@ -63,6 +63,7 @@ pub use choose::{Records, Tuning};
 pub use error::{CudaError, CudaErrorKind};
 pub use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, Queue};
 pub use operands::{
-    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen, Wanted,
+    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceScales,
+    DeviceVarlen, Wanted,
 };
 pub use plan::{CudaOptions, CudaPlan, Description, DeviceBlockLists, TileTables, tile_kinds_on};

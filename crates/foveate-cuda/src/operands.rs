@@ -32,6 +32,8 @@ pub struct DeviceOperands<'a> {
     pub varlen: Option<DeviceVarlen<'a>>,
     /// The pages that k and v lie in, for a forward.
     pub pages: Option<DevicePages<'a>>,
+    /// What the elements of f8e4m3 operands are multiplied by; `None` is 1.
+    pub scales: Option<DeviceScales>,
     /// Captured buffers by name that lie in device memory. One takes the place of the buffer of
     /// that name in the plan, whose type and number of axes it has; the lengths are its own.
     pub captures: &'a [(&'a str, DeviceArray<'a>)],
@@ -107,6 +109,38 @@ impl Wanted {
     }
 }
 
+/// What the elements of q, k and v of f8e4m3 are multiplied by: an f32 for each head of each batch
+/// entry or sequence `b`, of any strides.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceScales {
+    /// Of queries, `[B, Hq]`.
+    pub q: DeviceTensor<2>,
+    /// Of keys, `[B, Hkv]`.
+    pub k: DeviceTensor<2>,
+    /// Of values, `[B, Hkv]`.
+    pub v: DeviceTensor<2>,
+}
+
+impl DeviceScales {
+    fn named(&self) -> [(&'static str, &DeviceTensor<2>); 3] {
+        [("the scales of q", &self.q), ("the scales of k", &self.k), ("the scales of v", &self.v)]
+    }
+
+    fn check(&self, dims: &Dims, dtype: DType) -> Result<(), CudaError> {
+        if dtype != DType::F8E4M3 {
+            return Err(CudaError::argument(format!(
+                "scales are for f8e4m3 operands; q, k and v are {dtype}"
+            )));
+        }
+        let heads = [dims.heads_q, dims.heads_kv, dims.heads_kv];
+        for ((name, tensor), heads) in self.named().into_iter().zip(heads) {
+            tensor.check_shape(name, [dims.batch, heads])?;
+            tensor.check_dtype(name, DType::F32)?;
+        }
+        Ok(())
+    }
+}
+
 /// A cache of keys and values in pages: row `r` of batch entry `b` is row `r % page_size` of page
 /// `table[b, r / page_size]`. k is `[pages, Hkv, page_size, D]` then, v `[pages, Hkv, page_size, Dv]`.
 /// An entry of the table that is no page is read as the nearest one, and reported by a checked plan.
@@ -123,7 +157,7 @@ pub struct DevicePages<'a> {
 impl<'a> DeviceOperands<'a> {
     /// Queries, keys and values, and nothing else.
     pub fn new(q: DeviceTensor, k: DeviceTensor, v: DeviceTensor) -> Self {
-        Self { q, k, v, sink: None, varlen: None, pages: None, captures: &[] }
+        Self { q, k, v, sink: None, varlen: None, pages: None, scales: None, captures: &[] }
     }
 
     /// How their sequences lie; the offsets that say it where the host does not know.
@@ -152,14 +186,9 @@ impl<'a> DeviceOperands<'a> {
             Some(DeviceVarlen::Host(varlen)) => (Some(varlen), None),
             Some(DeviceVarlen::Device(offsets)) => (None, Some(offsets)),
         };
-        let operands = Operands {
-            q: TensorRef::zeros(self.q.dtype, self.q.layout.shape),
-            k: TensorRef::zeros(self.k.dtype, self.k.layout.shape),
-            v: TensorRef::zeros(self.v.dtype, self.v.layout.shape),
-            sink: None,
-            varlen,
-            pages: None,
-        };
+        let zeros = |t: &DeviceTensor| TensorRef::zeros(t.dtype, t.layout.shape);
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(zeros);
+        let operands = Operands { varlen, ..Operands::new(q, k, v) };
         let mut dims = Dims::of(&operands).map_err(|e| CudaError::argument(e.to_string()))?;
         if let Some(offsets) = offsets {
             dims = offsets.dims(&dims)?;
@@ -167,6 +196,7 @@ impl<'a> DeviceOperands<'a> {
         if let Some(sink) = &self.sink {
             sink.check_vector("sink", dims.heads_q)?;
         }
+        self.scales.iter().try_for_each(|scales| scales.check(&dims, self.q.dtype))?;
         Ok(dims)
     }
 
@@ -232,6 +262,9 @@ impl<'a> DeviceOperands<'a> {
     fn read(&self, accesses: &mut Accesses) -> Result<(), CudaError> {
         self.tensors().into_iter().try_for_each(|(name, t)| accesses.read(name, t))?;
         self.sink.iter().try_for_each(|t| accesses.read("sink", t))?;
+        for (name, tensor) in self.scales.iter().flat_map(DeviceScales::named) {
+            accesses.read(name, tensor)?;
+        }
         for (name, array) in self.captures {
             accesses.read_array(&format!("captured buffer `{name}`"), array)?;
         }
@@ -380,7 +413,7 @@ pub(crate) fn row_view(tensor: &DeviceTensor<3>) -> RowView {
 
 /// The type of a destination that kernels write.
 pub(crate) fn written(name: &str, dtype: DType) -> Result<Elem, CudaError> {
-    Elem::of(dtype).ok_or_else(|| {
+    Elem::of(dtype).filter(|elem| *elem != Elem::E4m3).ok_or_else(|| {
         CudaError::argument(format!("{name} is {dtype}; kernels write f16, bf16 and f32"))
     })
 }

@@ -200,7 +200,7 @@ impl Source {
             DType::F16 => 0,
             DType::BF16 => 1,
             DType::F32 => 2,
-            DType::F64 => unreachable!("operands were checked"),
+            DType::F8E4M3 | DType::F64 => unreachable!("operands were checked"),
         };
         let mut defines = self.file.defines();
         defines.push(("FV_DTYPE", dtype));

@@ -70,7 +70,7 @@ pub(crate) fn array(
 pub(crate) fn operand_dtype(name: &str, dtype: DType) -> Result<DType, GpuError> {
     match dtype {
         DType::F16 | DType::BF16 | DType::F32 => Ok(dtype),
-        DType::F64 => {
+        DType::F8E4M3 | DType::F64 => {
             Err(GpuError::argument(format!("{name} is {dtype}; blocks take f16, bf16 and f32")))
         }
     }

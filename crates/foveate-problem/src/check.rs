@@ -3,7 +3,7 @@
 use foveate_mods::{AnyBuffer, Program};
 use foveate_tensor::{DType, Layout};
 
-use crate::{BackwardArgs, Dims, ForwardArgs, Operands, Pages, ProblemError, Spec};
+use crate::{BackwardArgs, Dims, ForwardArgs, Operands, Pages, ProblemError, Scales, Spec};
 
 impl Spec {
     /// # Errors
@@ -241,6 +241,9 @@ impl BackwardArgs<'_> {
     pub fn check_destinations(&self, dims: &Dims, spec: &Spec) -> Result<(), ProblemError> {
         if self.operands.pages.is_some() {
             return Err(Pages::no_gradients());
+        }
+        if self.operands.q.dtype() == DType::F8E4M3 {
+            return Err(Scales::no_gradients());
         }
         shape("out", self.out.layout(), dims.out_shape())?;
         shape("d_out", self.d_out.layout(), dims.out_shape())?;

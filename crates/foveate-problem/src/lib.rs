@@ -11,8 +11,7 @@
 //!
 //! let q = Tensor::filled(DType::F32, [2, 6, 5, 16], 0.0);
 //! let k = Tensor::filled(DType::F32, [2, 4, 9, 16], 0.0);
-//! let operands =
-//!     Operands { q: q.view(), k: k.view(), v: k.view(), sink: None, varlen: None, pages: None };
+//! let operands = Operands::new(q.view(), k.view(), k.view());
 //! let refused = Dims::of(&operands).unwrap_err();
 //! assert!(refused.to_string().contains("6 query heads cannot share 4 key/value heads"));
 //! ```
@@ -36,7 +35,7 @@ pub use pages::Pages;
 pub use rebind::{RebindError, Rebound};
 
 use foveate_mods::{MaskMod, ScoreMod};
-use foveate_tensor::{Slice, SliceMut, TensorMut, TensorRef, Varlen};
+use foveate_tensor::{DType, Slice, SliceMut, TensorMut, TensorRef, Varlen};
 
 /// The program: what is computed, whatever the shapes.
 #[derive(Clone, Debug, Default)]
@@ -94,7 +93,7 @@ impl Dims {
     pub fn of(operands: &Operands<'_>) -> Result<Self, ProblemError> {
         #[cfg(feature = "counts")]
         FOUND.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
-        let Operands { q, k, v, sink, varlen, pages } = operands;
+        let Operands { q, k, v, sink, varlen, pages, scales } = operands;
         let [q_batch, heads_q, len_q, dim] = q.shape();
         let [k_batch, heads_kv, len_k, k_dim] = k.shape();
         let [v_batch, v_heads, v_len, dim_v] = v.shape();
@@ -166,7 +165,7 @@ impl Dims {
         if let Some(n) = [q_batch, heads_q, len_q, len_k].into_iter().find(|&n| n > LONGEST) {
             return fail(format!("an axis has length {n}; masks count in i32, up to {LONGEST}"));
         }
-        Ok(Self {
+        let dims = Self {
             batch: varlen.map_or(q_batch, |v| v.sequences()),
             heads_q,
             heads_kv,
@@ -176,7 +175,9 @@ impl Dims {
             dim_v,
             shared_kv: varlen.is_none() && pages.is_none() && k_batch == 1 && q_batch != 1,
             packed: varlen.is_some(),
-        })
+        };
+        scales.iter().try_for_each(|scales| scales.check(&dims, q.dtype()))?;
+        Ok(dims)
     }
 
     /// The independent problems inside operands of these sizes, in order of `b`.
@@ -249,9 +250,58 @@ pub struct Operands<'a> {
     pub varlen: Option<Varlen<'a>>,
     /// The pages that k and v lie in; their shapes are those of [`Pages`] then. Forward only.
     pub pages: Option<Pages<'a>>,
+    /// What the elements of f8e4m3 operands are multiplied by; `None` is 1.
+    pub scales: Option<Scales<'a>>,
 }
 
-impl Operands<'_> {
+/// What the elements of q, k and v of f8e4m3 are multiplied by: a number for each head of each batch
+/// entry or sequence `b`, row-major.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scales<'a> {
+    /// Of queries, `[B, Hq]`.
+    pub q: &'a [f32],
+    /// Of keys, `[B, Hkv]`.
+    pub k: &'a [f32],
+    /// Of values, `[B, Hkv]`.
+    pub v: &'a [f32],
+}
+
+impl Scales<'_> {
+    /// Why there is no backward pass on f8e4m3 operands: its products would need scales of their own.
+    pub fn no_gradients() -> ProblemError {
+        ProblemError::new("f8e4m3 operands have no gradients; give bf16 or f16 ones to a backward")
+    }
+
+    /// Checks that there is a number for each head of a problem of `dims` in `dtype`.
+    ///
+    /// # Errors
+    /// When there is not, or the dtype has no scales.
+    pub fn check(&self, dims: &Dims, dtype: DType) -> Result<(), ProblemError> {
+        if dtype != DType::F8E4M3 {
+            let message = format!("scales are for f8e4m3 operands; q, k and v are {dtype}");
+            return Err(ProblemError::new(message));
+        }
+        let Dims { batch, heads_q, heads_kv, .. } = *dims;
+        for (name, found, heads) in
+            [("q", self.q, heads_q), ("k", self.k, heads_kv), ("v", self.v, heads_kv)]
+        {
+            if found.len() != batch * heads {
+                return Err(ProblemError::new(format!(
+                    "{} scales of {name} for a batch of {batch} and {heads} heads; one each",
+                    found.len()
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Operands<'a> {
+    /// Queries, keys and values, and nothing else.
+    pub fn new(q: TensorRef<'a>, k: TensorRef<'a>, v: TensorRef<'a>) -> Self {
+        Self { q, k, v, sink: None, varlen: None, pages: None, scales: None }
+    }
+
     /// Where row `row` of a sequence's batch entry `k_batch` stands in k and v: its index on the
     /// batch axis and on the length axis.
     pub fn locate_key(&self, k_batch: usize, row: usize) -> [usize; 2] {

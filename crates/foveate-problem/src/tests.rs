@@ -1,14 +1,14 @@
 use foveate_mods::{Buffer, ScoreMod, expr};
 use foveate_tensor::{DType, Slice, SliceMut, Tensor, TensorMut, Varlen};
 
-use crate::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Spec};
+use crate::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Scales, Spec};
 
 fn tensor(shape: [usize; 4]) -> Tensor {
     Tensor::filled(DType::F32, shape, 0.5)
 }
 
 fn operands<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Operands<'a> {
-    Operands { q: q.view(), k: k.view(), v: v.view(), sink: None, varlen: None, pages: None }
+    Operands::new(q.view(), k.view(), v.view())
 }
 
 fn dims_of(q: [usize; 4], k: [usize; 4], v: [usize; 4]) -> Result<Dims, String> {
@@ -207,4 +207,25 @@ fn what_lies_in_device_memory_is_refused_by_whoever_computes_on_the_host() {
     let held = Buffer::vector("bias", vec![0.5f32; 4]);
     let rebound = spec.rebind(held.any()).expect("captured").spec;
     assert!(rebound.check_on_host().is_ok());
+}
+
+#[test]
+fn scales_are_one_for_each_head_of_e4m3_operands() {
+    let of = |dtype, batch: usize, q: &[f32], k: &[f32], v: &[f32]| {
+        let tensor = |heads| Tensor::filled(dtype, [batch, heads, 3, 16], 0.0);
+        let (query, key) = (tensor(4), tensor(2));
+        let scales = Some(Scales { q, k, v });
+        let operands = Operands { scales, ..Operands::new(query.view(), key.view(), key.view()) };
+        Dims::of(&operands).map(|dims| dims.batch).map_err(|e| e.to_string())
+    };
+    let (eight, four) = ([1.0; 8], [1.0; 4]);
+    assert_eq!(of(DType::F8E4M3, 2, &eight, &four, &four), Ok(2));
+    assert_eq!(
+        of(DType::F8E4M3, 2, &eight, &four, &eight).unwrap_err(),
+        "8 scales of v for a batch of 2 and 2 heads; one each"
+    );
+    assert_eq!(
+        of(DType::BF16, 2, &eight, &four, &four).unwrap_err(),
+        "scales are for f8e4m3 operands; q, k and v are bf16"
+    );
 }

@@ -191,6 +191,7 @@ impl Borrowed {
                 F32 => self.elements::<f32>().into(),
                 F16 => self.elements::<f16>().into(),
                 BF16 => self.elements::<bf16>().into(),
+                F8E4M3 => self.elements::<foveate::tensor::F8E4M3>().into(),
                 F64 => self.elements::<f64>().into(),
             })
         }
@@ -206,6 +207,7 @@ impl Borrowed {
                 F32 => self.elements_mut::<f32>().into(),
                 F16 => self.elements_mut::<f16>().into(),
                 BF16 => self.elements_mut::<bf16>().into(),
+                F8E4M3 => self.elements_mut::<foveate::tensor::F8E4M3>().into(),
                 F64 => self.elements_mut::<f64>().into(),
             })
         }

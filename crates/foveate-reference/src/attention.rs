@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use foveate_mods::ir::{Leaf, Node};
 use foveate_mods::{MaskMod, Program};
-use foveate_problem::{Dims, Operands, Pages, Sequence, Spec};
-use foveate_tensor::TensorRef;
+use foveate_problem::{Dims, Operands, Pages, Scales, Sequence, Spec};
+use foveate_tensor::{DType, TensorRef};
 
 use crate::error::ReferenceError;
 use crate::eval::{Point, Value, element, eval};
@@ -52,12 +52,30 @@ struct LearnedLoad {
     buffer: String,
 }
 
-/// Both passes. `round` rounds what an eager program would store in the operands' dtype; without
+/// What an implementation rounds.
+pub(crate) struct Rounding<'a, F> {
+    /// `q·k`, its gradient, and `d_out·v`.
+    pub dot: &'a dyn Fn(F) -> F,
+    /// The probability of a key, that of the row's largest score given too, where it is a factor of v or
+    /// d_out.
+    pub weight: &'a dyn Fn(F, F) -> F,
+    /// out and gradients.
+    pub stored: &'a dyn Fn(F) -> F,
+}
+
+impl<F: Real> Rounding<'_, F> {
+    /// Nothing.
+    pub fn none() -> Self {
+        Self { dot: &|x| x, weight: &|p, _| p, stored: &|x| x }
+    }
+}
+
+/// Both passes. `rounding` is of what an eager program would store in the operands' dtype; without
 /// `upstream` the gradients are empty.
 pub(crate) fn run<F: Real>(
     spec: &Spec,
     operands: &Operands<'_>,
-    round: &dyn Fn(F) -> F,
+    rounding: &Rounding<'_, F>,
     upstream: Option<&Upstream<'_>>,
 ) -> Result<(Forward, Gradients), ReferenceError> {
     spec.check()?;
@@ -66,7 +84,10 @@ pub(crate) fn run<F: Real>(
     if operands.pages.is_some() && upstream.is_some() {
         return Err(Pages::no_gradients().into());
     }
-    let problem = Problem::new(spec, operands, dims, round);
+    if operands.q.dtype() == DType::F8E4M3 && upstream.is_some() {
+        return Err(Scales::no_gradients().into());
+    }
+    let problem = Problem::new(spec, operands, dims, rounding);
     let upstream = upstream.map(DenseUpstream::of);
     let mut results = Results::untouched(&problem);
     let mut values = Vec::new();
@@ -83,7 +104,7 @@ pub(crate) fn run<F: Real>(
             }
         }
     }
-    Ok(results.stored(round))
+    Ok(results.stored(rounding.stored))
 }
 
 /// What is read, widened to dense row-major arrays.
@@ -91,7 +112,7 @@ struct Problem<'a, F> {
     spec: &'a Spec,
     operands: &'a Operands<'a>,
     dims: Dims,
-    round: &'a dyn Fn(F) -> F,
+    rounding: &'a Rounding<'a, F>,
     scale: F,
     /// `1/(1-p)` of the dropout.
     kept_scale: F,
@@ -133,6 +154,8 @@ struct Softmax<F> {
     p: Vec<F>,
     /// The sink's probability.
     p_sink: F,
+    /// That of the largest score.
+    p_max: F,
     max: F,
     lse: F,
 }
@@ -170,7 +193,7 @@ impl<'a, F: Real> Problem<'a, F> {
         spec: &'a Spec,
         operands: &'a Operands<'a>,
         dims: Dims,
-        round: &'a dyn Fn(F) -> F,
+        rounding: &'a Rounding<'a, F>,
     ) -> Self {
         let scale = spec.scale.map_or(1.0 / (dims.dim as f64).sqrt(), f64::from);
         let kept_scale = spec.dropout.as_ref().map_or(1.0, |d| 1.0 / (1.0 - f64::from(d.p())));
@@ -178,7 +201,7 @@ impl<'a, F: Real> Problem<'a, F> {
             spec,
             operands,
             dims,
-            round,
+            rounding,
             scale: F::of(scale),
             kept_scale: F::of(kept_scale),
             learned: spec.score.as_ref().map_or(Vec::new(), |s| learned_loads(s.program())),
@@ -186,6 +209,16 @@ impl<'a, F: Real> Problem<'a, F> {
             k: dense(&operands.k),
             v: dense(&operands.v),
         }
+    }
+
+    /// What the scores of a row and its out are multiplied by beside the scale.
+    fn scales(&self, row: &Row<'_>) -> [F; 2] {
+        let Some(scales) = &self.operands.scales else { return [F::of(1.0); 2] };
+        let Dims { heads_q, heads_kv, .. } = self.dims;
+        let b = row.sequence.b;
+        let (q, kv) = (b * heads_q + row.h, b * heads_kv + row.h_kv);
+        let scores = f64::from(scales.q[q]) * f64::from(scales.k[kv]);
+        [F::of(scores), F::of(scales.v[kv].into())]
     }
 
     fn query(&self, row: &Row<'_>) -> &[F] {
@@ -204,6 +237,7 @@ impl<'a, F: Real> Problem<'a, F> {
         values: &mut Vec<Value<F>>,
     ) -> Result<Scores<F>, ReferenceError> {
         let (zero, keys) = (F::of(0.0), row.sequence.k_len);
+        let scale = self.scale * self.scales(row)[0];
         let mut scores = Scores {
             raw: vec![zero; keys],
             score: vec![F::of(f64::NEG_INFINITY); keys],
@@ -225,7 +259,7 @@ impl<'a, F: Real> Problem<'a, F> {
                 scores.factor[kv] = zero;
             }
             let dot = dot(self.query(row), &self.k[self.key(row, kv) * self.dims.dim..]);
-            let raw = (self.round)(dot) * self.scale;
+            let raw = (self.rounding.dot)(dot) * scale;
             (scores.raw[kv], scores.score[kv]) = (raw, raw);
             if let Some(score_mod) = &self.spec.score {
                 eval(score_mod.program(), &row.point(kv, raw), None, values)?;
@@ -247,6 +281,7 @@ impl<'a, F: Real> Problem<'a, F> {
         Softmax {
             p: weights.map(share).collect(),
             p_sink: share(weight(sink)),
+            p_max: share(weight(max)),
             max,
             lse: if shift == empty { empty } else { shift + denominator.apply(Function::Ln) },
         }
@@ -254,7 +289,8 @@ impl<'a, F: Real> Problem<'a, F> {
 
     /// The probability of a key after dropout, as an eager program stores it.
     fn dropped(&self, scores: &Scores<F>, softmax: &Softmax<F>, kv: usize) -> F {
-        (self.round)(softmax.p[kv] * scores.factor[kv])
+        let largest = softmax.p_max * self.kept_scale;
+        (self.rounding.weight)(softmax.p[kv] * scores.factor[kv], largest)
     }
 }
 
@@ -306,14 +342,14 @@ impl<F: Real> Results<F> {
         softmax: &Softmax<F>,
     ) {
         let dim_v = problem.dims.dim_v;
+        let value_scale = problem.scales(row)[1];
         (self.lse[row.at], self.max_score[row.at]) = (softmax.lse, softmax.max);
+        let keys = 0..row.sequence.k_len;
+        let weights: Vec<F> = keys.map(|kv| problem.dropped(scores, softmax, kv)).collect();
         for (d, out) in self.out[row.at * dim_v..][..dim_v].iter_mut().enumerate() {
-            let of = |kv: usize| {
-                let v = problem.v[problem.key(row, kv) * dim_v + d];
-                weighted(problem.dropped(scores, softmax, kv), v)
-            };
+            let of = |kv: usize| weighted(weights[kv], problem.v[problem.key(row, kv) * dim_v + d]);
             let sum = (0..row.sequence.k_len).map(of).fold(F::of(0.0), |x, y| x + y);
-            *out = (problem.round)(sum);
+            *out = (problem.rounding.stored)(sum * value_scale);
         }
     }
 
@@ -327,7 +363,7 @@ impl<F: Real> Results<F> {
         values: &mut Vec<Value<F>>,
     ) -> Result<(), ReferenceError> {
         let Dims { dim, dim_v, .. } = problem.dims;
-        let (zero, round) = (F::of(0.0), problem.round);
+        let (zero, round) = (F::of(0.0), problem.rounding.dot);
         let d_out = &upstream.d_out[row.at * dim_v..][..dim_v];
         let d_lse = upstream.d_lse.as_ref().map_or(zero, |t| F::of(t[row.at]));
         // Σ p·dp by way of out, as programs that do not keep p have it. The sum runs backwards:

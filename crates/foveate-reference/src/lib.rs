@@ -17,8 +17,7 @@
 //!
 //! let q = Tensor::filled(DType::F64, [1, 1, 2, 4], 0.0);
 //! let v = Tensor::from_fn(DType::F64, [1, 1, 2, 1], |[_, _, kv, _]| kv as f64);
-//! let operands =
-//!     Operands { q: q.view(), k: q.view(), v: v.view(), sink: None, varlen: None, pages: None };
+//! let operands = Operands::new(q.view(), q.view(), v.view());
 //! let spec = Spec { mask: Some(masks::causal()), score: None, scale: None, dropout: None };
 //! // The first query sees one key, the second the mean of two.
 //! assert_eq!(foveate_reference::forward(&spec, &operands)?.out, [0.0, 0.5]);
@@ -41,6 +40,7 @@ pub use error::{ReferenceError, ReferenceErrorKind};
 pub use real::Real;
 pub use tolerance::{Measure, NonFinite, Rule, Tolerance, unit_roundoff};
 
+use attention::Rounding;
 use foveate_problem::{Operands, Spec};
 
 /// Attention in f64.
@@ -49,7 +49,7 @@ use foveate_problem::{Operands, Spec};
 /// When the spec or operands do not describe a problem, or a captured buffer is indexed outside
 /// its axes by an entry that is evaluated.
 pub fn forward(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
-    Ok(attention::run::<f64>(spec, operands, &|x| x, None)?.0)
+    Ok(attention::run::<f64>(spec, operands, &Rounding::none(), None)?.0)
 }
 
 /// Gradients of `Σ out·d_out + Σ lse·d_lse` in f64.
@@ -61,24 +61,27 @@ pub fn backward(
     operands: &Operands<'_>,
     upstream: &Upstream<'_>,
 ) -> Result<Gradients, ReferenceError> {
-    Ok(attention::run::<f64>(spec, operands, &|x| x, Some(upstream))?.1)
+    Ok(attention::run::<f64>(spec, operands, &Rounding::none(), Some(upstream))?.1)
 }
 
 /// The plain implementation in the operands' own precision that backends are measured against:
 /// f32 arithmetic, and each tensor that an eager program stores (`q·k`, the probabilities, out,
 /// and their gradients) rounded to the operands' dtype.
+///
+/// Of f8e4m3 operands it is the plain emulation of that type: `q·k` in f32, `2⁸·exp(score − max)` rounded
+/// to f8e4m3 as the factor of v, out rounded to bf16.
 pub mod low {
     use foveate_problem::{Operands, Spec};
-    use foveate_tensor::DType;
+    use foveate_tensor::{DType, F8E4M3};
     use half::{bf16, f16};
 
-    use crate::attention::{self, Forward, Gradients, Upstream};
+    use crate::attention::{self, Forward, Gradients, Rounding, Upstream};
     use crate::error::ReferenceError;
 
     /// # Errors
     /// Those of [`crate::forward`].
     pub fn forward(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
-        Ok(attention::run::<f32>(spec, operands, round(operands.q.dtype()), None)?.0)
+        Ok(attention::run::<f32>(spec, operands, &rounding(operands.q.dtype()), None)?.0)
     }
 
     /// # Errors
@@ -88,23 +91,45 @@ pub mod low {
         operands: &Operands<'_>,
         upstream: &Upstream<'_>,
     ) -> Result<Gradients, ReferenceError> {
-        Ok(attention::run::<f32>(spec, operands, round(operands.q.dtype()), Some(upstream))?.1)
+        Ok(attention::run::<f32>(spec, operands, &rounding(operands.q.dtype()), Some(upstream))?.1)
     }
 
     /// The forward pass with nothing rounded below f32: the measure for `lse` and `max_score`,
-    /// which are f32 whatever the operands are.
+    /// which are f32 whatever the operands are. Of f8e4m3 operands `q·k` is rounded to f16: tensor
+    /// cores keep fewer bits of a sum of their products than f32 has.
     ///
     /// # Errors
     /// Those of [`crate::forward`].
     pub fn statistics(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
-        Ok(attention::run::<f32>(spec, operands, &|x| x, None)?.0)
+        let rounding = match operands.q.dtype() {
+            DType::F8E4M3 => Rounding { dot: &to_f16, ..Rounding::none() },
+            DType::F32 | DType::F16 | DType::BF16 | DType::F64 => Rounding::none(),
+        };
+        Ok(attention::run::<f32>(spec, operands, &rounding, None)?.0)
     }
 
-    fn round(dtype: DType) -> &'static dyn Fn(f32) -> f32 {
+    fn rounding(dtype: DType) -> Rounding<'static, f32> {
         match dtype {
-            DType::F16 => &|x| f16::from_f32(x).to_f32(),
-            DType::BF16 => &|x| bf16::from_f32(x).to_f32(),
-            DType::F32 | DType::F64 => &|x| x,
+            DType::F16 => Rounding { dot: &to_f16, weight: &|p, _| to_f16(p), stored: &to_f16 },
+            DType::BF16 => Rounding { dot: &to_bf16, weight: &|p, _| to_bf16(p), stored: &to_bf16 },
+            DType::F8E4M3 => {
+                Rounding { weight: &e4m3_weight, stored: &to_bf16, ..Rounding::none() }
+            }
+            DType::F32 | DType::F64 => Rounding::none(),
         }
+    }
+
+    fn to_f16(x: f32) -> f32 {
+        f16::from_f32(x).to_f32()
+    }
+
+    fn to_bf16(x: f32) -> f32 {
+        bf16::from_f32(x).to_f32()
+    }
+
+    /// A weight in units of 2⁻⁸ of the largest of its row, rounded to e4m3.
+    fn e4m3_weight(p: f32, largest: f32) -> f32 {
+        let unit = largest / 256.0;
+        if unit > 0.0 { F8E4M3::from_f32(p / unit).to_f32() * unit } else { p }
     }
 }

@@ -2,7 +2,7 @@
 
 use foveate_mods::text::{Names, parse_mask};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, expr};
-use foveate_problem::{Dropout, Operands, Spec};
+use foveate_problem::{Dropout, Operands, Scales, Spec};
 use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Slice, Tensor, Varlen};
 
@@ -67,6 +67,7 @@ impl Case {
             sink: sink.as_deref().map(Slice::F32),
             varlen,
             pages: None,
+            scales: None,
         }
     }
 
@@ -248,6 +249,7 @@ fn view(inputs: &Inputs) -> Operands<'_> {
         sink: sink.as_deref().map(Slice::F32),
         varlen: None,
         pages: None,
+        scales: None,
     }
 }
 
@@ -355,7 +357,7 @@ fn the_plain_implementation_is_near_gold_and_not_gold() {
         let of = |_: [usize; 4]| random.next();
         let q = Tensor::from_fn(dtype, [1, 2, 9, 8], of);
         let all = q.view();
-        let operands = Operands { q: all, k: all, v: all, sink: None, varlen: None, pages: None };
+        let operands = Operands::new(all, all, all);
         let gold = forward(&plain(Some(causal())), &operands).expect("a problem");
         let found = low::forward(&plain(Some(causal())), &operands).expect("a problem");
         let errors = gold.out.iter().zip(&found.out).map(|(g, l)| (g - l).abs());
@@ -365,4 +367,63 @@ fn the_plain_implementation_is_near_gold_and_not_gold() {
         let errors = gold.lse.iter().zip(&statistics.lse).map(|(g, l)| (g - l).abs());
         assert!(errors.fold(0.0, f64::max) < 1e-6, "{dtype}");
     }
+}
+
+/// q, k and v of e4m3 with scales, and the f64 tensors that they stand for.
+fn scaled(seed: u64) -> ([Tensor; 3], [Vec<f32>; 3], [Tensor; 3]) {
+    let mut random = Random::new(seed);
+    let shapes = [[2, 4, 37, 24], [2, 2, 45, 24], [2, 2, 45, 17]];
+    let tensors =
+        shapes.map(|shape| Tensor::from_fn(DType::F8E4M3, shape, |_| 3.0 * random.normal()));
+    let scales = shapes.map(|[b, h, ..]| -> Vec<f32> {
+        (0..b * h).map(|_| 0.25 + random.below(1000) as f32 / 2000.0).collect()
+    });
+    let wide = std::array::from_fn(|i| {
+        let (of, [_, heads, ..]) = (&tensors[i], shapes[i]);
+        let scale = |[b, h, ..]: [usize; 4]| f64::from(scales[i][b * heads + h]);
+        Tensor::from_fn(DType::F64, shapes[i], |at| of.view().get_f64(at) * scale(at))
+    });
+    (tensors, scales, wide)
+}
+
+fn apart(gold: &[f64], other: &[f64]) -> f64 {
+    gold.iter().zip(other).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn e4m3_operands_are_their_elements_times_the_scales_of_their_heads() {
+    let ([q, k, v], scales, wide) = scaled(20);
+    let operands = Operands::new(q.view(), k.view(), v.view());
+    let scaled = Scales { q: &scales[0], k: &scales[1], v: &scales[2] };
+    let spec = plain(Some(causal()));
+    let found = forward(&spec, &Operands { scales: Some(scaled), ..operands }).unwrap();
+    let [q, k, v] = wide.each_ref().map(|t| t.view());
+    let gold = forward(&spec, &Operands::new(q, k, v)).unwrap();
+    assert!(apart(&gold.out, &found.out) < 1e-12 && apart(&gold.lse, &found.lse) < 1e-12);
+    let unscaled = forward(&spec, &operands).unwrap();
+    assert!(apart(&gold.out, &unscaled.out) > 0.1);
+    let upstream = Upstream { d_out: v, d_lse: None };
+    let refused = backward(&spec, &operands, &upstream).unwrap_err().to_string();
+    assert_eq!(refused, "f8e4m3 operands have no gradients; give bf16 or f16 ones to a backward");
+}
+
+#[test]
+fn the_emulation_of_e4m3_rounds_weights_to_three_bits() {
+    let ([q, k, v], scales, _) = scaled(21);
+    let scales = Some(Scales { q: &scales[0], k: &scales[1], v: &scales[2] });
+    let operands = Operands { scales, ..Operands::new(q.view(), k.view(), v.view()) };
+    let spec = plain(Some(causal()));
+    let gold = forward(&spec, &operands).unwrap();
+    let found = low::forward(&spec, &operands).unwrap();
+    // Row 0 sees one key, whose weight of 1 is a number of e4m3: out is v, rounded to bf16.
+    let row = |x: &[f64]| x[..17].to_vec();
+    let rounded: Vec<f64> =
+        row(&gold.out).iter().map(|&x| half::bf16::from_f64(x).to_f64()).collect();
+    assert!(apart(&rounded, &row(&found.out)) < 1e-6);
+    // Others are off by up to 2⁻⁴ of the sum of their terms, and by more than bf16 would be.
+    let largest = gold.out.iter().fold(0.0, |x: f64, y| x.max(y.abs()));
+    let error = apart(&gold.out, &found.out);
+    assert!((2e-3..0.0625).contains(&(error / largest)), "{error} of {largest}");
+    let lse = apart(&gold.lse, &low::statistics(&spec, &operands).unwrap().lse);
+    assert!((1e-6..5e-3).contains(&lse), "{lse}");
 }

@@ -1,7 +1,7 @@
 //! When a backend's numbers are right: the rule "Accuracy" of the semantics.
 //!
 //! - f32: max |gold − ours| ≤ 10 · max |gold − low| + 1e-6.
-//! - f16, bf16: mean |gold − ours| ≤ 1.1 · mean |gold − low|, and
+//! - f16, bf16, f8e4m3: mean |gold − ours| ≤ 1.1 · mean |gold − low|, and
 //!   max |gold − ours| ≤ 2 · max |gold − low| + one rounding of the largest value; 3 instead of 2
 //!   with tanh-like scores.
 //!
@@ -109,9 +109,14 @@ impl Tolerance {
         let count = gold.len().max(1) as f64;
         let (max_allowed, mean_allowed) = match self.dtype {
             DType::F32 | DType::F64 => (10.0 * low_max + F32_ALLOWANCE, f64::INFINITY),
-            DType::F16 | DType::BF16 => {
+            DType::F16 | DType::BF16 | DType::F8E4M3 => {
                 let factor = if self.rule == Rule::TanhLike { 3.0 } else { 2.0 };
-                let rounding = largest * unit_roundoff(self.dtype);
+                // Results of e4m3 operands are not stored in e4m3.
+                let stored = match self.dtype {
+                    DType::F8E4M3 => DType::BF16,
+                    dtype => dtype,
+                };
+                let rounding = largest * unit_roundoff(stored);
                 let mean = 1.1 * low_sum / count;
                 let mean = if gold.len() < FEWEST_OF_A_MEAN { f64::INFINITY } else { mean };
                 (factor * low_max + rounding, mean)
@@ -126,6 +131,7 @@ pub fn unit_roundoff(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-8),
         DType::F16 => 2f64.powi(-11),
+        DType::F8E4M3 => 2f64.powi(-4),
         DType::F32 => 2f64.powi(-24),
         DType::F64 => 2f64.powi(-53),
     }

@@ -451,6 +451,7 @@ impl RankAttention {
             Data::F32(v) => bytemuck::cast_slice(v),
             Data::F16(v) => bytemuck::cast_slice(v),
             Data::BF16(v) => bytemuck::cast_slice(v),
+            Data::F8E4M3(v) => bytemuck::cast_slice(v),
             Data::F64(v) => bytemuck::cast_slice(v),
         };
         let wanted = rows.len() * width;
@@ -646,6 +647,7 @@ fn tensor(table: &Table<u8>, dim: usize, dtype: DType) -> Result<Tensor, ShardEr
         DType::F32 => Data::F32(elements(bytes)),
         DType::F16 => Data::F16(elements(bytes)),
         DType::BF16 => Data::BF16(elements(bytes)),
+        DType::F8E4M3 => Data::F8E4M3(elements(bytes)),
         DType::F64 => Data::F64(elements(bytes)),
     };
     let [b, h, s] = table.shape();

@@ -149,6 +149,7 @@ fn run(
         DType::BF16 => ElementType::BF16,
         DType::F16 => ElementType::F16,
         DType::F64 => ElementType::F64,
+        DType::F8E4M3 => unreachable!("no case has it"),
         DType::F32 => ElementType::F32,
     };
     let Whole { batch, heads, kv_heads, q_len, kv_len } = case.whole;
@@ -204,6 +205,7 @@ fn run(
         v: v.view(),
         varlen: None,
         pages: None,
+        scales: None,
         sink: case.sink.as_deref().map(foveate::tensor::Slice::F32),
     };
     let upstream = Upstream { d_out: d_out.view(), d_lse: None };

@@ -34,7 +34,7 @@ pub struct Plan {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Forward {
-    /// `[B, Hq, Sq, Dv]` in the dtype of the operands. Rows of varlen operands that belong to no
+    /// `[B, Hq, Sq, Dv]` in the dtype of the operands, bf16 where that is f8e4m3. Rows of varlen operands that belong to no
     /// sequence are 0.
     pub out: Tensor,
     /// Natural log of the softmax's denominator, `[B, Hq, Sq]`, f32; `-∞` for an empty row.
@@ -85,7 +85,11 @@ impl Plan {
     ) -> Result<Forward, Error> {
         let operands = self.operands(q.into(), k.into(), v.into())?;
         let dims = Dims::of(&operands)?;
-        let mut out = Tensor::filled(operands.q.dtype(), dims.out_shape(), 0.0);
+        let dtype = match operands.q.dtype() {
+            DType::F8E4M3 => DType::BF16,
+            dtype => dtype,
+        };
+        let mut out = Tensor::filled(dtype, dims.out_shape(), 0.0);
         let mut lse = Tensor::filled(DType::F32, dims.row_shape(), f64::NEG_INFINITY);
         let mut max_score = lse.clone();
         self.forward_into(ForwardArgs {
@@ -144,7 +148,8 @@ impl Plan {
     ) -> Result<Operands<'a>, Error> {
         let varlen = self.problem.offsets_within(q.shape()[2], k.shape()[2])?;
         let pages = self.problem.get_pages();
-        Ok(Operands { q, k, v, sink: self.problem.get_sink().map(Slice::F32), varlen, pages })
+        let (sink, scales) = (self.problem.get_sink().map(Slice::F32), self.problem.get_scales());
+        Ok(Operands { q, k, v, sink, varlen, pages, scales })
     }
 
     /// The plan with another buffer in place of the captured one of the same name.
@@ -188,6 +193,14 @@ impl Plan {
     /// Those of [`Problem::sink`].
     pub fn with_sink(&self, sink: &[f32]) -> Result<Self, Error> {
         Ok(Self { problem: self.problem.clone().sink(sink)?, ..self.clone() })
+    }
+
+    /// The plan with other scales of f8e4m3 operands; the program is not planned again.
+    ///
+    /// # Errors
+    /// Those of [`Problem::scales`].
+    pub fn with_scales(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Self, Error> {
+        Ok(Self { problem: self.problem.clone().scales(q, k, v)?, ..self.clone() })
     }
 
     /// The plan with `dq`, `dk` and `dv` of [`Plan::backward`] in `dtype`.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use foveate_problem::{Arrangement, Dims, Operands, Pages, Sequence};
+use foveate_problem::{Arrangement, Dims, Operands, Pages, Scales, Sequence};
 use foveate_tensor::{DType, Layout, TensorRef, Varlen};
 
 use crate::error::Error;
@@ -40,6 +40,7 @@ pub struct Problem {
     offsets: Option<Arc<Offsets>>,
     pages: Option<Arc<PageTable>>,
     sink: Option<Arc<[f32]>>,
+    scales: Option<Arc<[Vec<f32>; 3]>>,
     forward_only: bool,
 }
 
@@ -54,14 +55,7 @@ impl Problem {
         k: impl Into<TensorRef<'a>>,
         v: impl Into<TensorRef<'a>>,
     ) -> Result<Self, Error> {
-        Self::posed_by(&Operands {
-            q: q.into(),
-            k: k.into(),
-            v: v.into(),
-            sink: None,
-            varlen: None,
-            pages: None,
-        })
+        Self::posed_by(&Operands::new(q.into(), k.into(), v.into()))
     }
 
     /// The problem of queries on keys and values in pages of one size, any size, as a cache keeps
@@ -81,12 +75,8 @@ impl Problem {
         lengths: &[i32],
     ) -> Result<Self, Error> {
         let problem = Self::posed_by(&Operands {
-            q: q.into(),
-            k: k.into(),
-            v: v.into(),
-            sink: None,
-            varlen: None,
             pages: Some(Pages::new(table, lengths)?),
+            ..Operands::new(q.into(), k.into(), v.into())
         })?;
         problem.forward_only().with_pages(table, lengths)
     }
@@ -100,7 +90,8 @@ impl Problem {
             offsets: None,
             pages: None,
             sink: None,
-            forward_only: false,
+            scales: None,
+            forward_only: operands.q.dtype() == DType::F8E4M3,
         })
     }
 
@@ -223,6 +214,20 @@ impl Problem {
         Ok(self)
     }
 
+    /// What the elements of q, k and v of f8e4m3 are multiplied by, row-major: of q a number for each
+    /// query head of each batch entry or sequence, `[B, Hq]`, of k and v one for each key/value head,
+    /// `[B, Hkv]`. To be given after [`Problem::varlen`].
+    ///
+    /// # Errors
+    /// When there is not one for each, or the operands are of another dtype.
+    pub fn scales(mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Self, Error> {
+        Scales { q, k, v }
+            .check(&self.dims, self.dtype)
+            .map_err(|e| Error::option("scales", e.to_string()))?;
+        self.scales = Some(Arc::new([q, k, v].map(<[f32]>::to_vec)));
+        Ok(self)
+    }
+
     /// Says that no backward pass is wanted, so a score without a derivative is no obstacle.
     pub fn forward_only(mut self) -> Self {
         self.forward_only = true;
@@ -262,6 +267,11 @@ impl Problem {
     /// The sink's logits.
     pub fn get_sink(&self) -> Option<&[f32]> {
         self.sink.as_deref()
+    }
+
+    /// The scales of f8e4m3 operands.
+    pub fn get_scales(&self) -> Option<Scales<'_>> {
+        self.scales.as_deref().map(|[q, k, v]| Scales { q, k, v })
     }
 
     /// The sequence offsets of varlen operands.

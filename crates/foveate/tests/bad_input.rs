@@ -237,3 +237,23 @@ fn operands_of_another_class_than_planned_are_refused() {
     let e = plan.backward(&t, &t, &t, &forward, &short).unwrap_err();
     assert_eq!(e.to_string(), "d_out has shape [1, 2, 4, 8]; it must be [1, 2, 5, 8]");
 }
+
+#[test]
+fn operands_of_eight_bits_are_refused_where_no_kernel_takes_them_and_scales_where_they_do_not_fit()
+{
+    let shape = |heads| [2, heads, 9, 16];
+    let problem = |dtype| Problem::shaped(dtype, shape(4), shape(2), shape(2)).unwrap();
+    let narrow = problem(DType::F8E4M3);
+    assert!(narrow.is_forward_only(), "they have no gradients");
+    let refused = Attention::new().plan(&narrow, &Device::cpu()).unwrap_err().to_string();
+    assert!(
+        refused.contains("the CPU backend takes f32, f16 or bf16 operands, not f8e4m3"),
+        "{refused}"
+    );
+    let scaled = narrow.clone().scales(&[0.5; 8], &[1.0; 4], &[2.0; 4]).unwrap();
+    assert_eq!(scaled.get_scales().unwrap().v, [2.0; 4]);
+    let few = narrow.scales(&[0.5; 4], &[1.0; 4], &[2.0; 4]).unwrap_err().to_string();
+    assert!(few.contains("4 scales of q for a batch of 2 and 4 heads; one each"), "{few}");
+    let wide = problem(DType::BF16).scales(&[0.5; 8], &[1.0; 4], &[2.0; 4]).unwrap_err();
+    assert!(wide.to_string().contains("scales are for f8e4m3 operands"), "{wide}");
+}

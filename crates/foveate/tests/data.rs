@@ -68,6 +68,7 @@ fn vectors_go_in_and_slices_come_out() {
         sink: Some((&SINK).into()),
         varlen: None,
         pages: None,
+        scales: None,
     };
     let gold = foveate_reference::forward(&spec, &operands).unwrap();
     let forward = plan.forward(&q, &k, &v).unwrap();
@@ -100,6 +101,7 @@ fn a_backward_call_takes_a_gradient_of_lse_own_destinations_and_adds_up() {
         sink: Some((&SINK).into()),
         varlen: None,
         pages: None,
+        scales: None,
     };
     let upstream = Upstream { d_out: d_out.view(), d_lse: Some(d_lse.view()) };
     let gold = foveate_reference::backward(&spec, &operands, &upstream).unwrap();

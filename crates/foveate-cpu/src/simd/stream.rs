@@ -102,7 +102,7 @@ macro_rules! typed {
             Slice::F32(data) => of!(data),
             Slice::F16(data) => of!(data),
             Slice::BF16(data) => of!(data),
-            Slice::F64(_) => unreachable!("a plan refuses f64"),
+            Slice::F8E4M3(_) | Slice::F64(_) => unreachable!("a plan refuses them"),
         }
     }};
 }

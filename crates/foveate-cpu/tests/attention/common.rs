@@ -193,6 +193,7 @@ impl Inputs {
             sink: self.sink.as_deref().map(Slice::F32),
             varlen,
             pages: None,
+            scales: None,
         }
     }
 }

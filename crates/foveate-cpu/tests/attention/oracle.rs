@@ -380,8 +380,7 @@ fn decoding_from_pages_gives_what_decoding_from_one_piece_gives() {
     let q = Tensor::from_fn(DType::F32, [2, 4, 1, 24], number);
     let [k, v] = [24, 18].map(|dim| Tensor::from_fn(DType::F32, [count, 2, PAGE, dim], number));
     let run = |q: &Tensor, k: &Tensor, v: &Tensor, pages: Option<Pages<'_>>| {
-        let operands =
-            Operands { q: q.view(), k: k.view(), v: v.view(), sink: None, varlen: None, pages };
+        let operands = Operands { pages, ..Operands::new(q.view(), k.view(), v.view()) };
         let dims = Dims::of(&operands).unwrap();
         let spec = Spec { mask: None, score: None, scale: None, dropout: None };
         let plan = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();

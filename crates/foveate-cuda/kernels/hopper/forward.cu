@@ -27,10 +27,14 @@
 // The softmax of a thread's rows, lane / 4 and lane / 4 + 8 of its warp's 16.
 struct Softmax {
     float row_max[2], reference_max[2], row_sum[2];        // row_max and row_sum: of this lane's columns
+    float scale;                                           // on the sums of products
     float unit, headroom;                                  // RESCALE_THRESHOLD as a score
     bool unscaled;
 
-    __device__ explicit Softmax(float scale) {
+    __device__ explicit Softmax(float scale) { set_scale(scale); }
+
+    __device__ void set_scale(float of_item) {
+        scale = of_item;
         unscaled = !FV_SCORE && scale > 1e-20f;
         unit = unscaled ? scale * LOG2_E : LOG2_E;
         headroom = RESCALE_THRESHOLD / unit;
@@ -46,7 +50,7 @@ struct Softmax {
 
     // The exponent that is subtracted from those of a row.
     __device__ float reference(int half) const {
-        return reference_max[half] == -infinity() ? 0.f : fmaf(reference_max[half], unit, -RESCALE_THRESHOLD);
+        return reference_max[half] == -infinity() ? 0.f : fmaf(reference_max[half], unit, -LARGEST_EXPONENT);
     }
     // A score function may give -1e30 to a whole row. Then score - row_max is exact, but the difference of the
     // products with `unit` has their rounding error.
@@ -80,7 +84,7 @@ struct Softmax {
                     const float offset = reference_max[half] == -infinity() ? 0.f : -reference_max[half];
                     #pragma unroll
                     for (int j = 0; j < N * 2; ++j) s[j / 2][half * 2 + j % 2] += offset;
-                    shift[half] = RESCALE_THRESHOLD;
+                    shift[half] = LARGEST_EXPONENT;
                 }
         #pragma unroll
         for (int j = 0; j < N * 4; ++j) {
@@ -108,10 +112,25 @@ struct ItemRows {
 
     __device__ int query0() const { return item->tile * FV_BM + first; }
     __device__ int query() const { return query0() + threadIdx.x % 32 / 4; }       // of this lane's first row
+    __device__ float value_scale() const {
+#if FV_DTYPE == 3
+        return item->scales.out;
+#else
+        return 1.f;
+#endif
+    }
     __device__ Place place() const {
         return {item->sequence.b, item->head, item->head / FV_GROUP, item->sequence.q_len, item->sequence.k_len};
     }
 };
+
+// What the scores and the out of a head are multiplied by.
+__device__ RowScales row_scales(const ForwardParams& p, const PersistentParams& persistent, int b, int head) {
+    if constexpr (FV_DTYPE != 3) return {p.scale, 1.f};
+    auto of = [&](const HeadView& view, int h) { return view.data ? __ldg(view.data + b * view.batch + h * view.head) : 1.f; };
+    const int head_kv = head / FV_GROUP;
+    return {p.scale * of(persistent.q_scale, head) * of(persistent.k_scale, head_kv), of(persistent.v_scale, head_kv)};
+}
 
 // 0, or NaN where out has a non-finite element.
 __device__ float nonfinite_probe(const float (&out)[N_OUT][4]) {
@@ -123,10 +142,10 @@ __device__ float nonfinite_probe(const float (&out)[N_OUT][4]) {
 
 // Scores of this lane from accumulators, in place: rows and columns as of m16n8.
 template <bool EVALUATES>
-__device__ void score(float (&s)[N][4], const ForwardParams& p, const Mods& mods, const ItemRows& rows, int key0, bool unscaled) {
+__device__ void score(float (&s)[N][4], float scale, const Mods& mods, const ItemRows& rows, int key0, bool unscaled) {
     const int first = key0 + threadIdx.x % 4 * 2, query0 = rows.query();
     const Place place = rows.place();
-    auto of = [&](int n, int i, float x) { return fv_score(mods, place, query0 + i / 2 * 8, first + n * 8 + i % 2, x * p.scale); };
+    auto of = [&](int n, int i, float x) { return fv_score(mods, place, query0 + i / 2 * 8, first + n * 8 + i % 2, x * scale); };
     if constexpr (SCORES_IN_LOOP) {
         #pragma unroll 1
         for (int n = 0; n < N; ++n) {
@@ -140,7 +159,7 @@ __device__ void score(float (&s)[N][4], const ForwardParams& p, const Mods& mods
         for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] = of(j / 4, j % 4, s[j / 4][j % 4]);
     } else if (!unscaled) {
         #pragma unroll
-        for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] *= p.scale;
+        for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] *= scale;
     }
     if constexpr (EVALUATES) {
         const int k_len = rows.item->sequence.k_len;
@@ -169,11 +188,12 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
     const int lane = threadIdx.x % 32, query0 = rows.query0(), head = rows.item->head;
     const Sequence& sequence = rows.item->sequence;
     const int left = sequence.q_len - query0;
+    const float scale = FV_DTYPE == 3 ? softmax.scale : p.scale;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float largest = quad_max(softmax.row_max[half]), highest = softmax.unscaled ? largest * p.scale : largest;
+        const float largest = quad_max(softmax.row_max[half]), highest = softmax.unscaled ? largest * scale : largest;
         const float above = Softmax::is_large(softmax.reference_max[half])
-                          ? fmaf(softmax.reference_max[half] - largest, softmax.unit, -RESCALE_THRESHOLD)
+                          ? fmaf(softmax.reference_max[half] - largest, softmax.unit, -LARGEST_EXPONENT)
                           : fmaf(-largest, softmax.unit, softmax.reference(half));
         float factor = highest == -infinity() ? 0.f : exp2_score(above);
         const float sum = quad_sum(softmax.row_sum[half]) * factor;
@@ -182,6 +202,7 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
         const bool exists = row < left;
         Row target = finish_row(p, sequence, head, query0 + row, highest, sum, exists && lane % 4 == 0);
         target.factor *= factor;
+        if constexpr (FV_DTYPE == 3) target.factor *= rows.value_scale();
         if constexpr (FV_OUT_DTYPE != 2 && FV_DV % 8 == 0 && FV_ALIGN == 16) {
             #pragma unroll
             for (int n = 0; n < N_OUT; n += 4) {
@@ -222,7 +243,7 @@ __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, co
             const float row_sum = p.lse.data[sequence.q_batch * p.lse.batch + work.head * p.lse.head + at * p.lse.row];
             float probe = 0.f;
             for (int column = threadIdx.x % 32; column < FV_DV; column += 32) probe = fmaf(widen<FV_OUT_DTYPE>(out[column * p.out.elem]), 0.f, probe);
-            if (__any_sync(~0u, probe != 0.f) && row_sum < infinity()) recompute_row(p, mods, sequence, steps, work.head, query0 + row);
+            if (__any_sync(~0u, probe != 0.f) && row_sum < infinity()) recompute_row(p, mods, sequence, steps, row_scales(p, persistent, sequence.b, work.head), work.head, query0 + row);
         }
         if (number == blockIdx.x) return;
     }
@@ -268,7 +289,7 @@ __device__ void schedule(const ForwardParams& p, const PersistentParams& persist
     Ring<ITEMS> ring;
     auto place = [&]() -> Item& {
         barriers.item_empty(ring.stage).wait(ring.round - 1);
-        return *reinterpret_cast<Item*>(shared + AT_ITEMS + 64 * ring.stage);
+        return *reinterpret_cast<Item*>(shared + AT_ITEMS + ITEM_BYTES * ring.stage);
     };
     #pragma unroll 1
     for (u32 number = blockIdx.x; number < items; number = item_after(persistent, number, items)) {
@@ -295,6 +316,9 @@ __device__ void schedule(const ForwardParams& p, const PersistentParams& persist
         item.runs = runs;
         item.last_run = last_run;
         item.stop = 0;
+#if FV_DTYPE == 3
+        item.scales = row_scales(p, persistent, sequence.b, work.head);
+#endif
         barriers.item_full(ring.stage).arrive_warp();
         ring.advance();
     }
@@ -317,7 +341,7 @@ struct Copies {
         #pragma unroll 1
         for (;; ring.advance()) {
             barriers.item_full(ring.stage).wait(ring.round);
-            const Item& item = *reinterpret_cast<const Item*>(shared + AT_ITEMS + 64 * ring.stage);
+            const Item& item = *reinterpret_cast<const Item*>(shared + AT_ITEMS + ITEM_BYTES * ring.stage);
             if (item.stop) return;
             LiveKeys keys(p, item.sequence, item.tile, item.head, item.runs, item.last_run);
             bool more = keys.next();
@@ -386,15 +410,27 @@ __device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
     const ForwardParams& p = copies.p;
     const Barriers& barriers = copies.barriers;
     const PersistentParams& persistent = copies.persistent;
-    const Values values = {p, p.v, map_v, persistent.v_head, persistent.v_batch, persistent.box_keys};
+    [[maybe_unused]] const Values values = {p, p.v, map_v, persistent.v_head, persistent.v_batch, persistent.box_keys};
     const bool leads = !BY_WARP || threadIdx.x % 32 == 0;
     Ring<FV_STAGES> v;
     copies.for_each_tile([&](const Item& item, int key, u32) {
         const CopyBarrier full = barriers.v_full(v.stage);
-        values.copy(item.sequence, item.head / FV_GROUP, key, copies.base + AT_V + v.stage * V_BYTES, full, leads, [&] {
+        const int group = item.head / FV_GROUP;
+        const u32 target = copies.base + AT_V + v.stage * V_BYTES;
+        auto begin = [&] {
             barriers.v_empty(v.stage).wait(v.round - 1);
             if (!COPIED_V && leads) full.arrive_expecting(V_BYTES);
-        });
+        };
+        if constexpr (FV_DTYPE == 3) {
+            const int first = first_value(item.sequence, FV_BN, persistent.packed) + key;
+            begin();
+            #pragma unroll
+            for (int i = 0; i < VALUE_PANELS; ++i)
+                copy_panel(target + i * FV_DVP * VALUE_KEYS, map_v, full, first + i * VALUE_KEYS, 0, group * persistent.v_head,
+                           item.sequence.k_batch * persistent.v_batch);
+        } else {
+            values.copy(item.sequence, group, key, target, full, leads, begin);
+        }
         v.advance();
     });
     if constexpr (COPIED_V) wait_copies();
@@ -442,8 +478,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     u32 last_item = 0;
     ItemRows rows = {nullptr, first_row};
     Softmax softmax(p.scale);
+    auto scale = [&] { return FV_DTYPE == 3 ? softmax.scale : p.scale; };
     float s[N][4], out[N_OUT][4];
-    u32 weights[FV_BN / 16][4] = {};
+    u32 weights[FV_BN / MMA_K][4] = {};
     #pragma unroll
     for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
     #pragma unroll 1
@@ -463,10 +500,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if (step.kind & STEP) barriers.v_full(v.stage).wait(v.round);
         // What lanes have copied, products read.
         if constexpr (FV_COPIED != 0) fence_async_proxy();
-        if (live_keys < FV_BN) clear_rows(shared + AT_V + v.stage * V_BYTES, live_keys, consumer);
+        if (FV_DTYPE != 3 && live_keys < FV_BN) clear_rows(shared + AT_V + v.stage * V_BYTES, live_keys, consumer);
         const Operand queries = Operand::rows(base + (q.stage * CONSUMERS + consumer) * Q_BYTES);
         const Operand keys = Operand::rows(base + AT_K + k.stage * K_BYTES);
-        const Operand values = Operand::columns(base + AT_V + v.stage * V_BYTES, FV_BN * PANEL_ROW);
+        const Operand values = values_at(base + AT_V + v.stage * V_BYTES);
         auto release_keys = [&] {
             if (!leads) return;
             barriers.k_empty(k.stage).arrive();
@@ -487,7 +524,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             product_wait<1>();
             pin(s);
             release_keys();
-            score<false>(s, p, mods, rows, step.key, softmax.unscaled);
+            score<false>(s, scale(), mods, rows, step.key, softmax.unscaled);
             rescales = softmax.weigh(s, rescale);
             keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);
             product_wait<0>();
@@ -531,14 +568,17 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 if (step.kind & Step::STOP) break;
                 items.advance();
                 barriers.item_full(items.stage).wait(items.round);
-                rows.item = reinterpret_cast<const Item*>(shared + AT_ITEMS + 64 * items.stage);
+                rows.item = reinterpret_cast<const Item*>(shared + AT_ITEMS + ITEM_BYTES * items.stage);
                 softmax.clear();
+#if FV_DTYPE == 3
+                softmax.set_scale(rows.item->scales.scores);
+#endif
                 #pragma unroll
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
             }
             if (sees) {
-                if (cell & Cells::EVALUATES) score<true>(s, p, mods, rows, step.key, softmax.unscaled);
-                else score<false>(s, p, mods, rows, step.key, softmax.unscaled);
+                if (cell & Cells::EVALUATES) score<true>(s, scale(), mods, rows, step.key, softmax.unscaled);
+                else score<false>(s, scale(), mods, rows, step.key, softmax.unscaled);
                 rescales = softmax.weigh(s, rescale);
             }
         }
@@ -551,8 +591,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             if (rescales)
                 #pragma unroll
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= rescale[i % 4 / 2];
-            #pragma unroll
-            for (int i = 0; i < FV_BN / 4; ++i) weights[i / 4][i % 4] = narrow2<FV_DTYPE>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+            narrow_weights(weights, s);
         }
     }
     if (has_nonfinite) recompute_nonfinite_rows(p, persistent, mods, last_item, first_row);

@@ -7,25 +7,32 @@ constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
 
 // Shared memory, in this order, in panels of 128-byte rows (see hopper.cuh):
 //     Q_STAGES * FV_BM * row(FV_D)                              Q, a part for each consumer
-//   + FV_STAGES * FV_BN * (row(FV_D) + row(FV_DV))              K, V
+//   + FV_STAGES * FV_BN * (row(FV_D) + row(FV_DV))              K, V; of e4m3 FV_DVP bytes a row of V
 //   + 1024                                                      items, steps and mbarriers
 constexpr int ROW_K = panels(FV_D) * PANEL_ROW, ROW_V = panels(FV_DV) * PANEL_ROW;
 constexpr int Q_BYTES = 64 * ROW_K;                        // of a consumer
-constexpr int K_BYTES = FV_BN * ROW_K, V_BYTES = FV_BN * ROW_V;
+constexpr int K_BYTES = FV_BN * ROW_K;
+// Of e4m3 wgmma takes operands along the summed axis only, so V comes transposed (transpose_values.cu): a panel is all of its
+// columns, as rows, by so many keys.
+constexpr int VALUE_KEYS = FV_BN % 128 == 0 ? 128 : 64, VALUE_PANELS = FV_BN / VALUE_KEYS;
+constexpr int V_BYTES = FV_DTYPE == 3 ? FV_DVP * FV_BN : FV_BN * ROW_V;
 constexpr int END_BYTES = 1024, SMEM_LIMIT = 232448;
 // Two tiles of queries where there is room: the next one lands while this one is at work.
 constexpr int Q_STAGES = 2 * CONSUMERS * Q_BYTES + FV_STAGES * (K_BYTES + V_BYTES) + END_BYTES <= SMEM_LIMIT ? 2 : 1;
 constexpr int ITEMS = 3;                                   // the item that is finished, the one at work, and those taken ahead
 constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES, AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
-constexpr int AT_STEPS = AT_ITEMS + 64 * ITEMS, AT_BARRIERS = AT_STEPS + 16 * FV_STAGES;
+constexpr int ITEM_BYTES = FV_DTYPE == 3 ? 80 : 64;
+constexpr int AT_STEPS = AT_ITEMS + ITEM_BYTES * ITEMS, AT_BARRIERS = AT_STEPS + 16 * FV_STAGES;
 constexpr int SHARED_BYTES = AT_ITEMS + END_BYTES;
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
-static_assert(FV_DTYPE != 2, "wgmma sums 16-bit operands in f32; f32 operands are the portable family's");
+static_assert(FV_DTYPE != 2, "wgmma sums 16-bit and e4m3 operands in f32; f32 operands are the portable family's");
 static_assert(FV_BM == 64 * CONSUMERS && FV_WARPS % 4 == 0, "a consumer owns 64 rows");
-static_assert(FV_BN % 16 == 0 && FV_BN <= 256, "keys of a product");
+static_assert(FV_BN % (FV_DTYPE == 3 ? 64 : 16) == 0 && FV_BN <= 256, "keys of a product");
 
-constexpr float RESCALE_THRESHOLD = 8.f;                   // as an exponent of 2: P is at most 2^8
+// As exponents of 2: P is at most 2^8, and 2^(8 - RESCALE_THRESHOLD) or more is the largest of a row so far. Of e4m3 that is
+// fine from 2^-6 up: a row uses what room there is.
+constexpr float LARGEST_EXPONENT = 8.f, RESCALE_THRESHOLD = FV_DTYPE == 3 ? 1.f : 8.f;
 constexpr float LARGE_SCORE = 4096.f;                      // see Softmax::is_large
 // A score function stands twice, in either kind of step.
 constexpr bool SCORES_IN_LOOP = is_long(N * 4, 2 * SCORE_INSTRUCTIONS);
@@ -36,7 +43,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 256 : CONSUMERS == 2 ? 232 :
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), "more registers than there are");
 
 // A tile of queries of one head: items are numbered in the order of the schedule, the heaviest first. As the
-// scheduler finds it, 64 bytes in smem.
+// scheduler finds it, in smem.
 struct Item {
     u32 number;
     int head;
@@ -45,8 +52,11 @@ struct Item {
     Run last_run;
     Sequence sequence;
     int stop;                   // there is no item any more, and this is none
+#if FV_DTYPE == 3
+    RowScales scales;
+#endif
 };
-static_assert(sizeof(Item) == 64, "a place of the ring");
+static_assert(sizeof(Item) <= ITEM_BYTES, "a place of the ring");
 
 // The cells of a tile of queries by keys: a consumer's queries by all of the keys. Two bits for each consumer, in one number
 // for all of them.
@@ -124,7 +134,7 @@ private:
         return barrier;
     }
 };
-static_assert(64 * ITEMS + 16 * FV_STAGES + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES, "no room for barriers");
+static_assert(ITEM_BYTES * ITEMS + 16 * FV_STAGES + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES, "no room for barriers");
 
 // The live tiles of keys of an item, from the last one: what a mask cuts then comes first, together with the
 // end of the item before. A run is read while the one before it is at work.
@@ -179,12 +189,36 @@ struct RowSteps {
 // s = Q K^T.
 __device__ void start_qk(float (&s)[N][4], Operand queries, Operand keys) {
     #pragma unroll
-    for (int k = 0; k < FV_DP / 16; ++k)
+    for (int k = 0; k < FV_DP / MMA_K; ++k)
         multiply_async(s, queries + (k / 4 * 64 * PANEL_ROW + k % 4 * 32), keys + (k / 4 * FV_BN * PANEL_ROW + k % 4 * 32), k > 0);
 }
 
+// V of a stage.
+__device__ Operand values_at(u32 address) {
+    if constexpr (FV_DTYPE != 3) return Operand::columns(address, FV_BN * PANEL_ROW);
+    else if constexpr (VALUE_KEYS == 128) return Operand::rows(address);
+    else return Operand::half_rows(address);
+}
+
 // out += P V.
-__device__ void start_pv(float (&out)[N_OUT][4], const u32 (&weights)[FV_BN / 16][4], Operand values) {
+__device__ void start_pv(float (&out)[N_OUT][4], const u32 (&weights)[FV_BN / MMA_K][4], Operand values) {
     #pragma unroll
-    for (int k = 0; k < FV_BN / 16; ++k) multiply_async(out, weights[k], values + k * 16 * PANEL_ROW);
+    for (int k = 0; k < FV_BN / MMA_K; ++k) {
+        const int key = k * MMA_K;
+        multiply_async(out, weights[k], values + (FV_DTYPE == 3 ? key / VALUE_KEYS * VALUE_KEYS * FV_DVP + key % VALUE_KEYS : key * PANEL_ROW));
+    }
+}
+
+// Weights as the operand of P V. A thread's four e4m3 of it are sums of two neighbouring accumulators: keys 2c, 2c + 1, 8 + 2c
+// and 9 + 2c of 16 for lane c of a quad. V has its keys in this order.
+__device__ void narrow_weights(u32 (&weights)[FV_BN / MMA_K][4], const float (&s)[N][4]) {
+    #pragma unroll
+    for (int i = 0; i < FV_BN / MMA_K * 4; ++i) {
+        if constexpr (FV_DTYPE == 3) {
+            const int n = i / 4 * 4 + i % 4 / 2 * 2, half = i % 2 * 2;
+            weights[i / 4][i % 4] = narrow4(s[n][half], s[n][half + 1], s[n + 1][half], s[n + 1][half + 1]);
+        } else {
+            weights[i / 4][i % 4] = narrow2<FV_DTYPE>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+        }
+    }
 }

@@ -2,15 +2,15 @@
 // copies by tensor map (TMA), mbarriers that count bytes, matrix products of warpgroups (wgmma), and
 // registers that move from one warpgroup to another.
 //
-// A tile in smem is made of panels: FV_D (or FV_DV) is cut into stretches of 64 elements, and a panel is the
-// rows of a tile in one stretch, 128 bytes each, in the 128-byte swizzle: the 16-byte chunk c of row r lies
+// A tile in smem is made of panels: FV_D (or FV_DV) is cut into stretches of 128 bytes, and a panel is the
+// rows of a tile in one stretch, in the 128-byte swizzle: the 16-byte chunk c of row r lies
 // at chunk c ^ (r & 7). A panel begins at a multiple of 1024 bytes. A tensor map writes a panel in this
 // order, and the descriptor of an operand says it.
 
 typedef unsigned long long u64;
 
-constexpr int PANEL_COLUMNS = 64;
-constexpr int PANEL_ROW = PANEL_COLUMNS * 2;               // bytes
+constexpr int PANEL_ROW = 128;                             // bytes
+constexpr int PANEL_COLUMNS = PANEL_ROW / ELEM_BYTES;
 constexpr int panels(int columns) { return ceil_div(columns, PANEL_COLUMNS); }
 
 // A map as the driver encodes it. Kernels take it by value and hand its address to the copy.
@@ -110,21 +110,25 @@ __device__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0,
 // ---- products of a warpgroup ----
 
 // Where an operand lies in smem. `address` is that of its first panel.
-//   rows(...): the summed axis runs along the rows of panels (Q, K of Q K^T). 16 elements further is 32 bytes.
+//   rows(...): the summed axis runs along the rows of panels (Q, K of Q K^T). A product's 32 bytes lie side by side.
+//   half_rows(...): the same in panels whose rows have 64 bytes, in the 64-byte swizzle.
 //   columns(...): the summed axis runs across the rows (V of P V). 16 elements further is 16 rows, 2048 bytes;
 //   `panel_bytes` leads from 64 columns to the next.
 struct Operand {
     u64 bits;
 
-    static constexpr u64 SWIZZLE_128 = u64(1) << 62, EIGHT_ROWS = u64(1024 >> 4) << 32;
+    static constexpr u64 SWIZZLE_128 = u64(1) << 62, SWIZZLE_64 = u64(2) << 62, EIGHT_ROWS = u64(1024 >> 4) << 32;
     __device__ static Operand rows(u32 address) { return {SWIZZLE_128 | EIGHT_ROWS | u64(1) << 16 | (address & 0x3ffff) >> 4}; }
+    __device__ static Operand half_rows(u32 address) {
+        return {SWIZZLE_64 | EIGHT_ROWS >> 1 | u64(1) << 16 | (address & 0x3ffff) >> 4};
+    }
     __device__ static Operand columns(u32 address, int panel_bytes) {
         return {SWIZZLE_128 | EIGHT_ROWS | u64(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4};
     }
     __device__ Operand operator+(int bytes) const { return {bits + (bytes >> 4)}; }
 };
 
-// d += A B, or d = A B where it does not add; the result is there after a wait. Of 16 summed elements.
+// d += A B, or d = A B where it does not add; the result is there after a wait. Of MMA_K summed elements.
 template <int N>
 __device__ void multiply_async(float (&d)[N][4], Operand a, Operand b, bool adds) { wgmma(d, a.bits, b.bits, adds); }
 // The same where B runs across the summed axis.
@@ -136,7 +140,8 @@ __device__ void multiply_across(float (&d)[N][4], Operand a, Operand b, bool add
 // d += A B where both run across it.
 template <int N>
 __device__ void multiply_transposed(float (&d)[N][4], Operand a, Operand b) { wgmma_transposed(d, a.bits, b.bits, true); }
-// d += A B with A in registers, in the order of m16n8k16, and B across the summed axis.
+// d += A B with A in registers, in the order of m16n8k16, and B across the summed axis; of e4m3 in that of m16n8k32, and B
+// along it.
 template <int N>
 __device__ void multiply_async(float (&d)[N][4], const u32 (&a)[4], Operand b) { wgmma(d, a, b.bits); }
 

@@ -122,8 +122,8 @@ impl Class {
     pub fn new(dtype: Elem, dim: usize, dim_v: usize, group: usize) -> Self {
         Self {
             dtype,
-            out_dtype: dtype,
-            grad_dtype: dtype,
+            out_dtype: dtype.result(),
+            grad_dtype: dtype.result(),
             dim,
             dim_v,
             group,
@@ -162,7 +162,13 @@ impl Class {
     pub(crate) fn packs_gqa(&self, kernel: Kernel, sizes: &Sizes, tile_q: Option<usize>) -> bool {
         let most_rows = tile_q.unwrap_or(MOST_ROWS);
         let few = sizes.queries <= 16 || sizes.queries * self.group <= MOST_ROWS;
-        kernel.shares_keys() && !self.by_head && few && (2..=most_rows).contains(&self.group)
+        // Heads that share a tile are the portable family's.
+        let portable = self.dtype != Elem::E4m3;
+        portable
+            && kernel.shares_keys()
+            && !self.by_head
+            && few
+            && (2..=most_rows).contains(&self.group)
     }
 
     /// The operands that the Hopper family's forward copies row by row.
@@ -248,7 +254,10 @@ impl Class {
                 ..plain
             },
             Kernel::Dq => Config { grad_dtype: self.grad_dtype, ..plain },
-            Kernel::BlockLists | Kernel::RangeTable | Kernel::Sequences => plain,
+            Kernel::BlockLists
+            | Kernel::RangeTable
+            | Kernel::Sequences
+            | Kernel::TransposeValues => plain,
         }
     }
 }

@@ -87,7 +87,8 @@ impl RecordKey {
             | Kernel::Dq
             | Kernel::BlockLists
             | Kernel::RangeTable
-            | Kernel::Sequences => return None,
+            | Kernel::Sequences
+            | Kernel::TransposeValues => return None,
         };
         // Tiles are what a record tells.
         let any = Tiles::portable(64, 64, 4, 1);

@@ -15,14 +15,21 @@ const MOST_HEADS: usize = 65535;
 /// Whether a device can run problems of these sizes, and its name for their dtype.
 ///
 /// # Errors
-/// When the device is older than Ampere, the dtype is not f16, bf16 or f32, or there are more
+/// When the device is older than Ampere, the dtype is not f16, bf16, f32 or, on compute capability 9.0, f8e4m3, or there are more
 /// queries or heads than a launch counts.
 pub fn admit(profile: &Profile, dims: &Dims, dtype: DType) -> Result<Elem, CudaError> {
     check_rows(dims)?;
     profile.check_capability()?;
     let elem = Elem::of(dtype).ok_or_else(|| {
-        CudaError::argument(format!("kernels take f16, bf16 and f32, not {dtype}"))
+        CudaError::argument(format!("kernels take f16, bf16, f32 and f8e4m3, not {dtype}"))
     })?;
+    let (major, minor) = profile.capability;
+    if elem == Elem::E4m3 && (major, minor) != (9, 0) {
+        return Err(CudaError::argument(format!(
+            "f8e4m3 operands run on compute capability 9.0; this GPU has {major}.{minor}: give bf16 \
+             or f16 ones"
+        )));
+    }
     if dims.heads_q > MOST_HEADS {
         return Err(CudaError::argument(format!(
             "{} query heads are more than the {MOST_HEADS} of a launch",

@@ -141,9 +141,12 @@ fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f6
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => dim + dim_v,
+        | Kernel::Sequences
+        | Kernel::TransposeValues => dim + dim_v,
     };
-    let products = 2.0 * scores * dims as f64 / WGMMA_PER_CYCLE;
+    // Operands of half the bytes have twice the rate.
+    let rate = WGMMA_PER_CYCLE * 2.0 / config.dtype.bytes() as f64;
+    let products = 2.0 * scores * dims as f64 / rate;
     let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dropout);
     let powers = scores * (1.0 / POWERS_PER_CYCLE + MOD_CYCLES * f64::from(mods));
     let alone = if config.kernel.owns_keys() { SCORES_ALONE } else { POWERS_ALONE };
@@ -216,7 +219,8 @@ impl Step {
             | Kernel::Dq
             | Kernel::BlockLists
             | Kernel::RangeTable
-            | Kernel::Sequences => (vec![], 0.0),
+            | Kernel::Sequences
+            | Kernel::TransposeValues => (vec![], 0.0),
         };
         let tflops = profile.bf16_tflops / profile.sms as f64;
         let mut rate = (tflops * 1e6 / profile.clock_mhz).min(MMA_PER_CYCLE);

@@ -50,7 +50,8 @@ impl KernelOptions {
             | Kernel::Dq
             | Kernel::BlockLists
             | Kernel::RangeTable
-            | Kernel::Sequences => {}
+            | Kernel::Sequences
+            | Kernel::TransposeValues => {}
         }
         self
     }
@@ -101,7 +102,8 @@ impl KernelOptions {
             | Kernel::Dq
             | Kernel::BlockLists
             | Kernel::RangeTable
-            | Kernel::Sequences => TileOptions::default(),
+            | Kernel::Sequences
+            | Kernel::TransposeValues => TileOptions::default(),
         }
     }
 }

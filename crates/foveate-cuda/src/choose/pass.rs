@@ -188,8 +188,13 @@ mod tests {
     use crate::compile::source::source;
 
     /// What a plan queues before the launches of a pass, where a launch needs its results.
-    const HELPERS: [Entry; 4] =
-        [Entry::BlockLists, Entry::DqRanks, Entry::RangeTable, Entry::Sequences];
+    const HELPERS: [Entry; 5] = [
+        Entry::BlockLists,
+        Entry::DqRanks,
+        Entry::RangeTable,
+        Entry::Sequences,
+        Entry::TransposeValues,
+    ];
 
     /// The passes that differ.
     fn passes() -> Vec<Pass> {

@@ -216,6 +216,15 @@ pub fn choose(
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
     let mut all = candidates(kernel, &asked, sizes.ranked().queries * heads, heads);
+    if class.dtype == Elem::E4m3 && kernel.has_tiles() {
+        // Said once, not of every tile.
+        if let Some(tiles) = all.first() {
+            let config = class.config(kernel, *tiles);
+            let reason = "portable: f8e4m3 operands; the hopper family takes them".to_owned();
+            refused.push(Refused { config, refusal: Refusal::Family { reason } });
+        }
+        all.clear();
+    }
     if Family::Hopper.has(kernel) && asked.allows(Family::Hopper) {
         match hopper_refusal(profile, class, options, kernel, pack_gqa) {
             None => all.extend(hopper_candidates(kernel, class, sizes, &asked)),
@@ -305,8 +314,8 @@ fn hopper_refusal(
     if profile.capability != (9, 0) {
         return Some(format!("compute capability {major}.{minor}; it runs on 9.0"));
     }
-    if class.dtype == Elem::F32 {
-        return Some(hopper::NO_F32.to_owned());
+    if let Some(reason) = hopper::refused_dtype(class.dtype, kernel) {
+        return Some(reason.to_owned());
     }
     if pack_gqa {
         return Some(hopper::NO_PACKED_GQA.to_owned());
@@ -314,7 +323,14 @@ fn hopper_refusal(
     if let Some(splits) = options.kv_splits.filter(|n| kernel.shares_keys() && *n > 1) {
         return Some(format!("{splits} KV splits are asked for; it has one"));
     }
+    if class.dtype == Elem::E4m3 && class.paged {
+        return Some("keys of f8e4m3 in pages".to_owned());
+    }
     let unmapped = class.unmapped.iter();
+    if class.dtype == Elem::E4m3 {
+        // Values are transposed before, and nothing else is copied row by row.
+        return unmapped.map(|of| of.reason.clone()).next();
+    }
     if kernel == Kernel::Forward {
         let align = match class.align {
             0 => "elements of out are apart".to_owned(),
@@ -373,6 +389,7 @@ fn hopper_candidates(
     }
     let (consumers, keys): (&[usize], &[usize]) = match kernel.makes_dq_alone() {
         true => (&[2], &[32, 48, 64, 80, 96, 112, 128]),
+        false if class.dtype == Elem::E4m3 => (&[1, 2, 3], &[64, 128, 192, 256]),
         false => (&[1, 2, 3], &[64, 80, 96, 112, 128, 144, 160, 176]),
     };
     let own = |tiles: &Tiles| {
@@ -424,7 +441,8 @@ pub(super) fn candidates(
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => return vec![Tiles::portable(row_tile_q, 64, 4, 1)],
+        | Kernel::Sequences
+        | Kernel::TransposeValues => return vec![Tiles::portable(row_tile_q, 64, 4, 1)],
     };
     let mut all = Vec::new();
     let shortest = rows.next_multiple_of(16).max(16);
@@ -467,6 +485,13 @@ fn nothing_fits(
     };
     let of_family = |r: &Refused| matches!(r.refusal, Refusal::Family { .. });
     let asks_of_family = !asked.allows(Family::Portable) || asked.is_of_hopper();
+    if class.dtype == Elem::E4m3 && refused.iter().all(of_family) {
+        let reasons: Vec<String> = refused.iter().map(Refused::to_string).collect();
+        return CudaError::argument(format!(
+            "no {kernel} kernel for {dtype} at head dim {dims}{what}: {}",
+            reasons.join("; ")
+        ));
+    }
     if !asks_of_family && refused.iter().all(of_family) {
         return CudaError::argument(format!(
             "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \

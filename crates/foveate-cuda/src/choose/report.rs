@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::planner::{Choice, KernelPlan, Origin, Refused};
 use crate::compile::Candidate;
-use crate::compile::config::{Count, Family, Kernel, TilesOf};
+use crate::compile::config::{Count, Elem, Family, Kernel, TilesOf};
 use crate::compile::resources::{Limit, Refusal};
 
 impl fmt::Display for KernelPlan {
@@ -31,6 +31,11 @@ impl fmt::Display for KernelPlan {
 
 /// How many of the next best are named.
 const NEXT: usize = 3;
+
+/// What happens to v before the copies of the Hopper family's forward, after a semicolon.
+fn transposed(dtype: Elem) -> &'static str {
+    if dtype == Elem::E4m3 { "; v transposed by a kernel before" } else { "" }
+}
 
 impl Choice {
     fn write(&self, f: &mut fmt::Formatter<'_>, limit: usize) -> fmt::Result {
@@ -78,7 +83,7 @@ impl Choice {
                 writeln!(f, "  copies     q, k, v and d_out by tensor maps")?;
             }
             (Family::Hopper, Kernel::Forward) if self.copied.is_empty() => {
-                writeln!(f, "  copies     q, k and v by tensor maps")?;
+                writeln!(f, "  copies     q, k and v by tensor maps{}", transposed(config.dtype))?;
             }
             (Family::Hopper, Kernel::Forward) => {
                 let reasons = self.copied.join("; ");
@@ -88,6 +93,7 @@ impl Choice {
             | (
                 Family::Portable | Family::Hopper,
                 Kernel::Sequences
+                | Kernel::TransposeValues
                 | Kernel::BlockLists
                 | Kernel::RangeTable
                 | Kernel::Combine

@@ -88,6 +88,14 @@ const HOPPER_SCORED: &[Known] = &[
     (256, Tiles::hopper(2, 64, 2)),
 ];
 
+/// On e4m3, whose tiles are of multiples of 64 keys.
+const HOPPER_E4M3: &[Known] = &[
+    (64, Tiles::hopper(3, 128, 3)),
+    (128, Tiles::hopper(2, 192, 3)),
+    (192, Tiles::hopper(2, 128, 2)),
+    (256, Tiles::hopper(2, 64, 3)),
+];
+
 /// The backward of the Hopper family.
 const HOPPER_BACKWARD: &[Known] = &[
     (64, Tiles::hopper_backward(128, 3)),
@@ -132,6 +140,7 @@ const HOPPER_DQ_SCORED: &[Known] = &[
 pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
     let dim = class.dim.max(class.dim_v);
     let table = match kernel {
+        Kernel::Forward if class.dtype == Elem::E4m3 => HOPPER_E4M3,
         Kernel::Forward if dim <= 64 && class.is_sparse(kernel, sizes) => return None,
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward => HOPPER,
@@ -146,7 +155,8 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => return None,
+        | Kernel::Sequences
+        | Kernel::TransposeValues => return None,
     };
     let tiles = table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles);
     tiles.map(|tiles| Tiles { ordered_dq: class.orders_dq(kernel, sizes), ..tiles })
@@ -178,7 +188,8 @@ pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Op
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => none,
+        | Kernel::Sequences
+        | Kernel::TransposeValues => none,
     };
     let few = if few_are_met { few } else { none.1 };
     let (dim, len) = (class.dim.max(class.dim_v), sizes.mean_loop_len(kernel));

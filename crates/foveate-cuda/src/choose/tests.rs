@@ -7,6 +7,7 @@ use crate::compile::Candidate;
 use crate::compile::config::{Elem, Family, Kernel, Tiles};
 use crate::compile::resources::Refusal;
 use foveate_gpu::profile::Profile;
+use foveate_tensor::DType;
 
 /// The kinds of mods that the kernels tell apart.
 fn mods(class: &Class) -> [Class; 4] {
@@ -723,4 +724,55 @@ fn tiles_are_smaller_where_few_keys_are_seen() {
     // Four heads of queries see each key.
     assert_eq!(tiles(Kernel::Backward, 64, false, 4, 256), (64, 96));
     assert_eq!(tiles(Kernel::Backward, 64, false, 4, 128), (64, 64));
+}
+
+#[test]
+fn e4m3_operands_have_a_forward_on_hopper_and_one_line_elsewhere() {
+    let (h200, a100) = (Profile::named("h200").unwrap(), Profile::named("a100").unwrap());
+    let dims = |dim, dim_v| Dims {
+        batch: 2,
+        heads_q: 8,
+        heads_kv: 2,
+        len_q: 300,
+        len_k: 300,
+        dim,
+        dim_v,
+        shared_kv: false,
+        packed: false,
+    };
+    let options = KernelOptions::default();
+    for (dim, dim_v) in [(16, 16), (64, 64), (96, 80), (128, 128), (192, 128), (256, 256)] {
+        for queries in [1, 300] {
+            for class in mods(&Class::new(Elem::E4m3, dim, dim_v, 4)) {
+                let sizes = sizes(2, 8, 2, queries);
+                let plan = KernelPlan::new(&h200, &class, &sizes, false, &options).unwrap();
+                assert_fits(&plan);
+                let config = plan.config(Kernel::Forward).unwrap();
+                assert_eq!((config.family, config.out_dtype), (Family::Hopper, Elem::Bf16));
+                assert!(config.tile_kv.is_multiple_of(64) && plan.kernels.len() == 1, "{config}");
+            }
+        }
+    }
+    assert_eq!(admit(&h200, &dims(64, 64), DType::F8E4M3).unwrap(), Elem::E4m3);
+    let old = admit(&a100, &dims(64, 64), DType::F8E4M3).unwrap_err().to_string();
+    assert_eq!(
+        old,
+        "f8e4m3 operands run on compute capability 9.0; this GPU has 8.0: give bf16 or f16 ones"
+    );
+    let class = Class::new(Elem::E4m3, 64, 64, 4);
+    let refused = |class: &Class, backward| {
+        let sizes = sizes(2, 8, 2, 300);
+        KernelPlan::new(&h200, class, &sizes, backward, &options).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refused(&Class { paged: true, ..class.clone() }, false),
+        "no forward kernel for f8e4m3 at head dim 64: portable: f8e4m3 operands; the hopper family \
+         takes them; hopper: keys of f8e4m3 in pages"
+    );
+    assert_eq!(
+        refused(&Class { unmapped: Unmapped::aligned(8), ..class.clone() }, false),
+        "no forward kernel for f8e4m3 at head dim 64: portable: f8e4m3 operands; the hopper family \
+         takes them; hopper: rows of q are aligned to 8 B; a tensor map needs 16"
+    );
+    assert!(refused(&class, true).ends_with("hopper: f8e4m3 operands; it has a forward of them"));
 }

@@ -22,10 +22,12 @@ pub enum Elem {
     Bf16,
     /// IEEE single precision. Products are made of three products of tf32 halves.
     F32,
+    /// e4m3, of 8 bits: operands of the Hopper family's forward alone, never results.
+    E4m3,
 }
 
 impl Elem {
-    /// Every type.
+    /// Every type that every kernel takes.
     pub const ALL: [Self; 3] = [Self::F16, Self::Bf16, Self::F32];
 
     /// The type that stands for `dtype`; `None` for f64, which no kernel takes.
@@ -34,7 +36,8 @@ impl Elem {
             DType::F16 => Some(Self::F16),
             DType::BF16 => Some(Self::Bf16),
             DType::F32 => Some(Self::F32),
-            _ => None,
+            DType::F8E4M3 => Some(Self::E4m3),
+            DType::F64 => None,
         }
     }
 
@@ -43,16 +46,23 @@ impl Elem {
         match self {
             Self::F16 | Self::Bf16 => 2,
             Self::F32 => 4,
+            Self::E4m3 => 1,
         }
     }
 
-    /// `f16`, `bf16` or `f32`.
+    /// `f16`, `bf16`, `f32` or `f8e4m3`.
     pub fn name(self) -> &'static str {
         match self {
             Self::F16 => "f16",
             Self::Bf16 => "bf16",
             Self::F32 => "f32",
+            Self::E4m3 => "f8e4m3",
         }
+    }
+
+    /// The type of results of operands of this type, where nothing else is said.
+    pub fn result(self) -> Self {
+        if self == Self::E4m3 { Self::Bf16 } else { self }
     }
 
     /// The value of the `FV_DTYPE` macros.
@@ -61,6 +71,7 @@ impl Elem {
             Self::F16 => 0,
             Self::Bf16 => 1,
             Self::F32 => 2,
+            Self::E4m3 => 3,
         }
     }
 }
@@ -108,7 +119,8 @@ impl Family {
                 | Kernel::Dq
                 | Kernel::BlockLists
                 | Kernel::RangeTable
-                | Kernel::Sequences,
+                | Kernel::Sequences
+                | Kernel::TransposeValues,
             ) => false,
         }
     }
@@ -240,8 +252,8 @@ impl Config {
             family: Family::Portable,
             kernel,
             dtype,
-            out_dtype: dtype,
-            grad_dtype: dtype,
+            out_dtype: dtype.result(),
+            grad_dtype: dtype.result(),
             dim,
             dim_v,
             tile_q: 64,
@@ -278,6 +290,12 @@ impl Config {
         Self { kernel: Kernel::Sequences, ..Self::range_table() }
     }
 
+    /// The kernel that transposes values of e4m3, of `dim_v` elements.
+    pub fn transpose_values(dim_v: usize) -> Self {
+        let plain = Self::new(Kernel::TransposeValues, Elem::E4m3, dim_v, dim_v);
+        Self { warps: 8, stages: 1, ..plain }
+    }
+
     /// The kernel that makes block lists, of `threads` threads. Tiles are its parameters and
     /// elements are of no account, so one serves all.
     pub fn block_lists(threads: usize, checked: bool) -> Self {
@@ -285,9 +303,9 @@ impl Config {
         Self { mask, warps, stages, checked, ..Self::new(Kernel::BlockLists, Elem::F16, 64, 64) }
     }
 
-    /// [`Self::dim`] as tiles have it: rounded up to a multiple of 16. `FV_DP`
+    /// [`Self::dim`] as tiles have it: rounded up to a multiple of 16, of e4m3 to one of 32. `FV_DP`
     pub fn padded_dim(&self) -> usize {
-        self.dim.next_multiple_of(16)
+        self.dim.next_multiple_of(if self.dtype == Elem::E4m3 { 32 } else { 16 })
     }
 
     /// [`Self::dim_v`] as tiles have it: rounded up to a multiple of 16. `FV_DVP`
@@ -380,7 +398,8 @@ impl Entry {
             | Self::BlockLists
             | Self::DqRanks
             | Self::RangeTable
-            | Self::Sequences => config,
+            | Self::Sequences
+            | Self::TransposeValues => config,
         }
     }
 }
@@ -392,10 +411,10 @@ impl fmt::Display for Config {
             write!(f, "/{}", self.dim_v)?;
         }
         write!(f, ", {}, group {}, align {}", TilesOf(self), self.group, self.align)?;
-        if self.out_dtype != self.dtype {
+        if self.out_dtype != self.dtype.result() {
             write!(f, ", out {}", self.out_dtype.name())?;
         }
-        if self.grad_dtype != self.dtype {
+        if self.grad_dtype != self.dtype.result() {
             write!(f, ", gradients {}", self.grad_dtype.name())?;
         }
         let flags = [

@@ -28,11 +28,13 @@ pub enum Kernel {
     RangeTable,
     /// Sequences and tiles from offsets in device memory.
     Sequences,
+    /// Values of e4m3 with keys along their rows, for the forward.
+    TransposeValues,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -43,6 +45,7 @@ impl Kernel {
         Self::BlockLists,
         Self::RangeTable,
         Self::Sequences,
+        Self::TransposeValues,
     ];
 
     /// Its name without prefix, that of its file.
@@ -58,6 +61,7 @@ impl Kernel {
             Self::BlockLists => "block_lists",
             Self::RangeTable => "range_table",
             Self::Sequences => "sequences",
+            Self::TransposeValues => "transpose_values",
         }
     }
 
@@ -74,6 +78,7 @@ impl Kernel {
             Self::BlockLists => Entry::BlockLists,
             Self::RangeTable => Entry::RangeTable,
             Self::Sequences => Entry::Sequences,
+            Self::TransposeValues => Entry::TransposeValues,
         }
     }
 
@@ -90,7 +95,8 @@ impl Kernel {
             | Self::Dq
             | Self::BlockLists
             | Self::RangeTable
-            | Self::Sequences => false,
+            | Self::Sequences
+            | Self::TransposeValues => false,
         }
     }
 
@@ -106,7 +112,8 @@ impl Kernel {
             | Self::Dq
             | Self::BlockLists
             | Self::RangeTable
-            | Self::Sequences => false,
+            | Self::Sequences
+            | Self::TransposeValues => false,
         }
     }
 
@@ -121,7 +128,8 @@ impl Kernel {
             | Self::Dq
             | Self::BlockLists
             | Self::RangeTable
-            | Self::Sequences => false,
+            | Self::Sequences
+            | Self::TransposeValues => false,
         }
     }
 
@@ -138,7 +146,8 @@ impl Kernel {
             | Self::Dq
             | Self::BlockLists
             | Self::RangeTable
-            | Self::Sequences => false,
+            | Self::Sequences
+            | Self::TransposeValues => false,
         }
     }
 
@@ -155,7 +164,8 @@ impl Kernel {
             | Self::BackwardDq
             | Self::Dq
             | Self::RangeTable
-            | Self::Sequences => true,
+            | Self::Sequences
+            | Self::TransposeValues => true,
         }
     }
 
@@ -170,7 +180,8 @@ impl Kernel {
             | Self::Dq
             | Self::BlockLists
             | Self::RangeTable
-            | Self::Sequences => false,
+            | Self::Sequences
+            | Self::TransposeValues => false,
         }
     }
 }
@@ -205,11 +216,13 @@ pub enum Entry {
     RangeTable,
     /// Of [`Kernel::Sequences`].
     Sequences,
+    /// Of [`Kernel::TransposeValues`].
+    TransposeValues,
 }
 
 impl Entry {
     /// Every entry point.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -223,6 +236,7 @@ impl Entry {
         Self::DqRanks,
         Self::RangeTable,
         Self::Sequences,
+        Self::TransposeValues,
     ];
 
     /// The kernel whose file has it.
@@ -238,6 +252,7 @@ impl Entry {
             Self::BlockLists | Self::DqRanks => Kernel::BlockLists,
             Self::RangeTable => Kernel::RangeTable,
             Self::Sequences => Kernel::Sequences,
+            Self::TransposeValues => Kernel::TransposeValues,
         }
     }
 
@@ -257,6 +272,7 @@ impl Entry {
             Self::DqRanks => "fv_dq_ranks",
             Self::RangeTable => "fv_range_table",
             Self::Sequences => "fv_sequences",
+            Self::TransposeValues => "fv_transpose_values",
         }
     }
 

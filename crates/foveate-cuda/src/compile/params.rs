@@ -35,6 +35,16 @@ foveate_gpu::abi_structs! {
         pub row: i64,
     }
 
+    /// Scales of e4m3 operands, f32 `[batch, head]`; strides in elements.
+    pub struct HeadView {
+        /// Address of element 0, or 0 for scales of 1.
+        pub data: Address,
+        /// Stride of the axis of batch entries or sequences.
+        pub batch: i64,
+        /// Stride of the head axis.
+        pub head: i64,
+    }
+
     /// One independent problem inside the operands.
     pub struct Sequence {
         /// The batch index that mods see.
@@ -172,6 +182,34 @@ foveate_gpu::abi_structs! {
         pub d_out_batch: i32,
         /// Keys of a box of the maps of k and v that lie in pages.
         pub box_keys: i32,
+        /// Of e4m3 operands: 1 where sequences lie one after another.
+        pub packed: i32,
+        /// Scales of queries.
+        pub q_scale: HeadView,
+        /// Scales of keys.
+        pub k_scale: HeadView,
+        /// Scales of values.
+        pub v_scale: HeadView,
+    }
+
+    /// Arguments of the kernel that transposes values of e4m3, a CTA for 64 columns of a head.
+    pub struct TransposeValuesParams {
+        /// Values.
+        pub v: View,
+        /// [`Sequence`] `[count]`.
+        pub sequences: Address,
+        /// `[batch, heads, dim_v, columns]` of bytes, to be written.
+        pub values: Address,
+        /// Sequences.
+        pub count: i32,
+        /// 1 where they lie one after another.
+        pub packed: i32,
+        /// Keys of a head with what rounds each sequence up to tiles.
+        pub columns: i32,
+        /// Keys of a tile, a multiple of 64.
+        pub tile_kv: i32,
+        /// Key/value heads.
+        pub heads: i32,
     }
 
     /// Arguments of the backward kernels.

@@ -186,7 +186,8 @@ pub fn shared_bytes_of(entry: Entry, kernel: &Resources) -> u32 {
         | Entry::Dq
         | Entry::BlockLists
         | Entry::RangeTable
-        | Entry::Sequences => kernel.shared_bytes as u32,
+        | Entry::Sequences
+        | Entry::TransposeValues => kernel.shared_bytes as u32,
     }
 }
 
@@ -204,6 +205,10 @@ fn check_shape(config: &Config) -> Result<(), Refusal> {
     }
     if !(1..=2).contains(&stages) {
         return shape(format!("{stages} stages; a kernel has 1 or 2"));
+    }
+    if config.kernel.has_tiles() && config.dtype == Elem::E4m3 {
+        let reason = "portable: f8e4m3 operands; the hopper family takes them".to_owned();
+        return Err(Refusal::Family { reason });
     }
     match config.kernel {
         Kernel::Forward if tile_q % (16 * warps) != 0 => shape(format!(
@@ -226,7 +231,8 @@ fn check_shape(config: &Config) -> Result<(), Refusal> {
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => Ok(()),
+        | Kernel::Sequences
+        | Kernel::TransposeValues => Ok(()),
     }
 }
 
@@ -258,6 +264,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
         ],
         Kernel::RowWeightSum => vec![("q, k", (tile_q + tile_kv) * row_k)],
         Kernel::Sequences => vec![("scans", 4 * warps)],
+        Kernel::TransposeValues => vec![("v", 64 * (config.dim_v.div_ceil(4) | 1) * 4)],
         Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
             vec![]
         }
@@ -276,7 +283,8 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => return tiles,
+        | Kernel::Sequences
+        | Kernel::TransposeValues => return tiles,
     };
     let held: usize = tiles.iter().map(|(_, bytes)| bytes).sum();
     let leaving = warps * 16 * (columns + 1) * 32;
@@ -341,7 +349,8 @@ fn working(config: &Config) -> usize {
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => {
+        | Kernel::Sequences
+        | Kernel::TransposeValues => {
             if config.dtype == Elem::F32 {
                 52
             } else {
@@ -385,7 +394,8 @@ fn sums(config: &Config) -> usize {
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => 0,
+        | Kernel::Sequences
+        | Kernel::TransposeValues => 0,
     }
 }
 
@@ -398,11 +408,12 @@ fn register_bound(config: &Config) -> usize {
         | Kernel::Dq
         | Kernel::BlockLists
         | Kernel::RangeTable
-        | Kernel::Sequences => 96,
+        | Kernel::Sequences
+        | Kernel::TransposeValues => 96,
         Kernel::Forward | Kernel::RowWeightSum | Kernel::Backward | Kernel::BackwardDq => {
             match config.dtype {
                 Elem::F32 => sums * 2 + 80,
-                Elem::F16 | Elem::Bf16 => sums * 3 / 2 + 56,
+                Elem::F16 | Elem::Bf16 | Elem::E4m3 => sums * 3 / 2 + 56,
             }
         }
     };

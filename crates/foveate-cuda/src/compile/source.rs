@@ -101,6 +101,9 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
         (Kernel::RangeTable, Family::Portable | Family::Hopper) => {
             &[include_str!("../../kernels/range_table.cu")]
         }
+        (Kernel::TransposeValues, Family::Portable | Family::Hopper) => {
+            &[DEVICE, include_str!("../../kernels/hopper/transpose_values.cu")]
+        }
         (Kernel::Sequences, Family::Portable | Family::Hopper) => {
             &[include_str!("../../kernels/sequences.cu")]
         }

@@ -17,7 +17,7 @@ enum Left {
     SharedAcross,
     /// Both run across it: `wgmma_transposed`.
     SharedTransposed,
-    /// In registers; the right one runs across the summed axis.
+    /// In registers; the right one runs across the summed axis, of e4m3 along it.
     Registers,
 }
 
@@ -46,6 +46,7 @@ pub fn wrappers(config: &Config) -> String {
         | (
             Family::Portable | Family::Hopper,
             Kernel::Sequences
+            | Kernel::TransposeValues
             | Kernel::BlockLists
             | Kernel::RangeTable
             | Kernel::Combine
@@ -112,9 +113,11 @@ fn wrapper(dtype: Elem, n: usize, left: Left, first: bool) -> String {
         ),
     };
     let (adds, transposed) = flags.split_once('|').expect("two parts");
-    let ty = match dtype {
-        Elem::F16 => "f16",
-        Elem::Bf16 => "bf16",
+    // Operands of 8 bits run along the summed axis, and nothing says so.
+    let (k, ty, transposed) = match dtype {
+        Elem::F16 => (16, "f16", format!(", {transposed}")),
+        Elem::Bf16 => (16, "bf16", format!(", {transposed}")),
+        Elem::E4m3 => (32, "e4m3", String::new()),
         Elem::F32 => unreachable!("the family refuses f32 operands"),
     };
     let mut text = String::new();
@@ -129,7 +132,7 @@ fn wrapper(dtype: Elem, n: usize, left: Left, first: bool) -> String {
         text,
         "__device__ void {name}(float (&d)[{}][4], {parameters}) {{\n    \
          asm volatile(\"{{ .reg .pred adds; setp.ne.b32 adds, {adds}, 0; \
-         wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty} {{{sums}}}, {a}, {b}, adds, 1, 1, \
+         wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{ty}.{ty} {{{sums}}}, {a}, {b}, adds, 1, 1\
          {transposed}; }}\"\n                 : {outputs}\n                 : {inputs});\n}}\n",
         n / 8
     )
@@ -153,5 +156,9 @@ mod tests {
             "m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, adds, 1, 1, 1;"
         ));
         assert!(registers.contains("setp.ne.b32 adds, %9, 0;"));
+        let e4m3 = wrapper(Elem::E4m3, 8, Left::Registers, false);
+        assert!(e4m3.contains(
+            "m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, adds, 1, 1; }"
+        ));
     }
 }

@@ -5,17 +5,22 @@
 //! encodes none.
 
 use super::CudaPlan;
+use super::call::Call;
+use super::kernels::queue_kernel;
 use super::resident::LaunchSchedule;
 use crate::choose::Unmapped;
 use crate::compile::config::{Config, Copied, Elem};
-use crate::compile::params::PersistentParams;
+use crate::compile::params::{Abi, HeadView, PersistentParams, TransposeValuesParams};
 use crate::error::CudaError;
-use crate::operands::DeviceOperands;
+use crate::operands::{DeviceOperands, DeviceScales, view};
 use foveate_gpu::DeviceTensor;
-use foveate_gpu::driver::{Swizzle, TensorMap};
+use foveate_gpu::driver::{Allocation, Swizzle, TensorMap};
 use foveate_gpu::sync::lock;
 use foveate_gpu::tma::{MapAxes, MapRefusal, MapTile, OperandMap};
+use foveate_tensor::DType;
 
+/// Columns of transposed values that a CTA makes: `KEYS` of `transpose_values.cu`.
+const TRANSPOSED_COLUMNS: usize = 64;
 /// Rows of a consumer.
 const CONSUMER_ROWS: usize = 64;
 /// Maps that are kept: those of a few layers.
@@ -51,6 +56,15 @@ fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
 }
 
+/// The tile of transposed values that one copy moves: `VALUE_KEYS` keys by all of their elements.
+fn value_tile(config: &Config) -> MapTile {
+    let swizzle = match config.tile_kv.is_multiple_of(128) {
+        true => Swizzle::Bytes128,
+        false => Swizzle::Bytes64,
+    };
+    MapTile { axes: MapAxes::Heads, rows: config.padded_dim_v() as u32, swizzle }
+}
+
 impl CudaPlan {
     /// Whether the family may run kernels of this plan.
     pub(super) fn may_persist(&self) -> bool {
@@ -78,10 +92,12 @@ impl CudaPlan {
         unmapped.collect()
     }
 
-    /// The parameters of a launch after its mods: of a backward if there is a `d_out`.
+    /// The parameters of a launch after its mods: of a backward if there is a `d_out`, of a forward of
+    /// e4m3 if values are `transposed`.
     pub(super) fn persistent(
         &self,
         operands: &DeviceOperands<'_>,
+        transposed: Option<&DeviceTensor>,
         d_out: Option<&DeviceTensor>,
         config: &Config,
         schedule: &LaunchSchedule,
@@ -97,7 +113,17 @@ impl CudaPlan {
             true => Ok(None),
             false => map.map(Some).map_err(|refusal| CudaError::argument(refusal.to_string())),
         });
-        let maps = maps.collect::<Result<Vec<_>, _>>()?;
+        let mut maps = maps.collect::<Result<Vec<_>, _>>()?;
+        if let Some(values) = transposed {
+            let map = OperandMap::of("v", values, &value_tile(config));
+            maps[2] = Some(map.map_err(|refusal| CudaError::argument(refusal.to_string()))?);
+        }
+        let scale = |of: fn(&DeviceScales) -> &DeviceTensor<2>| {
+            operands.scales.as_ref().map_or(HeadView::default(), |scales| {
+                let [batch, head] = of(scales).layout.strides.map(|s| s as i64);
+                HeadView { data: of(scales).start(), batch, head }
+            })
+        };
         let step = |map: usize, axis: usize| {
             maps.get(map).and_then(Option::as_ref).map_or(0, |map| map.steps[axis] as i32)
         };
@@ -114,12 +140,58 @@ impl CudaPlan {
             d_out_group: step(3, 3),
             d_out_batch: step(3, 4),
             box_keys: box_keys as i32,
+            packed: operands.varlen.is_some().into(),
+            q_scale: scale(|scales| &scales.q),
+            k_scale: scale(|scales| &scales.k),
+            v_scale: scale(|scales| &scales.v),
         };
         let encoded = |map: &Option<OperandMap>| match map {
             Some(map) => self.encoded(map),
             None => Ok(TensorMap::UNUSED),
         };
         Ok((params, maps.iter().map(encoded).collect::<Result<_, _>>()?))
+    }
+
+    /// Queues the transposition of values of e4m3: `[Bk, Hkv, Dv, columns]`, in the order of keys that
+    /// the forward of `config` multiplies, and the memory that they are in.
+    pub(super) fn transposed_values(
+        &self,
+        call: &Call<'_>,
+        operands: &DeviceOperands<'_>,
+        config: &Config,
+        schedule: &LaunchSchedule,
+    ) -> Result<(Allocation, DeviceTensor), CudaError> {
+        let (dims, tile) = (call.dims, config.tile_kv);
+        let tiles = match dims.packed {
+            true => dims.len_k / tile + dims.batch,
+            false => dims.len_k.div_ceil(tile).max(1),
+        };
+        let shape = [dims.kv_axis(), dims.heads_kv, dims.dim_v, tiles * tile];
+        let ctas = shape[0] * shape[1] * shape[3] / TRANSPOSED_COLUMNS;
+        let count = |n: usize| {
+            i32::try_from(n).map_err(|_| {
+                CudaError::argument(format!(
+                    "{n} keys and parts of all heads are more than a launch counts; cut the batch"
+                ))
+            })
+        };
+        let memory = call.queue.pool().take(shape.iter().product())?;
+        let params = TransposeValuesParams {
+            v: view(&operands.v, "v", 1)?,
+            sequences: schedule.sequences,
+            values: memory.address(),
+            count: count(dims.batch)?,
+            packed: dims.packed.into(),
+            columns: count(shape[3])?,
+            tile_kv: count(tile)?,
+            heads: count(dims.heads_kv)?,
+        };
+        let own = Config::transpose_values(dims.dim_v);
+        let (threads, grid) = (own.threads() as u32, [count(ctas)? as u32, 1, 1]);
+        let function = self.plain_kernel(own)?;
+        queue_kernel(&function, call.queue, grid, threads, &[&params.bytes()])?;
+        let values = DeviceTensor::contiguous(memory.address(), DType::F8E4M3, shape);
+        Ok((memory, values))
     }
 
     fn encoded(&self, map: &OperandMap) -> Result<TensorMap, CudaError> {

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use foveate_mods::AnyBuffer;
-use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Sequence};
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Scales, Sequence};
 use foveate_tensor::{
     DType, Data, Layout, Slice, SliceMut, Tensor, TensorMut, TensorRef, Varlen, indices,
 };
@@ -18,7 +18,8 @@ use super::{CudaPlan, sequences};
 use crate::compile::codegen::buffer_bytes;
 use crate::error::{CudaError, CudaErrorKind};
 use crate::operands::{
-    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceVarlen,
+    DeviceBackward, DeviceForward, DeviceOffsets, DeviceOperands, DevicePages, DeviceScales,
+    DeviceVarlen,
 };
 use foveate_gpu::driver::{Allocation, Pool};
 use foveate_gpu::{DeviceArray, DeviceTensor};
@@ -255,7 +256,7 @@ fn varlen<'a>(
 
 /// What the device stores for a destination of `dtype`.
 fn stored(dtype: DType) -> DType {
-    if dtype == DType::F64 { DType::F32 } else { dtype }
+    if matches!(dtype, DType::F8E4M3 | DType::F64) { DType::F32 } else { dtype }
 }
 
 fn bytes_of(slice: Slice<'_>) -> &[u8] {
@@ -263,6 +264,7 @@ fn bytes_of(slice: Slice<'_>) -> &[u8] {
         Slice::F32(v) => bytemuck::cast_slice(v),
         Slice::F16(v) => bytemuck::cast_slice(v),
         Slice::BF16(v) => bytemuck::cast_slice(v),
+        Slice::F8E4M3(v) => bytemuck::cast_slice(v),
         Slice::F64(v) => bytemuck::cast_slice(v),
     }
 }
@@ -307,6 +309,7 @@ struct Copies {
     k: Copy<4>,
     v: Copy<4>,
     sink: Option<(Allocation, DeviceTensor<1>)>,
+    scales: Option<([Allocation; 3], DeviceScales)>,
 }
 
 impl Copies {
@@ -321,7 +324,22 @@ impl Copies {
                 Some((allocation, tensor))
             }
         };
+        let scales = match operands.scales {
+            None => None,
+            Some(Scales { q, k, v }) => {
+                let batch = Dims::of(operands)?.batch;
+                let upload = |scales: &[f32]| -> Result<_, CudaError> {
+                    let memory = pool.upload(bytemuck::cast_slice(scales))?;
+                    let shape = [batch, scales.len() / batch.max(1)];
+                    let tensor = DeviceTensor::contiguous(memory.address(), DType::F32, shape);
+                    Ok((memory, tensor))
+                };
+                let [(at_q, q), (at_k, k), (at_v, v)] = [upload(q)?, upload(k)?, upload(v)?];
+                Some(([at_q, at_k, at_v], DeviceScales { q, k, v }))
+            }
+        };
         Ok(Self {
+            scales,
             q: Copy::new(pool, &operands.q)?,
             k: Copy::new(pool, &operands.k)?,
             v: Copy::new(pool, &operands.v)?,
@@ -332,6 +350,7 @@ impl Copies {
     fn operands<'a>(&self, varlen: Option<DeviceVarlen<'a>>) -> DeviceOperands<'a> {
         DeviceOperands {
             sink: self.sink.as_ref().map(|(_, tensor)| *tensor),
+            scales: self.scales.as_ref().map(|(_, scales)| *scales),
             varlen,
             ..DeviceOperands::new(self.q.tensor, self.k.tensor, self.v.tensor)
         }
@@ -464,6 +483,7 @@ fn bytes_mut(data: &mut Data) -> &mut [u8] {
         Data::F32(v) => bytemuck::cast_slice_mut(v),
         Data::F16(v) => bytemuck::cast_slice_mut(v),
         Data::BF16(v) => bytemuck::cast_slice_mut(v),
+        Data::F8E4M3(v) => bytemuck::cast_slice_mut(v),
         Data::F64(v) => bytemuck::cast_slice_mut(v),
     }
 }

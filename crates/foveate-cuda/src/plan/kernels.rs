@@ -11,7 +11,7 @@ use crate::choose::schedule::TileSize;
 use crate::choose::{Choice, Class, KernelPlan, PassLaunch, PrintedMods, Records, Sizes};
 use crate::compile::Candidate;
 use crate::compile::codegen::{Extent, ModsSource, Options};
-use crate::compile::config::{Config, Entry};
+use crate::compile::config::{Config, Elem, Entry};
 use crate::compile::params::BlockListsParams;
 use crate::compile::resources::{Resources, shared_bytes_of};
 use crate::compile::source::source;
@@ -293,7 +293,7 @@ impl CudaPlan {
         };
         let options = Options {
             extent,
-            fast_math: self.elem.bytes() == 2,
+            fast_math: self.elem != Elem::F32,
             checked,
             deterministic: self.options.deterministic,
         };

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use foveate_problem::{Dims, Pages};
+use foveate_problem::{Dims, Pages, Scales};
 use foveate_tensor::DType;
 
 use super::CudaPlan;
@@ -14,7 +14,7 @@ use super::kernels::{Ready, queue_kernel, sizes};
 use super::report::Report;
 use super::resident::{CallState, Gradient, LaunchSchedule};
 use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
-use crate::compile::config::{Config, Entry, Family, Kernel};
+use crate::compile::config::{Config, Elem, Entry, Family, Kernel};
 use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView, View};
 use crate::error::CudaError;
 use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, row_view, view, written};
@@ -55,6 +55,9 @@ impl CudaPlan {
         let dims = self.admit(&args.operands)?;
         if args.operands.pages.is_some() {
             return Err(Pages::no_gradients().into());
+        }
+        if args.operands.q.dtype == DType::F8E4M3 {
+            return Err(Scales::no_gradients().into());
         }
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
@@ -177,7 +180,8 @@ impl CudaPlan {
                 | Entry::BlockLists
                 | Entry::DqRanks
                 | Entry::RangeTable
-                | Entry::Sequences => unreachable!("no launch of a backward"),
+                | Entry::Sequences
+                | Entry::TransposeValues => unreachable!("no launch of a backward"),
             }
         }
         pass.read_report(main)
@@ -273,7 +277,15 @@ impl<'a> PassLauncher<'a> {
         if items == 0 {
             return Ok(());
         }
-        let (persistent, maps) = self.plan.persistent(operands, d_out, &kernel.config, schedule)?;
+        let values = match kernel.config.dtype {
+            Elem::E4m3 => {
+                Some(self.plan.transposed_values(self.call, operands, &kernel.config, schedule)?)
+            }
+            Elem::F16 | Elem::Bf16 | Elem::F32 => None,
+        };
+        let v = values.as_ref().map(|(_, v)| v);
+        let (persistent, maps) =
+            self.plan.persistent(operands, v, d_out, &kernel.config, schedule)?;
         let (report, state) = (self.report.address(), &mut self.state);
         let mods = self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, report)?;
         let (params, persistent) = (params.bytes(), persistent.bytes());

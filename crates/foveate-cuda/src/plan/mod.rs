@@ -104,7 +104,7 @@ pub struct CudaPlan {
 }
 
 impl CudaPlan {
-    /// Plans `spec` on the device of `engine` for operands of `dtype` (f16, bf16 or f32) and
+    /// Plans `spec` on the device of `engine` for operands of `dtype` (f16, bf16 or f32, for a forward f8e4m3) and
     /// sizes like `dims`. Kernels are compiled when they are first needed; that a configuration
     /// fits the device is found out here.
     ///
@@ -135,7 +135,8 @@ impl CudaPlan {
             bound: Arc::default(),
         };
         let some = [dims.len_q.max(1), dims.len_k.max(1)];
-        plan.chosen(plan.class(), kernels::sizes(dims, some), plan.gradient.is_ok())?;
+        let backward = plan.gradient.is_ok() && elem != Elem::E4m3;
+        plan.chosen(plan.class(), kernels::sizes(dims, some), backward)?;
         Ok(plan)
     }
 

@@ -43,7 +43,7 @@ pub fn data_type(dtype: DType) -> Option<i32> {
         DType::F32 => Some(F32),
         DType::F16 => Some(2),
         DType::BF16 => Some(14),
-        DType::F64 => None,
+        DType::F8E4M3 | DType::F64 => None,
     }
 }
 

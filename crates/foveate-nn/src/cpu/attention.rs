@@ -27,7 +27,7 @@ fn packing(p: PackedHeads) -> Result<QkvPacked, NnError> {
 
 fn operands(p: PackedHeads, qkv: &[f32]) -> Result<Operands<'_>, NnError> {
     let QkvRef { q, k, v, .. } = packing(p)?.views(qkv)?;
-    Ok(Operands { q, k, v, sink: None, varlen: None, pages: None })
+    Ok(Operands::new(q, k, v))
 }
 
 fn out_layout(p: PackedHeads) -> Layout {
@@ -91,6 +91,7 @@ pub(super) fn forward_cached(
             sink: None,
             varlen: None,
             pages: None,
+            scales: None,
         },
         out: TensorMut::new(out, layout(len, heads_q, q))?,
         lse: TensorMut::new(lse, lse_layout(layer.heads))?,

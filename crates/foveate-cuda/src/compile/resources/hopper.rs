@@ -13,8 +13,7 @@ const SHARED_LIMIT: usize = 232_448;
 const END_BYTES: usize = 1024;
 /// Columns of a product, which the sums of P V are as wide as.
 const MOST_DIM: usize = 256;
-/// Columns of a panel, and bytes of its rows.
-const PANEL: usize = 64;
+/// Bytes of a row of a panel.
 const PANEL_ROW: usize = 128;
 
 /// Registers of a consumer's thread, by consumers: `CONSUMER_REGISTERS` of the kernels' files.
@@ -31,8 +30,18 @@ const WORKING_BACKWARD: usize = 24;
 pub(crate) const LEAST_COPY: usize = 4;
 
 /// Problems that the family does not compute, in words for planner and resource model alike.
-pub(crate) const NO_F32: &str = "f32 operands; products of 16-bit operands only";
+const NO_F32: &str = "f32 operands; products of 16-bit operands only";
+const NO_E4M3: &str = "f8e4m3 operands; it has a forward of them";
 pub(crate) const NO_PACKED_GQA: &str = "few queries, whose heads share a tile";
+
+/// Why the family has no `kernel` of operands of `dtype`, where it has none.
+pub(crate) fn refused_dtype(dtype: Elem, kernel: Kernel) -> Option<&'static str> {
+    match dtype {
+        Elem::F32 => Some(NO_F32),
+        Elem::E4m3 if kernel != Kernel::Forward => Some(NO_E4M3),
+        Elem::E4m3 | Elem::F16 | Elem::Bf16 => None,
+    }
+}
 
 /// What a CTA of `config` takes.
 ///
@@ -73,7 +82,7 @@ fn numbers(config: &Config) -> usize {
     let Config { tile_q, tile_kv, .. } = *config;
     if config.kernel.is_of_forward() {
         // Scores, out, and the weights of the step before.
-        return (tile_kv + config.padded_dim_v()) / 2 + tile_kv / 4;
+        return (tile_kv + config.padded_dim_v()) / 2 + tile_kv * config.dtype.bytes() / 8;
     }
     if config.kernel.makes_dq_alone() {
         // dQ, scores and dP, and dS of the step before as an operand; with a derivative its product with
@@ -107,8 +116,8 @@ fn check(config: &Config) -> Result<(), Refusal> {
     if config.dim.max(config.dim_v) > MOST_DIM {
         return family(&format!("head dims above {MOST_DIM}"));
     }
-    if config.dtype == Elem::F32 {
-        return family(NO_F32);
+    if let Some(reason) = refused_dtype(config.dtype, config.kernel) {
+        return family(reason);
     }
     if config.pack_gqa {
         return family(NO_PACKED_GQA);
@@ -183,9 +192,10 @@ fn check(config: &Config) -> Result<(), Refusal> {
             "tile {tile_q}x{tile_kv}; {consumers} consumers own 64 queries each"
         ));
     }
-    if !tile_kv.is_multiple_of(16) || !(32..=256).contains(&tile_kv) {
+    let unit = if config.dtype == Elem::E4m3 { 64 } else { 16 };
+    if !tile_kv.is_multiple_of(unit) || !(32..=256).contains(&tile_kv) {
         return shape(format!(
-            "tile {tile_q}x{tile_kv}; hopper takes multiples of 16 keys from 32 to 256"
+            "tile {tile_q}x{tile_kv}; hopper takes multiples of {unit} keys from 32 to 256"
         ));
     }
     if !(2..=4).contains(&stages) {
@@ -196,8 +206,13 @@ fn check(config: &Config) -> Result<(), Refusal> {
 
 /// The sum at the top of the kernel's layout in `kernels/hopper`, term by term.
 fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
-    let row = |dim: usize| dim.div_ceil(PANEL) * PANEL_ROW;
-    let (row_k, row_v) = (row(config.dim), row(config.dim_v));
+    let row = |dim: usize| (dim * config.dtype.bytes()).next_multiple_of(PANEL_ROW);
+    // Of e4m3 values lie with keys along their rows.
+    let row_v = match config.dtype {
+        Elem::E4m3 => config.padded_dim_v(),
+        Elem::F16 | Elem::Bf16 | Elem::F32 => row(config.dim_v),
+    };
+    let row_k = row(config.dim);
     let Config { tile_q, tile_kv, stages, .. } = *config;
     if config.is_wide_backward() {
         return vec![

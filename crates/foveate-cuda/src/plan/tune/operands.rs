@@ -1,7 +1,7 @@
 //! What a problem is tuned on: random operands in device memory, and memory for results.
 
 use foveate_problem::{Arrangement, Dims};
-use foveate_tensor::DType;
+use foveate_tensor::{DType, F8E4M3};
 use half::{bf16, f16};
 
 use crate::compile::params::Address;
@@ -109,6 +109,7 @@ fn noise(dtype: DType) -> Vec<u8> {
     match dtype {
         DType::F16 => numbers.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),
         DType::BF16 => numbers.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
+        DType::F8E4M3 => numbers.map(|x| F8E4M3::from_f32(x).to_bits()).collect(),
         _ => numbers.flat_map(f32::to_le_bytes).collect(),
     }
 }

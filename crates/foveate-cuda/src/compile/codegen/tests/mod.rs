@@ -8,6 +8,7 @@ mod sequences;
 mod sine;
 mod tile_kinds;
 mod tile_tables;
+mod values;
 
 use super::*;
 use foveate_gpu::Arch;
