@@ -28,8 +28,11 @@ pub struct Case {
     pub len: [usize; 2],
     /// Length of query/key vectors and of value vectors.
     pub dim: [usize; 2],
-    /// `f32`, `f16` or `bf16`.
+    /// `f32`, `f16` or `bf16`; or `f8e4m3`, of which there is a forward only, whose out is bf16.
     pub dtype: String,
+    /// q, k and v of `f8e4m3` have random scales.
+    #[serde(default)]
+    pub scales: bool,
     /// Where operands lie: an order of axes (`bshd`, `sbhd`, `bhsd`, `thd`), alone for dense
     /// storage, or after one word. A packing (`interleaved`, `stacked`, `per_head`,
     /// `gated_per_head`, `gated_interleaved`, `gated_stacked`) is one buffer for q, k and v.
@@ -191,9 +194,12 @@ impl Case {
     /// The dtype of the operands.
     ///
     /// # Errors
-    /// When it is none of `f32`, `f16`, `bf16`.
+    /// When it is none of `f32`, `f16`, `bf16`, `f8e4m3`.
     pub fn dtype(&self) -> Result<DType, CaseError> {
-        dtype(&self.name, &self.dtype)
+        match self.dtype.as_str() {
+            "f8e4m3" => Ok(DType::F8E4M3),
+            name => dtype(&self.name, name),
+        }
     }
 
     /// The dtype of dq, dk and dv.

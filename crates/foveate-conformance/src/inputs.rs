@@ -1,6 +1,6 @@
 //! The random data of a case, drawn in one fixed order, so that a case's data never changes.
 
-use foveate_problem::{Operands, Pages};
+use foveate_problem::{Operands, Pages, Scales};
 use foveate_reference::Upstream;
 use foveate_tensor::{DType, Data, Layout, Packing, Slice, TensorRef, indices};
 
@@ -23,6 +23,7 @@ pub(crate) struct Inputs<'c> {
     sink: Option<Data>,
     d_out: Data,
     d_lse: Option<Vec<f32>>,
+    scales: Option<[Vec<f32>; 3]>,
 }
 
 impl<'c> Inputs<'c> {
@@ -75,7 +76,13 @@ impl<'c> Inputs<'c> {
         let [b, h, s, _] = layout.shape;
         let d_lse = case.d_lse.then(|| (0..b * h * s).map(|_| random.normal() as f32).collect());
         let [d_out] = <[Data; 1]>::try_from(d_out).expect("one buffer");
-        Ok(Self { case, program, dtype, storage, packing, qkv, sink, d_out, d_lse })
+        let entries = case.varlen.as_ref().map_or(case.batch, |lengths| lengths.q.len());
+        let scales = case.scales.then(|| {
+            [case.heads[0], case.heads[1], case.heads[1]].map(|heads| {
+                (0..entries * heads).map(|_| random.normal().abs() as f32 + 0.1).collect()
+            })
+        });
+        Ok(Self { case, program, dtype, storage, packing, qkv, sink, d_out, d_lse, scales })
     }
 
     /// q, k, v and what goes with them.
@@ -95,6 +102,7 @@ impl<'c> Inputs<'c> {
             sink: self.sink.as_ref().map(Slice::from),
             varlen: varlen.map_err(|e| fail(&e))?,
             pages: pages.transpose().map_err(|e| fail(&e))?,
+            scales: self.scales.as_ref().map(|[q, k, v]| Scales { q, k, v }),
         })
     }
 

@@ -68,7 +68,7 @@ impl Options {
                 "--subset" if value == "cover" => options.subset = Subset::Cover,
                 "--subset" if number()? == 0 => return Err("--subset 0 runs nothing".into()),
                 "--subset" => options.subset = Subset::Evenly(number()?),
-                "--dtype" if ["f32", "f16", "bf16"].contains(&value.as_str()) => {
+                "--dtype" if ["f32", "f16", "bf16", "f8e4m3"].contains(&value.as_str()) => {
                     options.dtype = value;
                 }
                 "--repeats" => options.repeats = number()?,

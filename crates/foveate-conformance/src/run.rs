@@ -88,9 +88,9 @@ impl Answers {
             gold: forward(spec, operands)?,
             low: low::forward(spec, operands)?,
             statistics: low::statistics(spec, operands)?,
-            gradients: match operands.pages {
-                Some(_) => None,
-                None => {
+            gradients: match operands.pages.is_some() || operands.q.dtype() == DType::F8E4M3 {
+                true => None,
+                false => {
                     let gold = backward(spec, operands, upstream)?;
                     Some([gold, low::backward(spec, operands, upstream)?])
                 }
@@ -151,7 +151,7 @@ impl<'a> Problem<'a> {
     fn forward(&self, plan: &dyn Prepared, wrong: &mut Mismatches) -> Result<Saved, String> {
         let dtype = self.operands.q.dtype();
         let (layout, size) = self.storage.out;
-        let mut out = Data::filled(dtype, size, f64::NAN);
+        let mut out = Data::filled(stored(dtype), size, f64::NAN);
         let [mut lse, mut max_score] =
             [(); 2].map(|()| Tensor::<3>::filled(DType::F32, self.dims.row_shape(), f64::NAN));
         plan.forward(ForwardArgs {
@@ -295,6 +295,11 @@ impl<'a> Problem<'a> {
             TensorMut::new(dv, layouts[2].1)?,
         ])
     }
+}
+
+/// The dtype of out for operands of `dtype`.
+fn stored(dtype: DType) -> DType {
+    if dtype == DType::F8E4M3 { DType::BF16 } else { dtype }
 }
 
 /// Whether a score of 16-bit operands goes through a tanh, which a GPU takes from the hardware. The

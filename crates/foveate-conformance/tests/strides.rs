@@ -54,8 +54,7 @@ fn spec() -> Spec {
 /// out, dq, dk and dv, row-major, computed from and into these layouts.
 fn attention(inputs: [&Tensor; 4], outputs: [(Layout, usize); 4]) -> [Vec<u64>; 4] {
     let [q, k, v, d_out] = inputs;
-    let operands =
-        Operands { q: q.view(), k: k.view(), v: v.view(), sink: None, varlen: None, pages: None };
+    let operands = Operands::new(q.view(), k.view(), v.view());
     let dims = Dims::of(&operands).expect("a problem");
     let plan = CpuPlan::new(&spec(), &dims, q.dtype(), CpuOptions::default()).expect("planned");
     let mut data = outputs.map(|(_, len)| Data::filled(q.dtype(), len, f64::NAN));
@@ -167,8 +166,7 @@ fn the_fused_multi_query_projection_of_transformer_engine_1195_is_followed_at_it
     let shapes = [d_out.shape(), q.shape(), k.shape(), v.shape()];
     let expected = attention([&q, &k, &v, &d_out], shapes.map(dense));
 
-    let operands =
-        Operands { q: views.q, k: views.k, v: views.v, sink: None, varlen: None, pages: None };
+    let operands = Operands::new(views.q, views.k, views.v);
     let dims = Dims::of(&operands).expect("a problem");
     let plan = CpuPlan::new(&spec(), &dims, DType::F16, CpuOptions::default()).expect("planned");
     let layout = Layout::sbhd(2048, 1, 16, 64);

@@ -89,6 +89,7 @@ fn bytes(data: &Data) -> Vec<u8> {
     match Slice::from(data) {
         Slice::F16(x) => x.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect(),
         Slice::BF16(x) => x.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect(),
+        Slice::F8E4M3(x) => x.iter().map(|x| x.to_bits()).collect(),
         Slice::F32(x) => x.iter().flat_map(|x| x.to_le_bytes()).collect(),
         Slice::F64(x) => x.iter().flat_map(|x| x.to_le_bytes()).collect(),
     }
