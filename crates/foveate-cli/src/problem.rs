@@ -64,9 +64,9 @@ fn pair(text: &str) -> Result<(usize, usize), String> {
 }
 
 fn dtype(text: &str) -> Result<DType, String> {
-    let all = [DType::F32, DType::F16, DType::BF16, DType::F64];
+    let all = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F64];
     let found = all.into_iter().find(|d| d.name() == text);
-    found.ok_or_else(|| "one of f32, f16, bf16, f64".to_owned())
+    found.ok_or_else(|| "one of f32, f16, bf16, f8e4m3, f64".to_owned())
 }
 
 /// What the arguments say.

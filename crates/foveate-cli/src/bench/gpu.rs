@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
+use foveate::DType;
 use foveate::cuda::Engine;
 use foveate::cuda::choose::Tuned;
 use serde::{Deserialize, Serialize};
@@ -45,6 +46,9 @@ pub struct Args {
     /// Use a kernel option of your own, such as forward.family=portable
     #[arg(long, value_name = "KEY=VALUE", conflicts_with = "tune")]
     kernel: Vec<String>,
+    /// Dtype of q, k and v: bf16, or f8e4m3 for the forwards
+    #[arg(long, default_value = "bf16", value_parser = dtype)]
+    dtype: DType,
     /// Make every sum in a fixed order
     #[arg(long)]
     deterministic: bool,
@@ -98,7 +102,7 @@ struct GpuTiming<'a> {
 
 /// Runs the grid and prints a line a case as it ends.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let cases = wanted(&args.filter)?;
+    let cases = wanted(&args.filter, args.dtype)?;
     if args.list {
         return list(&cases, args.json, out);
     }
@@ -184,14 +188,19 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 }
 
 /// The cases whose name contains one of `filter`; all of them where it is empty.
-fn wanted(filter: &[String]) -> Result<Vec<Case>, Failure> {
-    let mut cases = cases::grid();
+fn wanted(filter: &[String], dtype: DType) -> Result<Vec<Case>, Failure> {
+    let mut cases = cases::grid(dtype);
     cases.retain(|c| filter.is_empty() || filter.iter().any(|f| c.case.contains(f.as_str())));
     if cases.is_empty() {
         let message = format!("no case has `{}` in its name", filter.join("` or `"));
         return Err(Failure::usage(message).help("`foveate bench gpu --list` names the cases"));
     }
     Ok(cases)
+}
+
+fn dtype(text: &str) -> Result<DType, String> {
+    let found = [DType::BF16, DType::F8E4M3].into_iter().find(|d| d.name() == text);
+    found.ok_or_else(|| "bf16 or f8e4m3".to_owned())
 }
 
 fn list(cases: &[Case], as_json: bool, out: &mut Output) -> Result<(), Failure> {

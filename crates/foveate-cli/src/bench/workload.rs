@@ -103,8 +103,10 @@ mod dtype_name {
 
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<DType, D::Error> {
         let name = String::deserialize(from)?;
-        let found = [DType::F32, DType::F16, DType::BF16].into_iter().find(|d| d.name() == name);
-        found.ok_or_else(|| D::Error::custom(format!("no dtype `{name}`; f32, f16 or bf16")))
+        let all = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3];
+        let found = all.into_iter().find(|d| d.name() == name);
+        found
+            .ok_or_else(|| D::Error::custom(format!("no dtype `{name}`; f32, f16, bf16 or f8e4m3")))
     }
 }
 
@@ -288,7 +290,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<Workload>(&text).expect("it reads back"), work);
         let wrong = text.replace("f32", "f33");
         let said = serde_json::from_str::<Workload>(&wrong).unwrap_err().to_string();
-        assert!(said.starts_with("no dtype `f33`; f32, f16 or bf16"), "{said}");
+        assert!(said.starts_with("no dtype `f33`; f32, f16, bf16 or f8e4m3"), "{said}");
     }
 
     #[test]

@@ -10,6 +10,7 @@
 //!   registers); the other kinds, and sums in a fixed order under a mask, at 64, 128, 192/128, 256.
 //! - f16 has those two kinds at two head dims: it differs from bf16 in the name of two
 //!   instructions. f32 has every kind at those two.
+//! - f8e4m3 has the forward of compute capability 9.0.
 //! - Variants are listed at bf16 and one or two head dims: they change how rows are found, read and
 //!   written, not what is computed.
 //! - sm_86 has the sample alone: the assembler makes the same of a source for it as for sm_89,
@@ -195,7 +196,8 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
             listed.push(ListedKernel { arch, mods, printed, profile, choice, queries, sparse });
         }
     };
-    for dtype in [Elem::Bf16, Elem::F32, Elem::F16] {
+    let e4m3 = (profile.capability == (9, 0)).then_some(Elem::E4m3);
+    for dtype in [Elem::Bf16, Elem::F32, Elem::F16].into_iter().chain(e4m3) {
         for dims in DIMS {
             for (mods, variant) in wanted(dtype, dims, few) {
                 for (choice, printed) in variant.kernels(&profile, mods, dtype, dims)? {
@@ -209,7 +211,8 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
         let lists = only(Config::block_lists(BlockListsParams::THREADS, checked), &profile)?;
         add(lists, PrintedMods::Mask, Kind::Mask, None, false);
     }
-    for config in [Config::range_table(), Config::sequences()] {
+    let transposing = e4m3.map(|_| Config::transpose_values(128));
+    for config in [Config::range_table(), Config::sequences()].into_iter().chain(transposing) {
         add(only(config, &profile)?, PrintedMods::Nothing, Kind::Plain, None, false);
     }
     Ok(listed)
@@ -225,6 +228,7 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> 
     let usual = matches!(dims, (64, 64) | (128, 128));
     if few {
         return match (dtype, dims) {
+            (Elem::E4m3, (128, 128)) => long(&[Plain, Mask]),
             (Elem::Bf16, (128, 128)) => {
                 let more = [(Plain, Queries(1)), (Mask, Checked), (Plain, Sink)];
                 [every, more.to_vec()].concat()
@@ -236,6 +240,12 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> 
     }
     let ends = [long(&[Plain, Learned]), fixed_order(&[Learned])].concat();
     let mut all = match (dtype, dims) {
+        (Elem::E4m3, (128, 128)) => {
+            let variants = [Sink, Checked, Wide].map(|variant| (Plain, variant));
+            [long(&[Plain, Mask, Score, Learned, Capped, Dropout]), variants.to_vec()].concat()
+        }
+        (Elem::E4m3, (64, 64) | (192, 128) | (256, 256)) => long(&[Plain, Mask, Score, Learned]),
+        (Elem::E4m3, _) => Vec::new(),
         (Elem::Bf16, (192, 128) | (256, 256)) => every,
         (Elem::Bf16 | Elem::F32, _) if usual => [every, long(&[Capped, Dropout])].concat(),
         (Elem::F16, _) if !usual => Vec::new(),
@@ -243,7 +253,7 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> 
         _ => ends,
     };
     // At 128 the spill fallback takes another tile than the one that is listed.
-    if dims == (64, 64) && dtype != Elem::F16 {
+    if dims == (64, 64) && matches!(dtype, Elem::Bf16 | Elem::F32) {
         all.push((Buckets, Long));
     }
     if usual && dtype == Elem::Bf16 {
@@ -293,7 +303,8 @@ impl Variant {
         };
         let kv_splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
         let options = KernelOptions { kv_splits, ..KernelOptions::default() };
-        let forward_only = self == Self::Split || class.paged || queries.is_some();
+        let forward_only =
+            self == Self::Split || class.paged || queries.is_some() || dtype == Elem::E4m3;
         let plan = KernelPlan::new(profile, &class, &sizes, !forward_only, &options)?;
         let mut passes = vec![Pass::Forward { kv_split: plan.kv_splits > 1 }];
         passes.extend((!forward_only).then(|| Pass::backward(&class, plan.separates_dq())));
@@ -433,7 +444,10 @@ impl Listed for ListedKernel {
         let config = &self.choice.chosen.config;
         let Config { kernel, dtype, dim, dim_v, align, .. } = *config;
         let mut parts = match kernel {
-            Kernel::BlockLists | Kernel::RangeTable | Kernel::Sequences => vec![kernel.to_string()],
+            Kernel::BlockLists
+            | Kernel::RangeTable
+            | Kernel::Sequences
+            | Kernel::TransposeValues => vec![kernel.to_string()],
             Kernel::Forward
             | Kernel::RowWeightSum
             | Kernel::Combine
@@ -452,7 +466,10 @@ impl Listed for ListedKernel {
             (config.copied.any(), "by copies"),
             (config.sink, "sink"),
             (config.checked, "checked"),
-            (config.out_dtype != dtype || config.grad_dtype != dtype, "into f32"),
+            (
+                [config.out_dtype, config.grad_dtype].iter().any(|t| *t != dtype.result()),
+                "into f32",
+            ),
         ];
         parts.extend(flags.iter().filter(|(on, _)| *on).map(|(_, flag)| (*flag).to_owned()));
         parts.extend(self.queries.map(|n| format!("queries {n}")));
@@ -534,7 +551,8 @@ mod tests {
                 list.iter().any(|l| is(&l.choice.chosen.config))
             };
             for kernel in Kernel::ALL {
-                assert!(has(&few, &|c| c.kernel == kernel), "{kernel} for {arch}");
+                let here = kernel != Kernel::TransposeValues || arch == Arch::new((9, 0));
+                assert_eq!(has(&few, &|c| c.kernel == kernel), here, "{kernel} for {arch}");
             }
             for (i, is) in of_few.iter().enumerate() {
                 assert!(has(&few, is), "class {i} of the sample for {arch}");

@@ -165,6 +165,7 @@ fn floats(data: &Data) -> Vec<f32> {
         Data::F32(v) => v.clone(),
         Data::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
         Data::BF16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        Data::F8E4M3(v) => v.iter().map(|x| x.to_f32()).collect(),
         Data::F64(v) => v.iter().map(|&x| x as f32).collect(),
     }
 }

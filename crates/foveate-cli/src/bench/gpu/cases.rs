@@ -11,6 +11,7 @@ use foveate::cuda::{
     Engine,
 };
 use foveate::gpu::driver::{Allocation, Event};
+use foveate::tensor::F8E4M3;
 use foveate::{DType, Device, Layout, Problem};
 use foveate_problem::Arrangement;
 use rayon::prelude::*;
@@ -87,10 +88,15 @@ const STORED: [Storage; 8] = [
 ];
 
 /// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length;
-/// forward also operands that are not contiguous, and few queries on caches of 131,072 keys in all.
-pub fn grid() -> Vec<Case> {
+/// forward also operands that are not contiguous, and few queries on caches of 131,072 keys in all. f8e4m3
+/// has contiguous forwards, whose names end with it.
+pub fn grid(dtype: DType) -> Vec<Case> {
     let mut cases = Vec::new();
-    for pass in [Direction::Forward, Direction::Backward] {
+    let passes: &[Direction] = match dtype {
+        DType::F8E4M3 => &[Direction::Forward],
+        _ => &[Direction::Forward, Direction::Backward],
+    };
+    for &pass in passes {
         for mask in [FULL, CAUSAL] {
             for dim in DIMS {
                 for len in LENGTHS {
@@ -111,7 +117,7 @@ pub fn grid() -> Vec<Case> {
         for mask in [FULL, CAUSAL, MASKS[0]] {
             cases.push(Case::new(mask, Score::None, Some((32, 8)), 8192, 128, pass));
         }
-        if pass == Direction::Forward {
+        if pass == Direction::Forward && dtype != DType::F8E4M3 {
             let prompts = [(64, None), (128, Some((32, 8)))]
                 .map(|(dim, heads)| Case::new(CAUSAL, Score::None, heads, 8192, dim, pass));
             let stored = |case: &Case| STORED.map(|storage| case.stored(storage));
@@ -123,6 +129,12 @@ pub fn grid() -> Vec<Case> {
                     cases.push(case);
                 }
             }
+        }
+    }
+    if dtype == DType::F8E4M3 {
+        for case in &mut cases {
+            case.work.dtype = dtype;
+            case.case += "/f8e4m3";
         }
     }
     cases
@@ -233,7 +245,7 @@ impl Prepared {
         let engine = Engine::get(ordinal)?;
         let work = &case.work;
         let [q_shape, kv_shape] = work.shapes();
-        let problem = Problem::shaped(DType::BF16, q_shape, kv_shape, kv_shape)?;
+        let problem = Problem::shaped(work.dtype, q_shape, kv_shape, kv_shape)?;
         let program = work.program().deterministic(deterministic);
         let plan = program.plan(&problem, &Device::cuda(ordinal))?;
         let plan = plan.cuda().expect("the case was planned for a GPU").with_kernels(kernels);
@@ -241,12 +253,13 @@ impl Prepared {
         let pool = engine.queue().pool();
         let mut random = |seed: i32, layout: Layout| -> Result<DeviceTensor, Failure> {
             let elems = layout.end().unwrap_or(0);
-            let bits: Vec<u8> = (0..elems)
-                .into_par_iter()
-                .flat_map_iter(|i| bf16_bits(normal(seed, i)).to_le_bytes())
-                .collect();
+            let numbers = (0..elems).into_par_iter().map(|i| normal(seed, i));
+            let bits: Vec<u8> = match work.dtype {
+                DType::F8E4M3 => numbers.map(|x| F8E4M3::from_f32(x).to_bits()).collect(),
+                _ => numbers.flat_map_iter(|x| bf16_bits(x).to_le_bytes()).collect(),
+            };
             let allocation = pool.upload(&bits)?;
-            let tensor = DeviceTensor { address: allocation.address(), dtype: DType::BF16, layout };
+            let tensor = DeviceTensor { address: allocation.address(), dtype: work.dtype, layout };
             allocations.push(allocation);
             Ok(tensor)
         };
@@ -384,7 +397,7 @@ mod tests {
 
     #[test]
     fn every_case_has_a_name_of_its_own_and_counts_what_its_mask_lets_through() {
-        let cases = grid();
+        let cases = grid(DType::BF16);
         let names: std::collections::HashSet<_> = cases.iter().map(|c| &c.case).collect();
         assert_eq!(names.len(), cases.len());
         let of = |name: &str| cases.iter().find(|c| c.case == name).expect(name).flops;
@@ -393,5 +406,9 @@ mod tests {
         assert_eq!(of("full/h16-16/s8192/d128/backward"), 2.5 * full);
         let causal = of("causal/h16-16/s8192/d128/forward");
         assert_eq!(causal / full, 8193.0 / 16384.0);
+        let narrow = grid(DType::F8E4M3);
+        let wide = |c: &Case| c.case.strip_suffix("/f8e4m3").map(|n| names.contains(&n.to_owned()));
+        assert!(narrow.len() > 50 && narrow.iter().all(|c| wide(c) == Some(true)));
+        assert!(narrow.iter().all(|c| c.work.dtype == DType::F8E4M3));
     }
 }
