@@ -16,7 +16,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/logs}
 foveate="$here/bin/foveate" corpus="$here/bin/foveate-conformance"
 export FOVEATE_CACHE_DIR="${FOVEATE_CACHE_DIR:-$here/kernel-cache}"
-parts="blocks dq peers train1b train3b train8b states corpus sanitize"
+parts="blocks dq peers train1b train3b train8b windows states corpus sanitize"
 most=1500 only_list=
 failed=0
 
@@ -27,7 +27,8 @@ about() {
         peers) echo "attention beside every peer: D 64 to 256, plain, sparse and scored, deterministic" ;;
         train1b) echo "1B, causal and 16 documents, beside torchtitan and the loop in one run" ;;
         train3b) echo "3B, the same" ;;
-        train8b) echo "8B in bf16, the same; our own in exact" ;;
+        train8b) echo "8B in bf16, the same; our own in exact, 16 batches a step" ;;
+        windows) echo "1B with windows in every other layer, and with a cap, beside the loop" ;;
         states) echo "training beside the CPU: repeats, kill -9 and resume" ;;
         corpus) echo "the whole corpus in worker processes, to its end" ;;
         sanitize) echo "memcheck, synccheck and racecheck on the kernels as they are" ;;
@@ -113,7 +114,16 @@ train3b() {
 train8b() {
     steps train8b-causal 300 8b 1 bf16 1 bf16
     steps train8b-documents 300 8b 16 bf16 1 bf16
-    within 240 train8b-exact "$foveate" bench train --model 8b --state exact --recompute mlp
+    within 240 train8b-exact "$foveate" bench train --model 8b --state exact --recompute auto --accumulate 16 --order any --steps 1
+}
+windows() {
+    within 200 windows sh -c '
+        foveate=$1 benches=$2 peers=$3
+        for what in "--window 1024" "--cap 30"; do
+            python3 "$benches/train_gpu_peers.py" --models 1b --documents 1 --states f32 --peers loop $what > "$peers"
+            own=$(echo "$what" | sed "s/--cap \(.*\)/--score softcap(\1)/")
+            "$foveate" bench train --model 1b --rows 2 --state exact --order any $own --peers "$peers"
+        done' sh "$foveate" "$here/benches" "$out/measure-windows.peers"
 }
 states() {
     within 300 states python3 "$here/train.py" "$foveate" "$out/measure-train" --tokens-per-second
