@@ -596,8 +596,15 @@ fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
     let line = ["explain", "--recipe", recipe, "--device", "rtx 4090"];
     let (code, out, err) = run(&line);
     assert_eq!(code, Some(0), "{err}");
-    for part in ["RTX 4090 with", "weights, masters", "gate and up", "in all", "  fits", "backward"]
-    {
+    for part in [
+        "RTX 4090 with",
+        "weights, masters",
+        "gate and up",
+        "in all",
+        "  fits",
+        "backward",
+        "if none shared its memory",
+    ] {
         assert!(out.contains(part), "{part}: {out}");
     }
     let (_, out, _) = run(&[&line[..], &["--json"]].concat());
@@ -606,7 +613,10 @@ fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
         of.as_object().unwrap().values().map(|v| v.get(key).unwrap_or(v).as_u64().unwrap()).sum()
     };
     let memory = &step["memory"];
-    assert_eq!(sum(&step["activations"], "bytes"), memory["activations"].as_u64().unwrap());
+    // Arrays that live at other times share memory.
+    let (arrays, taken) = (&step["activations"], memory["activations"].as_u64().unwrap());
+    let largest = arrays.as_object().unwrap().values().map(|v| v["bytes"].as_u64().unwrap()).max();
+    assert!(largest.unwrap() < taken && taken < sum(arrays, "bytes"), "{step}");
     assert_eq!(sum(memory, "bytes"), 2 * memory["total"].as_u64().unwrap());
     assert!(!step["attention"][0]["plan"]["kernels"].as_array().unwrap().is_empty(), "{out}");
 }

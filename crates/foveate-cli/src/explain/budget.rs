@@ -264,7 +264,12 @@ impl GpuStep {
         ];
         for (name, taken) in parts {
             let share = 100.0 * taken as f64 / gpu.bytes as f64;
-            out.line(format!("  {name:<22} {:>10}  {share:>5.1} %", bytes(taken as f64)))?;
+            let apart: u64 = activations.iter().map(|(.., bytes)| bytes).sum();
+            let shared = match name == "activations" && apart > taken {
+                true => format!(", {} if none shared its memory with others", bytes(apart as f64)),
+                false => String::new(),
+            };
+            out.line(format!("  {name:<22} {:>10}  {share:>5.1} %{shared}", bytes(taken as f64)))?;
             if name == "activations" {
                 for (name, count, taken) in activations {
                     let arrays =
