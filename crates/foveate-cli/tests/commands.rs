@@ -206,7 +206,10 @@ fn what_fails_is_said_with_the_place_and_exit_code_1() {
         ("kernels build --device l4 --problems /dev/zero", "it is a pipe or a device, not a file"),
         ("explain --recipe nowhere.toml", "nowhere.toml: could not be read"),
         ("explain --heads 4 --len 9 --dim 8 --dtype f64", "cpu declined"),
-        ("explain --heads 4 --len 9 --dim 8 --dtype f64 --device l4", "f16, bf16 and f32, not f64"),
+        (
+            "explain --heads 4 --len 9 --dim 8 --dtype f64 --device l4",
+            "f16, bf16, f32 and f8e4m3, not f64",
+        ),
         (
             "explain --heads 4 --len 2147483647 --batch 2000 --dim 8 --device l4",
             "have 4294967296000 queries of a head together; kernels count to 2147483647: cut the",

@@ -109,7 +109,8 @@ impl Steps {
     /// Of a rank that shares parameters.
     fn of_rank(rank: &TestRank) -> Self {
         let mut model = unfilled(cuda());
-        let cutting = Cutting { parts: rank.ranks(), tensor: 1, reshard: Reshard::Always };
+        let cutting =
+            Cutting { parts: rank.ranks(), tensor: 1, copies: false, reshard: Reshard::Always };
         model.cut(cutting, rank.rank(), rank).unwrap();
         model.draw_missing(1).unwrap();
         Self::of(model)

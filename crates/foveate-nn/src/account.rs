@@ -251,6 +251,14 @@ impl StepKind {
             Self::Loss => Cutting::WHOLE,
         }
     }
+
+    /// Whether a rank passes through its layers without other ranks, which is when arrays of a pass share
+    /// memory: parameters are whole, and no gradients of copies are summed on the way.
+    fn has_all(self) -> bool {
+        let Cutting { parts, tensor, copies, .. } = self.cutting();
+        let summed = matches!(self, Self::Training(training) if training.in_backward) && copies;
+        parts == 1 && tensor == 1 && !summed
+    }
 }
 
 /// What a step does that `dry` notes.
@@ -324,7 +332,7 @@ pub(crate) fn dry_run(
             let whole = Whole { weights: &weights, gradients: Some(target), lends: None };
             let mut parameters = Begun { whole, begins: Vec::new() };
             pass.forward_backward(&mut dry, &mut parameters, &mut workspace, recompute, &mut ())?;
-            if one_batch && !in_backward && !is_cut {
+            if one_batch && !in_backward && kind.has_all() {
                 lent = gradients_lent(layout, precision.gradients, &parameters.begins);
             }
         }
@@ -333,10 +341,10 @@ pub(crate) fn dry_run(
             pass.loss(&mut dry, &mut parameters, &mut workspace, None, &mut ())?;
         }
     }
-    let shares_memory = dry.shares_memory();
+    let shares_memory = dry.shares_memory() && kind.has_all();
     let Dry { mut arrays, blocks, .. } = dry;
     let activations = arrays.split_off(states);
-    let places = (shares_memory && !is_cut).then(|| Places::new(&activations[OF_BATCH..], &lent));
+    let places = shares_memory.then(|| Places::new(&activations[OF_BATCH..], &lent));
     Ok(Account { state: arrays, activations, blocks, places })
 }
 
@@ -379,7 +387,8 @@ fn gradients_lent(layout: &ParameterLayout, dtype: DType, begins: &[(usize, usiz
     let groups = layout.groups();
     let of_group = |&(group, until): &(usize, usize)| {
         let place = &groups[group].place;
-        Lent { place: place.start as u64 * size..place.end as u64 * size, until }
+        let bytes = |elems: usize| (elems as u64).saturating_mul(size);
+        Lent { place: bytes(place.start)..bytes(place.end), until }
     };
     let mut lent: Vec<Lent> = begins.iter().map(of_group).collect();
     let head = begins.iter().find(|(group, _)| *group + 1 == groups.len());
@@ -520,6 +529,28 @@ mod tests {
                 assert!(account.activation_bytes() >= account.needed_bytes());
             }
         }
+    }
+
+    #[test]
+    fn ranks_that_meet_in_a_pass_have_memory_for_every_array() {
+        let sizes =
+            [("vocab", 64), ("hidden", 32), ("wide", 48), ("layers", 3), ("heads", 4), ("kv", 2)];
+        let model = model(&sizes, false);
+        let causal = ProgramConfig { mask: "causal".into(), ..Default::default() };
+        let shares = |cutting, in_backward| {
+            let dry = Dry::new(ParameterState::Exact.into(), 8192).sharing();
+            let training =
+                Training { in_backward, one_batch: true, cutting, ..Recompute::None.into() };
+            let (attention, kind) = (causal.clone().into(), StepKind::Training(training));
+            let account =
+                model.config().dry_run_on(&dry, &attention, &|_| false, 1, 16, kind).unwrap();
+            account.activation_bytes() < sum(&account.activations)
+        };
+        let copied = Cutting { copies: true, ..Cutting::WHOLE };
+        assert!(shares(Cutting::WHOLE, false) && shares(Cutting::WHOLE, true));
+        assert!(shares(copied, false) && !shares(copied, true));
+        assert!(!shares(Cutting { parts: 2, ..Cutting::WHOLE }, false));
+        assert!(!shares(Cutting { tensor: 2, ..Cutting::WHOLE }, false));
     }
 
     #[test]

@@ -58,7 +58,8 @@ impl Places {
             let mut taken: Vec<Range<u64>> = others.map(|&i| of_arrays[i].clone()).collect();
             taken.extend(lent.map(|Lent { place, .. }| {
                 let start = place.start - place.start % ALIGN;
-                start.min(border)..place.end.next_multiple_of(ALIGN).min(border)
+                let end = place.end.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX);
+                start.min(border)..end.min(border)
             }));
             let start = gap(taken, room, border);
             of_arrays[i] = start..start.saturating_add(room);

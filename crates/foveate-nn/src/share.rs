@@ -29,13 +29,15 @@ pub struct Cutting {
     pub parts: usize,
     /// Ranks of `tensor`, which have other parameters: each of them is one of so many that share its own.
     pub tensor: usize,
+    /// Whether other ranks hold the same parameters, with gradients of their own.
+    pub copies: bool,
     /// How long gathered groups stay.
     pub reshard: Reshard,
 }
 
 impl Cutting {
     /// Nothing is cut.
-    pub const WHOLE: Self = Self { parts: 1, tensor: 1, reshard: Reshard::Always };
+    pub const WHOLE: Self = Self { parts: 1, tensor: 1, copies: false, reshard: Reshard::Always };
 }
 
 /// What a rank owns of a group of parameters.

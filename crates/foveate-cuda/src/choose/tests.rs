@@ -435,7 +435,7 @@ fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
     portable("a100", plain.clone(), &long, "compute capability 8.0; it runs on 9.0");
     portable("b200", plain.clone(), &long, "compute capability 10.0; it runs on 9.0");
     let f32 = Class::new(Elem::F32, 128, 128, 4);
-    portable("h200", f32, &long, "f32 operands; products of 16-bit operands only");
+    portable("h200", f32, &long, "f32 operands; no products of f32");
     let aligned = |align| Class { align, unmapped: Unmapped::aligned(align), ..plain.clone() };
     portable("h200", aligned(0), &long, "elements of q are apart; loads need them side by side");
     portable("h200", aligned(2), &long, "rows of q are aligned to 2 B; loads need 4");

@@ -77,13 +77,19 @@ impl CudaArray {
 
     /// Sets `bytes` bytes from byte `start` on.
     pub(super) fn fill_at(&self, start: usize, byte: u8, bytes: usize) -> Result<(), GpuError> {
-        let Some(memory) = &self.memory else { return Ok(()) };
+        let Some(memory) = &self.memory else {
+            assert_eq!(bytes, 0, "the array has no memory");
+            return Ok(());
+        };
         memory.of.fill_at(memory.start() + start, byte, bytes)
     }
 
     /// Copies `data` to byte `start` and those behind it.
     pub(super) fn write_at(&self, start: usize, data: &[u8]) -> Result<(), GpuError> {
-        let Some(memory) = &self.memory else { return Ok(()) };
+        let Some(memory) = &self.memory else {
+            assert_eq!(data.len(), 0, "the array has no memory");
+            return Ok(());
+        };
         memory.of.write_at(memory.start() + start, data)
     }
 
@@ -94,7 +100,10 @@ impl CudaArray {
         data: &mut [u8],
         limit: Duration,
     ) -> Result<(), GpuError> {
-        let Some(memory) = &self.memory else { return Ok(()) };
+        let Some(memory) = &self.memory else {
+            assert_eq!(data.len(), 0, "the array has no memory");
+            return Ok(());
+        };
         memory.of.read_at(memory.start() + start, data, limit)
     }
 

@@ -167,7 +167,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         if let Some(described) = &described {
             let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
             memory.attention += kept * described.layer_bytes;
-            fits(&memory, None, |_| None).map_err(wrong)?;
+            fits(&memory, model.free_bytes()?, |_| None).map_err(wrong)?;
         }
         let strategy = described.map(|described| described.strategy);
         let steps = steps(recipe, counts.as_deref(), &train);

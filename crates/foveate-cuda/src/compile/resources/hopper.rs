@@ -30,7 +30,7 @@ const WORKING_BACKWARD: usize = 24;
 pub(crate) const LEAST_COPY: usize = 4;
 
 /// Problems that the family does not compute, in words for planner and resource model alike.
-const NO_F32: &str = "f32 operands; products of 16-bit operands only";
+const NO_F32: &str = "f32 operands; no products of f32";
 const NO_E4M3: &str = "f8e4m3 operands; it has a forward of them";
 pub(crate) const NO_PACKED_GQA: &str = "few queries, whose heads share a tile";
 

@@ -602,7 +602,7 @@ fn a_rank_holds_its_share_and_two_gathered_groups() {
             assert_eq!(gathered, two);
         }
         let training = Training {
-            cutting: Cutting { parts, tensor: 1, reshard: Reshard::Always },
+            cutting: Cutting { parts, tensor: 1, copies: false, reshard: Reshard::Always },
             ..Recompute::None.into()
         };
         let planned = model.dry_run(1, 8, StepKind::Training(training)).unwrap().memory();
