@@ -44,7 +44,7 @@ impl F8E4M3 {
         let exponent = ((size.to_bits() >> 52) as i32 - 1023).max(SMALLEST_NORMAL);
         // In units of the last place, 0 to 16: the implicit bit of a normal number adds 1 to the exponent,
         // and so does what was rounded up to a power of two.
-        let units = (size * 2f64.powi(3 - exponent)).round_ties_even() as u8;
+        let units = (size * power(3 - exponent)).round_ties_even() as u8;
         let field = (exponent - SMALLEST_NORMAL) as u8;
         Self(sign | ((field << 3) + units))
     }
@@ -59,8 +59,8 @@ impl F8E4M3 {
         let (exponent, mantissa) = (i32::from(self.0 >> 3 & 15), f64::from(self.0 & 7));
         let size = match (exponent, self.0 & 7) {
             (15, 7) => f64::NAN,
-            (0, _) => mantissa * 2f64.powi(-9),
-            _ => (8.0 + mantissa) * 2f64.powi(exponent - 10),
+            (0, _) => mantissa * power(-9),
+            _ => (8.0 + mantissa) * power(exponent - 10),
         };
         if self.0 & 0x80 == 0 { size } else { -size }
     }
@@ -74,6 +74,11 @@ impl F8E4M3 {
     pub fn is_nan(self) -> bool {
         self.0 & 0x7f == Self::NAN.0
     }
+}
+
+/// 2 to a power that a normal f64 has, exactly: of `powi` that is not promised.
+fn power(exponent: i32) -> f64 {
+    f64::from_bits(((1023 + exponent) as u64) << 52)
 }
 
 // SAFETY: a byte, of which any bits are a number.
@@ -111,8 +116,8 @@ mod tests {
             assert_eq!(F8E4M3::from_f32(number.to_f32()).to_bits(), bits);
         }
         let value = |bits| F8E4M3::from_bits(bits).to_f64();
-        assert_eq!((value(0x01), value(0x07)), (2f64.powi(-9), 7.0 * 2f64.powi(-9)));
-        assert_eq!((value(0x08), value(0x38), value(0x39)), (2f64.powi(-6), 1.0, 1.125));
+        assert_eq!((value(0x01), value(0x07)), (power(-9), 7.0 * power(-9)));
+        assert_eq!((value(0x08), value(0x38), value(0x39)), (power(-6), 1.0, 1.125));
         assert_eq!((value(0x7e), value(0xfe)), (448.0, -448.0));
     }
 
@@ -145,7 +150,7 @@ mod tests {
             assert_eq!(F8E4M3::from_f32(large).to_bits(), 0x7e, "{large:e}");
             assert_eq!(F8E4M3::from_f32(-large).to_bits(), 0xfe, "-{large:e}");
         }
-        let half_of_smallest = 2f32.powi(-10);
+        let half_of_smallest = power(-10) as f32;
         for small in [0.0, f32::MIN_POSITIVE, half_of_smallest.next_down(), half_of_smallest] {
             assert_eq!(F8E4M3::from_f32(small).to_bits(), 0, "{small:e}");
             assert_eq!(F8E4M3::from_f32(-small).to_bits(), 0x80, "-{small:e}");
