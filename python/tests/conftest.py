@@ -1,5 +1,5 @@
 """Runs tests on another device: ``pytest --device cuda python/tests/test_dot_product.py`` makes every tensor that says no
-device, and every generator, there. ``test_cuda.py`` needs no option."""
+device, and every generator, there. ``test_cuda*.py`` need no option."""
 
 import pytest
 import torch

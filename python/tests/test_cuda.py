@@ -12,37 +12,10 @@ import threading
 import pytest
 import torch
 import torch.utils.checkpoint
+from on_cuda import BF16, DEVICE, F16, F32, causal, exact_matmul, like, operands, pytestmark, same_tables  # noqa: F401
 from reference import attention, close, dense
 
-from foveate import AuxRequest, BlockMask, Mask, TraceError, create_block_mask, flex_attention, paged, prepare, varlen
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="skipped: torch finds no CUDA device")
-
-DEVICE = "cuda"
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def exact_matmul():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def operands(b=2, hq=4, hkv=2, l=200, s=200, e=64, ev=64, dtype=BF16, seed=0):
-    g = torch.Generator(DEVICE).manual_seed(seed)
-    sizes = ((b, hq, l, e), (b, hkv, s, e), (b, hkv, s, ev))
-    return tuple(torch.randn(n, generator=g, device=DEVICE).to(dtype).requires_grad_() for n in sizes)
-
-
-def like(x, seed):
-    g = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(x.shape, generator=g, device=DEVICE).to(x.dtype)
-
-
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
+from foveate import AuxRequest, BlockMask, Mask, TraceError, create_block_mask, flex_attention, paged, varlen
 
 
 def compare(q, k, v, score=None, mask=None, block_mask=None, learned=(), **more):
@@ -182,139 +155,6 @@ def test_operands_may_be_freed_right_after_the_call():
     assert torch.equal(out, expected)
 
 
-def assert_replays(graph, recorded, step):
-    """A replay gives the bits of a call's result, and its gradients but for the order of their sums."""
-    graph.replay()
-    torch.cuda.synchronize()
-    out, *gradients = (t.clone() for t in recorded)
-    now, fresh = step()
-    assert torch.equal(out, now)
-    assert len(gradients) == len(fresh)
-    for a, b in zip(gradients, fresh):
-        assert (a - b).abs().max() <= 0.02 * b.abs().max()
-
-
-def test_a_graph_recorded_by_torchs_recipe_replays_with_new_contents():
-    q, k, v = operands(l=300, s=300)
-    ids = torch.arange(300, device=DEVICE) // 100
-    d_out = like(q, 5)
-
-    def step():
-        out = flex_attention(q, k, v, block_mask=Mask.causal() & Mask.document(ids), enable_gqa=True)
-        return out, torch.autograd.grad(out, (q, k, v), d_out)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, gradients = step()
-    for seed, edges in ((7, 80), (8, 33)):
-        with torch.no_grad():
-            for t, fresh in zip((q, k, v), operands(l=300, s=300, seed=seed)):
-                t.copy_(fresh)
-            ids.copy_(torch.arange(300, device=DEVICE) // edges)
-        assert_replays(graph, (out, *gradients), step)
-
-
-def test_a_graph_outlives_the_plans_that_it_was_recorded_from():
-    q, k, v = (t.detach() for t in operands(l=130, s=130))
-    graph = torch.cuda.CUDAGraph()
-    call = lambda: flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)  # noqa: E731
-    call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = call()
-    expected = call()
-    gc.collect()
-    torch.cuda.empty_cache()
-    junk = [torch.full((1 << 20,), math.nan, device=DEVICE) for _ in range(8)]
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, expected)
-    del junk
-
-
-def test_a_prepared_call_may_be_first_in_a_graph():
-    q, k, v = operands(l=190, s=190, e=32, ev=32)
-    window = torch.tensor(31, device=DEVICE)
-    mask = Mask(lambda b, h, i, j: (i - j < window) & (i >= j))
-    prepare(q, k, v, block_mask=mask, enable_gqa=True)
-    d_out = like(q, 3)
-
-    def step():
-        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-        return out, torch.autograd.grad(out, (q, k, v), d_out)
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, gradients = step()
-    for width in (31, 90):
-        window.fill_(width)
-        assert_replays(graph, (out, *gradients), step)
-
-
-def test_two_graphs_of_one_pool_and_dropout_in_each_replay():
-    q, k, v = (t.detach() for t in operands())
-    call = lambda: flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True, dropout_p=0.5)  # noqa: E731
-    call()
-    torch.cuda.synchronize()
-    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(first):
-        a = call()
-    with torch.cuda.graph(second, pool=first.pool()):
-        b = call()
-    found = []
-    for _ in range(2):
-        for graph, out in ((first, a), (second, b)):
-            graph.replay()
-            found.append(out.clone())
-    plain = flex_attention(q, k, v, block_mask=Mask(causal), enable_gqa=True)
-    for i, one in enumerate(found):
-        assert torch.isfinite(one).all() and not any(torch.equal(one, other) for other in found[:i])
-        # Of many entries half are dropped and the others doubled: the mean stays.
-        assert (one - plain).float().mean().abs() < 0.02
-
-
-def test_block_masks_are_made_in_graphs_without_waiting():
-    from torch.nn.attention.flex_attention import create_block_mask as torchs
-
-    ids = torch.arange(700, device=DEVICE) // 300
-
-    def documents(b, h, i, j):
-        return (ids[i] == ids[j]) & (i >= j)
-
-    def by_head(b, h, i, j):
-        return (i >= j) & ((i + b) // (50 * (h + 1)) == j // (50 * (h + 1)))
-
-    create_block_mask(documents, None, None, 700, 700, DEVICE)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        create_block_mask(documents, None, None, 700, 700, DEVICE)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = create_block_mask(documents, None, None, 700, 700, DEVICE)
-    for width in (300, 129):
-        ids.copy_(torch.arange(700, device=DEVICE) // width)
-        graph.replay()
-        torch.cuda.synchronize()
-        _same_tables(recorded, torchs(documents, None, None, 700, 700, DEVICE))
-    for tile in (128, 64, (32, 256)):
-        for extents in ((2, 4, 300, 700), (2, 4, 256, 512), (1, 1, 1, 1)):
-            _same_tables(create_block_mask(by_head, *extents, DEVICE, tile), torchs(by_head, *extents, DEVICE, tile))
-
-
-def _same_tables(ours, theirs):
-    for a, b in zip(ours.as_tuple()[2:-1], theirs.as_tuple()[2:-1]):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
 def test_torchs_own_names_run_here_when_enabled():
     from torch.nn.attention.flex_attention import flex_attention as theirs
 
@@ -367,7 +207,7 @@ def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
     here = torch.zeros(64)
     wrong = [
         (ValueError, lambda: flex_attention(q, k.cpu(), v)),
-        (_trace_error(), lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + here[i], enable_gqa=True)),
+        (TraceError, lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + here[i], enable_gqa=True)),
         (RuntimeError, lambda: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 64, 64, "cpu"), enable_gqa=True)),
         (ValueError, lambda: varlen(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor([0, 64]))),
         (ValueError, lambda: flex_attention(q.int(), k, v, enable_gqa=True)),
@@ -378,12 +218,6 @@ def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
             call()
         assert "\n" not in str(raised.value)
         assert torch.equal(flex_attention(q, k, v, enable_gqa=True), expected)
-
-
-def _trace_error():
-    from foveate import TraceError
-
-    return TraceError
 
 
 SCRIPT = """
@@ -581,7 +415,7 @@ def test_torchs_own_block_masks_count():
     compare(q, k, v, mask=window, block_mask=torchs(window, None, None, 300, 300, DEVICE))
     ours = create_block_mask(window, None, None, 300, 300, DEVICE)
     theirs = torchs(window, None, None, 300, 300, DEVICE)
-    _same_tables(ours, theirs)
+    same_tables(ours, theirs)
     lists = BlockMask.from_kv_blocks(theirs.kv_num_blocks, theirs.kv_indices, BLOCK_SIZE=128, seq_lengths=(300, 300))
 
     partial = torch.zeros(3, 3, dtype=torch.bool, device=DEVICE)
@@ -677,26 +511,6 @@ def test_float64_takes_plain_operations():
     compare(q, k, v, mask=causal)
 
 
-def test_float64_is_recorded_in_a_graph():
-    q, k, v = (t.double().detach() for t in operands(l=20, s=20))
-    slope = torch.randn(3, 4, device=DEVICE, dtype=torch.float64)
-    layer = torch.tensor(1, device=DEVICE)
-
-    def step():
-        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[layer, h] * (j - i), Mask.causal(), enable_gqa=True)
-        return (out,)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (out,) = step()
-    for at in (2, 0):
-        layer.fill_(at)
-        graph.replay()
-        assert torch.equal(out, *step())
-
-
 def test_a_compiled_function_runs_our_operators():
     from compiled import Backend
 
@@ -732,34 +546,6 @@ def test_inductor_compiles_a_layer():
     assert (out - eager).abs().max() <= 0.02 * eager.abs().max()
     for a, b in zip(ours, torch.autograd.grad(eager.sum(), (q, k, v))):
         assert (a - b).abs().max() <= 0.02 * b.abs().max()
-
-
-def test_reduce_overhead_records_graphs_of_forward_and_backward():
-    from torch._dynamo.utils import counters
-    from torch._inductor.cudagraph_trees import get_manager
-
-    q, k, v = operands()
-    d_out = like(q, 1)
-
-    def attend(q, k, v, ids):
-        return flex_attention(q * 1, k, v, block_mask=Mask.causal() & Mask.document(ids), enable_gqa=True)
-
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
-    for width in (70, 33, 70, 51):
-        torch.compiler.cudagraph_mark_step_begin()
-        ids = torch.arange(200, device=DEVICE) // width
-        out = compiled(q, k, v, ids)
-        gradients = torch.autograd.grad(out, (q, k, v), d_out)
-        found = [t.clone() for t in (out, *gradients)]
-        eager = attend(q, k, v, ids)
-        assert torch.equal(found[0], eager)
-        for a, b in zip(found[1:], torch.autograd.grad(eager, (q, k, v), d_out)):
-            assert (a - b).abs().max() <= 0.02 * b.abs().max()
-    assert counters["inductor"]["cudagraph_skips"] == 0
-    assert list(get_manager(0, create_if_none_exists=False).get_roots())
-    torch._dynamo.reset()
 
 
 _VARIANTS = """
@@ -801,93 +587,6 @@ def test_other_lengths_values_and_documents_are_no_other_program_and_few_kernels
     done = subprocess.run(run, env=os.environ | more, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "fv_backward" in done.stdout, done.stdout
-
-
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="skipped: there is one CUDA device")
-
-
-def _everything(device, d=0):
-    """Results of calls of every kind on a device, and gradients."""
-    q, k, v = (t.detach().to(device).requires_grad_() for t in operands(seed=d))
-    ids = torch.arange(200, device=device) // 70
-    slope = torch.linspace(0.1, 0.4, 4, device=device).requires_grad_()
-    sink = torch.linspace(-1, 1, 4, device=device).requires_grad_()
-    block_mask = create_block_mask(lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j), None, None, 200, 200, device)
-    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i), block_mask, enable_gqa=True, sink=sink)
-    found = [block_mask.kv_indices, out, *torch.autograd.grad(out, (q, k, v, slope, sink), like(out, 1).to(device))]
-    rows = [t[0].transpose(0, 1) for t in (q, k, v)]
-    cu = torch.tensor([0, 60, 61, 200], device=device)
-    found.append(varlen(*rows, cu, mask=Mask.causal()))
-    pages = [t.reshape(2, 2, 4, 50, 64).permute(0, 2, 1, 3, 4).reshape(8, 2, 50, 64) for t in (k, v)]
-    table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
-    with torch.no_grad():
-        found.append(paged(q[:, :, :1], *pages, table, torch.tensor([130, 7], device=device)))
-    return found
-
-
-@two_devices
-def test_calls_on_another_device_give_the_same_and_leave_the_current_one():
-    here = _everything("cuda:0")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(0)
-    there = _everything("cuda:1")
-    assert torch.cuda.current_device() == 0 and torch.zeros(1, device="cuda").device.index == 0
-    assert torch.cuda.memory_allocated(0) == before
-    assert len(here) == len(there)
-    for a, b in zip(here, there):
-        assert b.device.index == 1
-        assert (a.cpu().float() - b.cpu().float()).abs().max() <= 0.02 * a.float().abs().max()
-    # The current one may be the other, too.
-    with torch.cuda.device(1):
-        _everything("cuda:0")
-        assert torch.cuda.current_device() == 1
-
-
-@two_devices
-def test_a_graph_of_another_device_is_replayed_there():
-    q, k, v = (t.detach().to("cuda:1") for t in operands())
-    ids = torch.arange(200, device="cuda:1") // 70
-    call = lambda: flex_attention(q, k, v, block_mask=Mask.causal() & Mask.document(ids), enable_gqa=True)  # noqa: E731
-    call()
-    with torch.cuda.device(1):
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call()
-        ids.copy_(torch.arange(200, device="cuda:1") // 33)
-        graph.replay()
-        torch.cuda.synchronize()
-    assert torch.equal(out, call())
-    assert torch.cuda.current_device() == 0
-
-
-@two_devices
-def test_threads_of_two_devices_run_beside_each_other():
-    expected, wrong = [_everything(f"cuda:{d}", d) for d in (0, 1)], []
-
-    def work(device):
-        for _ in range(5):
-            for a, b in zip(_everything(f"cuda:{device}", device), expected[device]):
-                if not (a.float() - b.float()).abs().max() <= 0.02 * b.float().abs().max():
-                    wrong.append((device, a.shape))
-
-    threads = [threading.Thread(target=work, args=(d,)) for d in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-@two_devices
-def test_tensors_of_two_devices_are_one_clear_error():
-    q, k, v = operands()
-    ids = torch.zeros(200, dtype=torch.int64, device="cuda:1")
-    with pytest.raises(TraceError, match="is on cuda:1, and q, k and v are on cuda:0"):
-        flex_attention(q, k, v, block_mask=Mask.document(ids), enable_gqa=True)
-    with pytest.raises(ValueError, match="cuda:1"):
-        flex_attention(q, k.to("cuda:1"), v.to("cuda:1"), enable_gqa=True)
-    flex_attention(q, k, v, enable_gqa=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 30 << 30, reason="skipped: it takes 30 GB")
