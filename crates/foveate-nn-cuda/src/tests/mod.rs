@@ -7,6 +7,7 @@ mod blocks;
 mod key_rows;
 mod sources;
 mod updates;
+mod vocabulary;
 
 use std::collections::HashMap;
 use std::path::Path;
