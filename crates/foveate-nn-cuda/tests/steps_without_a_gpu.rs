@@ -481,6 +481,11 @@ fn a_step_of_two_layers_queues_its_blocks_in_order() {
     assert_eq!(queued, expected, "{queued}");
 }
 
+/// Whether anything whose name starts with `what` was read.
+fn is_read(notes: &[Noted], what: &str) -> bool {
+    notes.iter().any(|n| matches!(n, Noted::Read { name, .. } if name.starts_with(what)))
+}
+
 /// Steps of `ranks` ranks, threads called `rank-0` and so on, each of which `made` makes.
 fn on_ranks(
     ranks: usize,
@@ -510,6 +515,17 @@ fn on_ranks(
     });
 }
 
+/// What the second of two ranks launches in its second step: what the first does once is no matter.
+fn launches_of_rank_1(made: impl Fn(&TestRank) -> Steps + Sync) -> String {
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
+    on_ranks(2, made, Carrier::Auto, Recompute::None, 2, |rank| {
+        if rank.rank() == 1 {
+            let _ = fs::remove_file(&log);
+        }
+    });
+    fs::read_to_string(log).unwrap()
+}
+
 #[test]
 fn ranks_read_what_others_wrote_and_keep_what_others_read() {
     if !inside("ranks_read_what_others_wrote_and_keep_what_others_read") {
@@ -519,12 +535,8 @@ fn ranks_read_what_others_wrote_and_keep_what_others_read() {
         trace::start();
         on_ranks(2, Steps::of_rank, carrier, Recompute::None, 3, |_| {});
         let notes = trace::stop();
-        let reads = |what: &str| {
-            let is = |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
-            notes.iter().any(is)
-        };
-        assert_eq!(reads("a copy"), carrier != Carrier::Host);
-        assert_eq!(reads("send of"), carrier == Carrier::Nccl);
+        assert_eq!(is_read(&notes, "a copy"), carrier != Carrier::Host);
+        assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
     }
 }
@@ -534,14 +546,7 @@ fn a_step_of_two_ranks_moves_groups_beside_its_blocks() {
     if !inside("a_step_of_two_ranks_moves_groups_beside_its_blocks") {
         return;
     }
-    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
-    // What the first step does once is no matter here.
-    on_ranks(2, Steps::of_rank, Carrier::Auto, Recompute::None, 2, |rank| {
-        if rank.rank() == 1 {
-            let _ = fs::remove_file(&log);
-        }
-    });
-    let queued = fs::read_to_string(log).unwrap();
+    let queued = launches_of_rank_1(Steps::of_rank);
     let expected = include_str!("step_of_ranks.txt");
     assert_eq!(queued, expected, "{queued}");
 }
@@ -562,9 +567,7 @@ fn ranks_that_share_rows_read_what_others_wrote_and_keep_what_others_read() {
         let made = |rank: &TestRank| Steps::of_context(rank, how);
         on_ranks(2, made, carrier, recompute, 3, |_| {});
         let notes = trace::stop();
-        let sends =
-            |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with("send of"));
-        assert_eq!(notes.iter().any(sends), carrier == Carrier::Nccl);
+        assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{carrier:?} {how:?}");
     }
 }
@@ -581,12 +584,8 @@ fn ranks_of_tensor_read_what_others_wrote_and_keep_what_others_read() {
         trace::start();
         on_ranks(ranks, Steps::of_part, carrier, Recompute::None, 2, |_| {});
         let notes = trace::stop();
-        let reads = |what: &str| {
-            let is = |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
-            notes.iter().any(is)
-        };
-        assert_eq!(reads("a copy"), carrier != Carrier::Host);
-        assert_eq!(reads("send of"), carrier == Carrier::Nccl);
+        assert_eq!(is_read(&notes, "a copy"), carrier != Carrier::Host);
+        assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{ranks} ranks, {carrier:?}");
     }
 }
@@ -601,12 +600,8 @@ fn ranks_with_copies_read_what_others_wrote_and_wait_for_nothing() {
             trace::start();
             on_ranks(2, Steps::of_replica, carrier, Recompute::None, steps, |_| {});
             let notes = trace::stop();
-            let reads = |what: &str| {
-                let is =
-                    |n: &Noted| matches!(n, Noted::Read { name, .. } if name.starts_with(what));
-                notes.iter().any(is)
-            };
-            assert!(reads("a copy") && reads("send of") == (carrier == Carrier::Nccl));
+            assert!(is_read(&notes, "a copy"));
+            assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
             assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
             notes.iter().filter(|n| matches!(n, Noted::Waited { .. })).count()
         });
@@ -620,14 +615,8 @@ fn a_step_of_ranks_that_share_rows_computes_on_own_keys_while_others_arrive() {
     if !inside("a_step_of_ranks_that_share_rows_computes_on_own_keys_while_others_arrive") {
         return;
     }
-    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
     let made = |rank: &TestRank| Steps::of_context(rank, How::Exchange(1));
-    on_ranks(2, made, Carrier::Auto, Recompute::None, 2, |rank| {
-        if rank.rank() == 1 {
-            let _ = fs::remove_file(&log);
-        }
-    });
-    let queued = fs::read_to_string(log).unwrap();
+    let queued = launches_of_rank_1(made);
     let expected = include_str!("step_of_context.txt");
     assert_eq!(queued, expected, "{queued}");
 }
@@ -637,14 +626,7 @@ fn a_step_of_two_ranks_of_tensor_moves_the_stream_around_its_products() {
     if !inside("a_step_of_two_ranks_of_tensor_moves_the_stream_around_its_products") {
         return;
     }
-    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("launches-rank-1");
-    // What the first step does once is no matter here.
-    on_ranks(2, Steps::of_part, Carrier::Auto, Recompute::None, 2, |rank| {
-        if rank.rank() == 1 {
-            let _ = fs::remove_file(&log);
-        }
-    });
-    let queued = fs::read_to_string(log).unwrap();
+    let queued = launches_of_rank_1(Steps::of_part);
     let expected = include_str!("step_of_tensor.txt");
     assert_eq!(queued, expected, "{queued}");
 }
