@@ -138,8 +138,29 @@ pub struct BlockTime {
     pub seconds: f64,
 }
 
-/// Where the gradients of a loss go: that of x, and that of the weight where it is trained.
-pub type LossGradients<'a, A> = (&'a mut A, Option<PartMut<'a, A>>);
+/// Operands of a loss, whose logits are `x · weightᵀ`.
+#[derive(Debug)]
+pub struct LossOperands<'a, A> {
+    /// `[T, width]`.
+    pub x: &'a A,
+    /// `[ids, width]`, of the vocabulary or of the part of it that a rank has.
+    pub weight: Part<'a, A>,
+    /// Columns of x and of the weight.
+    pub width: usize,
+    /// With a cap, logits z are `cap · tanh(z / cap)`.
+    pub cap: Option<f32>,
+    /// Scratch: never are all logits held, but those of as many tokens at once as it has room for.
+    pub logits: &'a mut A,
+}
+
+/// Where the gradients of a loss go.
+#[derive(Debug)]
+pub struct LossGradients<'a, A> {
+    /// That of x, `[T, width]`, overwritten.
+    pub d_x: &'a mut A,
+    /// That of the weight, where it is trained.
+    pub d_weight: Option<PartMut<'a, A>>,
+}
 
 /// The blocks of a transformer, forward and backward, on one device.
 ///
@@ -636,19 +657,15 @@ pub trait Blocks: Sized {
         d_out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// Adds the cross-entropy of the logits `x · weightᵀ` and the labels to `totals`, with the number of
-    /// tokens that have one, and writes that of each token to `each [T]`, 0 where it has no label. With
-    /// a `cap`, logits z are `cap · tanh(z / cap)`. Never are all logits held: they are computed
-    /// for as many tokens at once as `logits` has room for.
+    /// Adds the cross-entropy of logits and labels to `totals`, with the number of tokens that have a
+    /// label, and writes that of each token to `each [T]`, 0 where it has no label; with `gradients`, these in
+    /// the same pass.
     fn loss(
         &mut self,
         batch: &Self::Batch,
-        width: usize,
-        x: &Self::Array,
-        weight: Part<'_, Self::Array>,
-        cap: Option<f32>,
-        logits: &mut Self::Array,
+        operands: LossOperands<'_, Self::Array>,
         each: Option<&mut Self::Array>,
+        gradients: Option<LossGradients<'_, Self::Array>>,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
@@ -674,38 +691,19 @@ pub trait Blocks: Sized {
         d_table: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
-    /// [`Blocks::loss`], and [`Blocks::loss_backward`] where there are `gradients`, of a rank that has a
-    /// part of the vocabulary, and so of the weight: largest logits and sums of exponentials are brought
-    /// together, never logits. What is written of `d_x` is this rank's term of a sum over ranks. All ranks
-    /// have room for the logits of as many tokens. There are no parts where nothing is computed.
+    /// [`Blocks::loss`] of a rank that has a part of the vocabulary, and so of the weight: largest logits and
+    /// sums of exponentials are brought together, never logits. What is written of `d_x` is this rank's term
+    /// of a sum over ranks. All ranks have room for the logits of as many tokens. There are no parts where
+    /// nothing is computed.
     ///
     /// # Errors
     /// When the ranks cannot go on.
     fn loss_part(
         &mut self,
         batch: &Self::Batch,
+        operands: LossOperands<'_, Self::Array>,
         part: Option<VocabularyPart<'_, Self>>,
-        width: usize,
-        x: &Self::Array,
-        weight: Part<'_, Self::Array>,
-        cap: Option<f32>,
-        logits: &mut Self::Array,
         gradients: Option<LossGradients<'_, Self::Array>>,
-        totals: &mut Self::Totals,
-    ) -> Result<(), NnError>;
-
-    /// [`Blocks::loss`] with its gradients in the same pass, that of the weight where it is trained:
-    /// `d_x` is overwritten.
-    fn loss_backward(
-        &mut self,
-        batch: &Self::Batch,
-        width: usize,
-        x: &Self::Array,
-        weight: Part<'_, Self::Array>,
-        cap: Option<f32>,
-        logits: &mut Self::Array,
-        d_x: &mut Self::Array,
-        d_weight: Option<PartMut<'_, Self::Array>>,
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 }

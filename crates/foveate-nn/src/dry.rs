@@ -11,9 +11,9 @@ use foveate::DType;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
-    PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers, SumOverRanks, Sums,
-    Transfers, VocabularyPart, Weights,
+    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
+    LossOperands, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers,
+    SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
@@ -627,57 +627,33 @@ impl Blocks for Dry {
     fn loss_part(
         &mut self,
         batch: &(),
+        operands: LossOperands<'_, DryArray>,
         _: Option<VocabularyPart<'_, Self>>,
-        width: usize,
-        x: &DryArray,
-        weight: Part<'_, DryArray>,
-        cap: Option<f32>,
-        logits: &mut DryArray,
         gradients: Option<LossGradients<'_, DryArray>>,
         totals: &mut (),
     ) -> Result<(), NnError> {
-        match gradients {
-            None => self.loss(batch, width, x, weight, cap, logits, None, totals),
-            Some((d_x, d)) => {
-                self.loss_backward(batch, width, x, weight, cap, logits, d_x, d, totals)
-            }
-        }
+        self.loss(batch, operands, None, gradients, totals)
     }
 
     fn loss(
         &mut self,
         (): &(),
-        width: usize,
-        x: &DryArray,
-        weight: Part<'_, DryArray>,
-        _: Option<f32>,
-        logits: &mut DryArray,
+        operands: LossOperands<'_, DryArray>,
         each: Option<&mut DryArray>,
+        gradients: Option<LossGradients<'_, DryArray>>,
         (): &mut (),
     ) -> Result<(), NnError> {
+        let LossOperands { x, weight, width, logits, .. } = operands;
+        let vocab = weight.place.len() / width;
         let mut accesses = vec![reads(x), reads_part(&weight), overwrites(logits)];
         accesses.extend(each.map(|each| overwrites(each)));
-        let flops = 2.0 * x.elems as f64 * (weight.place.len() / width) as f64;
-        self.product("loss", &accesses, flops, None)
-    }
-
-    fn loss_backward(
-        &mut self,
-        (): &(),
-        width: usize,
-        x: &DryArray,
-        weight: Part<'_, DryArray>,
-        _: Option<f32>,
-        logits: &mut DryArray,
-        d_x: &mut DryArray,
-        d_weight: Option<PartMut<'_, DryArray>>,
-        (): &mut (),
-    ) -> Result<(), NnError> {
-        let vocab = weight.place.len() / width;
-        let mut accesses = vec![reads(x), reads_part(&weight), overwrites(logits), overwrites(d_x)];
+        let product = 2.0 * x.elems as f64 * vocab as f64;
+        let Some(LossGradients { d_x, d_weight }) = gradients else {
+            return self.product("loss", &accesses, product, None);
+        };
+        accesses.push(overwrites(d_x));
         accesses.extend(d_weight.as_ref().map(updates_part));
-        let flops = 6.0 * x.elems as f64 * vocab as f64;
         let sizes = [vocab, width, logits.elems / vocab];
-        self.product("loss backward", &accesses, flops, Some(sizes))
+        self.product("loss backward", &accesses, 3.0 * product, Some(sizes))
     }
 }

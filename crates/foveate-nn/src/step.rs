@@ -10,8 +10,8 @@ use std::ops::Range;
 
 use crate::architecture::LayerRope;
 use crate::backend::{
-    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, PackedHeads,
-    Part, Rotation, StreamProduct,
+    Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
+    PackedHeads, Part, Rotation, StreamProduct,
 };
 use crate::config::ModelConfig;
 use crate::context::Context;
@@ -74,13 +74,12 @@ impl<'a, B: Blocks> Step<'a, B> {
         each: Option<&mut B::Array>,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let (width, head) = (self.config.hidden_size, self.part(&self.layout.head));
-        let cap = self.config.architecture.logit_cap;
         if self.stream.is_some() {
             let x = self.all_tokens(&ws.normed, &mut ws.whole)?;
-            return self.loss_part(x, head, &mut ws.logits, None, totals);
+            return self.loss_part(x, &mut ws.logits, None, totals);
         }
-        self.blocks.loss(self.batch, width, &ws.normed, head, cap, &mut ws.logits, each, totals)
+        let operands = self.loss_operands(&ws.normed, &mut ws.logits);
+        self.blocks.loss(self.batch, operands, each, None, totals)
     }
 
     /// The loss, and the gradients of what follows the layers.
@@ -90,26 +89,17 @@ impl<'a, B: Blocks> Step<'a, B> {
         gradients: &mut Target<'_, B::Array>,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let (width, layout) = (self.config.hidden_size, self.layout);
-        let (head, d_head) =
-            (part(self.weights, &layout.head), gradients.part(layout, &layout.head));
+        let layout = self.layout;
+        let d_weight = gradients.part(layout, &layout.head);
         if self.stream.is_some() {
             let x = self.all_tokens(&ws.normed, &mut ws.whole)?;
-            let to = Some((&mut ws.d_whole, d_head));
-            self.loss_part(x, head, &mut ws.logits, to, totals)?;
+            let to = LossGradients { d_x: &mut ws.d_whole, d_weight };
+            self.loss_part(x, &mut ws.logits, Some(to), totals)?;
             self.scatter(&ws.d_whole, &mut ws.d_normed)?;
         } else {
-            self.blocks.loss_backward(
-                self.batch,
-                width,
-                &ws.normed,
-                head,
-                self.config.architecture.logit_cap,
-                &mut ws.logits,
-                &mut ws.d_normed,
-                d_head,
-                totals,
-            )?;
+            let operands = self.loss_operands(&ws.normed, &mut ws.logits);
+            let to = LossGradients { d_x: &mut ws.d_normed, d_weight };
+            self.blocks.loss(self.batch, operands, None, Some(to), totals)?;
         }
         self.blocks.rms_norm_backward(
             &ws.inputs[self.config.num_hidden_layers],
@@ -571,15 +561,30 @@ impl<'a, B: Blocks> Step<'a, B> {
     fn loss_part(
         &mut self,
         x: &B::Array,
-        head: Part<'_, B::Array>,
         logits: &mut B::Array,
         gradients: Option<LossGradients<'_, B::Array>>,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
+        let operands = self.loss_operands(x, logits);
         let vocabulary = self.stream.as_mut().and_then(Stream::vocabulary);
-        let (width, cap) = (self.config.hidden_size, self.config.architecture.logit_cap);
-        let batch = self.batch;
-        self.blocks.loss_part(batch, vocabulary, width, x, head, cap, logits, gradients, totals)
+        self.blocks.loss_part(self.batch, operands, vocabulary, gradients, totals)
+    }
+
+    fn loss_operands<'x>(
+        &self,
+        x: &'x B::Array,
+        logits: &'x mut B::Array,
+    ) -> LossOperands<'x, B::Array>
+    where
+        'a: 'x,
+    {
+        LossOperands {
+            x,
+            weight: self.part(&self.layout.head),
+            width: self.config.hidden_size,
+            cap: self.config.architecture.logit_cap,
+            logits,
+        }
     }
 
     fn part(&self, place: &Range<usize>) -> Part<'a, B::Array> {

@@ -9,9 +9,9 @@ use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
-    Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients, Moment, MomentDtype,
-    Moments, NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads, Part, PartMut, Peers,
-    PlanBytes, Precision, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing, Span,
+    Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients, LossOperands, Moment,
+    MomentDtype, Moments, NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads, Part, PartMut,
+    Peers, PlanBytes, Precision, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing, Span,
     StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
 };
 use foveate_tensor::DType;
@@ -672,47 +672,23 @@ impl Blocks for Cuda {
     fn loss(
         &mut self,
         batch: &CudaBatch,
-        width: usize,
-        x: &CudaArray,
-        weight: Part<'_, CudaArray>,
-        cap: Option<f32>,
-        logits: &mut CudaArray,
+        operands: LossOperands<'_, CudaArray>,
         each: Option<&mut CudaArray>,
+        gradients: Option<LossGradients<'_, CudaArray>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        let each = each.map(|each| &*each);
-        self.cross_entropy(batch, width, x, &weight, cap, logits, each, None, totals)
-    }
-
-    fn loss_backward(
-        &mut self,
-        batch: &CudaBatch,
-        width: usize,
-        x: &CudaArray,
-        weight: Part<'_, CudaArray>,
-        cap: Option<f32>,
-        logits: &mut CudaArray,
-        d_x: &mut CudaArray,
-        d_weight: Option<PartMut<'_, CudaArray>>,
-        totals: &mut CudaTotals,
-    ) -> Result<(), NnError> {
-        let gradients = Some((&*d_x, d_weight.as_ref()));
-        self.cross_entropy(batch, width, x, &weight, cap, logits, None, gradients, totals)
+        self.cross_entropy(batch, &operands, None, each.as_deref(), gradients.as_ref(), totals)
     }
 
     fn loss_part(
         &mut self,
         batch: &CudaBatch,
+        operands: LossOperands<'_, CudaArray>,
         part: Option<VocabularyPart<'_, Self>>,
-        width: usize,
-        x: &CudaArray,
-        weight: Part<'_, CudaArray>,
-        cap: Option<f32>,
-        logits: &mut CudaArray,
         gradients: Option<LossGradients<'_, CudaArray>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
         let part = part.expect("a GPU computes");
-        self.cross_entropy_part(batch, part, width, x, &weight, cap, logits, gradients, totals)
+        self.cross_entropy(batch, &operands, Some(part), None, gradients.as_ref(), totals)
     }
 }

@@ -14,9 +14,9 @@ use foveate_nn::moments::Filler;
 use foveate_nn::{
     Activation as NnActivation, AdamW, Architecture, Array, AttentionProgram, AttentionShape,
     Batch, Blocks, Cpu, CpuBatch, Gradients, LayerAttention, LayerProgram, LayerRope,
-    LearnedBuffer, LinearShape, Model, ModelConfig, Moment, Moments, Norm, OptimizerStep,
-    PackedHeads, Parameter, ParameterState, Part, ProgramConfig, Recompute, RopePairing, RopeTable,
-    Rotary, Rule, Sampling, Sgd, Span, Treatment, Weights,
+    LearnedBuffer, LinearShape, LossGradients, LossOperands, Model, ModelConfig, Moment, Moments,
+    Norm, OptimizerStep, PackedHeads, Parameter, ParameterState, Part, ProgramConfig, Recompute,
+    RopePairing, RopeTable, Rotary, Rule, Sampling, Sgd, Span, Treatment, Weights,
 };
 use foveate_tensor::random::Random;
 
@@ -188,6 +188,15 @@ macro_rules! both {
     };
 }
 
+fn loss_operands<'a, A: Array>(
+    x: &'a A,
+    words: &'a A,
+    logits: &'a mut A,
+    cap: Option<f32>,
+) -> LossOperands<'a, A> {
+    LossOperands { x, weight: Part::whole(words), width: WIDTH, cap, logits }
+}
+
 #[test]
 fn norms_and_gates_are_those_of_the_cpu() {
     for mut both in Both::all(1) {
@@ -332,14 +341,18 @@ fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
         let mut each = both.nan(DType::F32, TOKENS);
         let mut totals = (both.cpu.totals().unwrap(), both.cuda.totals().unwrap());
         both!(both.loss(
-            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), cap, &mut logits.cpu, Some(&mut each.cpu), &mut totals.0;
-            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), cap, &mut logits.cuda, Some(&mut each.cuda), &mut totals.1));
+            &batch.0, loss_operands(&x.cpu, &words.cpu, &mut logits.cpu, cap), Some(&mut each.cpu), None, &mut totals.0;
+            &batch.1, loss_operands(&x.cuda, &words.cuda, &mut logits.cuda, cap), Some(&mut each.cuda), None, &mut totals.1));
         // Logits of 16 bits are rounded before the softmax.
         let of_logits = if both.dtype == DType::F32 { 1e-5 } else { 2e-2 };
         both.check("losses", &each, of_logits);
-        both!(both.loss_backward(
-            &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), cap, &mut logits.cpu, &mut d_x.cpu, Some(whole(&mut d_words.cpu)), &mut totals.0;
-            &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), cap, &mut logits.cuda, &mut d_x.cuda, Some(whole(&mut d_words.cuda)), &mut totals.1));
+        let gradients = (
+            LossGradients { d_x: &mut d_x.cpu, d_weight: Some(whole(&mut d_words.cpu)) },
+            LossGradients { d_x: &mut d_x.cuda, d_weight: Some(whole(&mut d_words.cuda)) },
+        );
+        both!(both.loss(
+            &batch.0, loss_operands(&x.cpu, &words.cpu, &mut logits.cpu, cap), None, Some(gradients.0), &mut totals.0;
+            &batch.1, loss_operands(&x.cuda, &words.cuda, &mut logits.cuda, cap), None, Some(gradients.1), &mut totals.1));
         both.check("d_x of the loss", &d_x, of_logits);
         both.check("d_weight of the loss", &d_words, of_logits);
         let nats = (both.cpu.read(totals.0).unwrap().nats, both.cuda.read(totals.1).unwrap().nats);
@@ -467,8 +480,8 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
             // Totals count the labelled tokens.
             let mut totals = (both.cpu.totals().unwrap(), both.cuda.totals().unwrap());
             both!(both.loss(
-                &batch.0, WIDTH, &x.cpu, Part::whole(&words.cpu), None, &mut logits.cpu, None, &mut totals.0;
-                &batch.1, WIDTH, &x.cuda, Part::whole(&words.cuda), None, &mut logits.cuda, None, &mut totals.1));
+                &batch.0, loss_operands(&x.cpu, &words.cpu, &mut logits.cpu, None), None, None, &mut totals.0;
+                &batch.1, loss_operands(&x.cuda, &words.cuda, &mut logits.cuda, None), None, None, &mut totals.1));
             let gradients = both.sums(ELEMS);
             let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let rule = Rule::AdamW(adamw);

@@ -5,18 +5,80 @@ use rayon::prelude::*;
 
 use super::level::for_each_level;
 use super::math::{exp, largest, sum, tanh};
+use crate::backend::{LossGradients, LossOperands, PartMut};
 use crate::batch::IGNORE;
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 
+/// Operands of a loss in host memory.
+pub(super) struct Operands<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    width: usize,
+    cap: Option<f32>,
+    labels: &'a [i32],
+    logits: &'a mut [f32],
+}
+
+impl<'a> Operands<'a> {
+    pub fn new(operands: LossOperands<'a, Vec<f32>>, labels: &'a [i32]) -> Self {
+        let LossOperands { x, weight, width, cap, logits } = operands;
+        Self { x, weight: weight.values(), width, cap, labels, logits }
+    }
+
+    fn vocab(&self) -> usize {
+        self.weight.len() / self.width
+    }
+
+    /// Of each chunk of tokens the first, and their labels.
+    fn chunks(&self) -> impl Iterator<Item = (usize, &'a [i32])> + use<'a> {
+        let chunk = (self.logits.len() / self.vocab()).max(1);
+        self.labels.chunks(chunk).enumerate().map(move |(i, labels)| (i * chunk, labels))
+    }
+
+    /// `x` of `tokens` tokens from `first` on.
+    fn rows(&self, first: usize, tokens: usize) -> &'a [f32] {
+        &self.x[first * self.width..][..tokens * self.width]
+    }
+
+    /// Logits of `tokens` tokens from `first` on, without the cap.
+    fn product(&mut self, first: usize, tokens: usize) -> &mut [f32] {
+        let (vocab, width) = (self.vocab(), self.width);
+        let x = Matrix::rows(self.rows(first, tokens), width);
+        let w = Matrix::transposed(self.weight, width);
+        let z = &mut self.logits[..tokens * vocab];
+        matmul([tokens, vocab, width], x, w, z, vocab, false);
+        z
+    }
+}
+
 /// Where the gradients go.
 pub(super) struct Gradients<'a> {
     /// Overwritten.
-    pub d_x: &'a mut [f32],
+    d_x: &'a mut [f32],
     /// Added to.
-    pub d_weight: Option<&'a mut [f32]>,
+    d_weight: Option<&'a mut [f32]>,
     /// What [`matmul_deep`] keeps.
-    pub kept: &'a mut Vec<f32>,
+    kept: &'a mut Vec<f32>,
+}
+
+impl<'a> Gradients<'a> {
+    pub fn new(to: LossGradients<'a, Vec<f32>>, kept: &'a mut Vec<f32>) -> Self {
+        Self { d_x: to.d_x, d_weight: to.d_weight.map(PartMut::sums), kept }
+    }
+
+    /// From what has become of the logits of `tokens` tokens from `first` on: their gradient.
+    fn of_logits(&mut self, operands: &Operands<'_>, first: usize, tokens: usize) {
+        let (vocab, width) = (operands.vocab(), operands.width);
+        let d_z = &operands.logits[..tokens * vocab];
+        let d_x = &mut self.d_x[first * width..][..tokens * width];
+        let w = Matrix::rows(operands.weight, width);
+        matmul([tokens, width, vocab], Matrix::rows(d_z, vocab), w, d_x, width, false);
+        if let Some(d_weight) = &mut self.d_weight {
+            let x = operands.rows(first, tokens);
+            matmul_deep([vocab, width, tokens], d_z, x, d_weight, self.kept);
+        }
+    }
 }
 
 /// Numbers that ranks tell each other of a token.
@@ -31,28 +93,17 @@ pub(super) struct Part<'a> {
 }
 
 /// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`, capped where there is a
-/// `cap`; `each` has those of the tokens.
+/// cap; `each` has those of the tokens.
 pub(super) fn cross_entropy(
-    width: usize,
-    x: &[f32],
-    weight: &[f32],
-    labels: &[i32],
-    cap: Option<f32>,
-    logits: &mut [f32],
+    mut operands: Operands<'_>,
     mut each: Option<&mut [f32]>,
     mut gradients: Option<Gradients<'_>>,
 ) -> f64 {
-    let vocab = weight.len() / width;
-    let chunk = (logits.len() / vocab).max(1);
+    let (vocab, cap, wanted) = (operands.vocab(), operands.cap, gradients.is_some());
     let mut total = 0.0;
-    for (i, labels) in labels.chunks(chunk).enumerate() {
-        let tokens = labels.len();
-        let x = &x[i * chunk * width..][..tokens * width];
-        let z = &mut logits[..tokens * vocab];
-        let w = Matrix::transposed(weight, width);
-        matmul([tokens, vocab, width], Matrix::rows(x, width), w, z, vocab, false);
-        let wanted = gradients.is_some();
-        let losses: Vec<f64> = z
+    for (first, labels) in operands.chunks() {
+        let losses: Vec<f64> = operands
+            .product(first, labels.len())
             .par_chunks_mut(vocab)
             .zip(labels)
             .with_min_len(8)
@@ -63,16 +114,11 @@ pub(super) fn cross_entropy(
             .collect();
         total += losses.iter().sum::<f64>();
         if let Some(each) = &mut each {
-            let each = each[i * chunk..].iter_mut();
+            let each = each[first..].iter_mut();
             each.zip(&losses).for_each(|(each, &nats)| *each = nats as f32);
         }
-        if let Some(Gradients { d_x, d_weight, kept }) = &mut gradients {
-            let d_x = &mut d_x[i * chunk * width..][..tokens * width];
-            let w = Matrix::rows(weight, width);
-            matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
-            if let Some(d_weight) = d_weight {
-                matmul_deep([vocab, width, tokens], z, x, d_weight, kept);
-            }
+        if let Some(gradients) = &mut gradients {
+            gradients.of_logits(&operands, first, labels.len());
         }
     }
     total
@@ -81,30 +127,19 @@ pub(super) fn cross_entropy(
 /// [`cross_entropy`] of a rank that has the logits of some ids. Of every token the ranks tell each other
 /// their largest logit, the sum of exponentials beside it, and the logit of the label where they have it.
 /// d_x is this rank's term of the sum over ranks.
-#[expect(clippy::too_many_arguments, reason = "those of `cross_entropy`")]
 pub(super) fn cross_entropy_part(
+    mut operands: Operands<'_>,
     part: Part<'_>,
-    width: usize,
-    x: &[f32],
-    weight: &[f32],
-    labels: &[i32],
-    cap: Option<f32>,
-    logits: &mut [f32],
     mut gradients: Option<Gradients<'_>>,
 ) -> Result<f64, NnError> {
-    let Part { first, all } = part;
-    let vocab = weight.len() / width;
-    let chunk = (logits.len() / vocab).max(1);
+    let (vocab, cap) = (operands.vocab(), operands.cap);
     let mut total = 0.0;
-    for (i, labels) in labels.chunks(chunk).enumerate() {
+    for (first, labels) in operands.chunks() {
         let tokens = labels.len();
-        let x = &x[i * chunk * width..][..tokens * width];
-        let z = &mut logits[..tokens * vocab];
-        let w = Matrix::transposed(weight, width);
-        matmul([tokens, vocab, width], Matrix::rows(x, width), w, z, vocab, false);
+        let z = operands.product(first, tokens);
         // The place of a label among this rank's ids.
         let own = |label: i32| {
-            let at = usize::try_from(label).ok()?.checked_sub(first)?;
+            let at = usize::try_from(label).ok()?.checked_sub(part.first)?;
             (at < vocab).then_some(at)
         };
         let told = z.par_chunks_mut(vocab).zip(labels).with_min_len(8);
@@ -117,9 +152,9 @@ pub(super) fn cross_entropy_part(
                 [most, sum, own(label).map_or(0.0, |at| z[at])]
             })
             .collect();
-        let all = all(told.into_flattened())?;
+        let all = (part.all)(told.into_flattened())?;
         let all: Vec<&[[f32; TOLD]]> = all.as_chunks().0.chunks(tokens).collect();
-        // ln Σ e^z of each token, and its loss.
+        // The largest logit of each token, the sum of exponentials beside it, and its loss.
         let of_token = |token: usize| {
             let of_ranks = || all.iter().map(|told| told[token]);
             let most = of_ranks().map(|[most, ..]| most).fold(f32::NEG_INFINITY, f32::max);
@@ -131,7 +166,7 @@ pub(super) fn cross_entropy_part(
             .filter(|&token| labels[token] != IGNORE)
             .map(|token| of_token(token).2)
             .sum::<f64>();
-        let Some(Gradients { d_x, d_weight, kept }) = &mut gradients else { continue };
+        let Some(gradients) = &mut gradients else { continue };
         z.par_chunks_mut(vocab).zip(labels).enumerate().with_min_len(8).for_each(
             |(token, (z, &label))| {
                 if label == IGNORE {
@@ -141,12 +176,7 @@ pub(super) fn cross_entropy_part(
                 part_gradient(cap, z, most, 1.0 / sum, own(label));
             },
         );
-        let d_x = &mut d_x[i * chunk * width..][..tokens * width];
-        let w = Matrix::rows(weight, width);
-        matmul([tokens, width, vocab], Matrix::rows(z, vocab), w, d_x, width, false);
-        if let Some(d_weight) = d_weight {
-            matmul_deep([vocab, width, tokens], z, x, d_weight, kept);
-        }
+        gradients.of_logits(&operands, first, tokens);
     }
     Ok(total)
 }

@@ -25,9 +25,9 @@ use rayon::prelude::*;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients, Moments,
-    PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers, SumOverRanks, Sums,
-    Transfers, VocabularyPart, Weights,
+    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
+    LossOperands, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers,
+    SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -644,81 +644,48 @@ impl Blocks for Cpu {
         Ok(())
     }
 
+    fn loss(
+        &mut self,
+        batch: &CpuBatch,
+        operands: LossOperands<'_, Vec<f32>>,
+        each: Option<&mut Vec<f32>>,
+        gradients: Option<LossGradients<'_, Vec<f32>>>,
+        totals: &mut CpuTotals,
+    ) -> Result<(), NnError> {
+        totals.labelled += batch.labelled;
+        totals.nats += timed(&mut self.seconds.loss_seconds, || {
+            let each = each.map(Vec::as_mut_slice);
+            let gradients = gradients.map(|to| loss::Gradients::new(to, &mut self.sums));
+            loss::cross_entropy(loss::Operands::new(operands, &batch.labels), each, gradients)
+        });
+        Ok(())
+    }
+
     fn loss_part(
         &mut self,
         batch: &CpuBatch,
+        operands: LossOperands<'_, Vec<f32>>,
         part: Option<VocabularyPart<'_, Self>>,
-        width: usize,
-        x: &Vec<f32>,
-        weight: Part<'_, Vec<f32>>,
-        cap: Option<f32>,
-        logits: &mut Vec<f32>,
         gradients: Option<LossGradients<'_, Vec<f32>>>,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         let mut part = part.expect("the processor computes");
-        let (weight, labels) = (weight.values(), &batch.labels);
         totals.labelled += batch.labelled;
         let (mut kept, mut seconds) = (std::mem::take(&mut self.sums), 0.0);
         let nats = timed(&mut seconds, || {
-            let gradients = gradients.map(|(d_x, d_weight)| {
-                let d_weight = d_weight.map(PartMut::sums);
-                loss::Gradients { d_x, d_weight, kept: &mut kept }
-            });
+            let gradients = gradients.map(|to| loss::Gradients::new(to, &mut kept));
             let first = part.first;
             let mut all = |own: Vec<f32>| {
                 let mut all = vec![0.0; part.parts * own.len()];
                 part.all(self, [own.len() / loss::TOLD, loss::TOLD], &own, &mut all)?;
                 Ok(all)
             };
-            let part = loss::Part { first, all: &mut all };
-            loss::cross_entropy_part(part, width, x, weight, labels, cap, logits, gradients)
+            let operands = loss::Operands::new(operands, &batch.labels);
+            loss::cross_entropy_part(operands, loss::Part { first, all: &mut all }, gradients)
         });
         self.sums = kept;
         self.seconds.loss_seconds += seconds;
         totals.nats += nats?;
-        Ok(())
-    }
-
-    fn loss(
-        &mut self,
-        batch: &CpuBatch,
-        width: usize,
-        x: &Vec<f32>,
-        weight: Part<'_, Vec<f32>>,
-        cap: Option<f32>,
-        logits: &mut Vec<f32>,
-        each: Option<&mut Vec<f32>>,
-        totals: &mut CpuTotals,
-    ) -> Result<(), NnError> {
-        let (weight, labels) = (weight.values(), &batch.labels);
-        totals.labelled += batch.labelled;
-        totals.nats += timed(&mut self.seconds.loss_seconds, || {
-            let each = each.map(Vec::as_mut_slice);
-            loss::cross_entropy(width, x, weight, labels, cap, logits, each, None)
-        });
-        Ok(())
-    }
-
-    fn loss_backward(
-        &mut self,
-        batch: &CpuBatch,
-        width: usize,
-        x: &Vec<f32>,
-        weight: Part<'_, Vec<f32>>,
-        cap: Option<f32>,
-        logits: &mut Vec<f32>,
-        d_x: &mut Vec<f32>,
-        d_weight: Option<PartMut<'_, Vec<f32>>>,
-        totals: &mut CpuTotals,
-    ) -> Result<(), NnError> {
-        let (weight, labels) = (weight.values(), &batch.labels);
-        totals.labelled += batch.labelled;
-        totals.nats += timed(&mut self.seconds.loss_seconds, || {
-            let (d_weight, kept) = (d_weight.map(PartMut::sums), &mut self.sums);
-            let gradients = Some(loss::Gradients { d_x, d_weight, kept });
-            loss::cross_entropy(width, x, weight, labels, cap, logits, None, gradients)
-        });
         Ok(())
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    AttentionShape, Blocks, LayerAttention, LayerProgram, LinearShape, PackedHeads, Part, PartMut,
-    Rotation,
+    AttentionShape, Blocks, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
+    PackedHeads, Part, PartMut, Rotation,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, ProgramConfig, RopePairing};
@@ -444,16 +444,19 @@ fn cross_entropy_is_its_twin(cap: Option<f32>) {
     for chunk in [1, 5, 23] {
         let (mut d_x, mut d_w) = (nan(x.len()), vec![0.0; w.len()]);
         let mut logits = nan(chunk * vocab);
-        let (weight, d_weight) = (|| Part::whole(&w), Some(whole_mut(&mut d_w)));
         let [mut loss, mut alone] = [0.0, 0.5].map(|nats| CpuTotals { nats, ..Default::default() });
         let mut each = nan(tokens);
-        let (z, d) = (&mut logits, &mut d_x);
-        cpu.loss_backward(&batch, width, &x, weight(), cap, z, d, d_weight, &mut loss).unwrap();
+        let mut of = |each, gradients, totals: &mut CpuTotals| {
+            let (weight, logits) = (Part::whole(&w), &mut logits);
+            let operands = LossOperands { x: &x, weight, width, cap, logits };
+            cpu.loss(&batch, operands, each, gradients, totals).unwrap();
+        };
+        let gradients = LossGradients { d_x: &mut d_x, d_weight: Some(whole_mut(&mut d_w)) };
+        of(None, Some(gradients), &mut loss);
         let wanted = gold(&wide(&x), &wide(&w));
         let nats = loss.nats;
         assert!((nats - wanted).abs() < 1e-6 * wanted, "{nats}, the twin has {wanted}");
-        let told = Some(&mut each);
-        cpu.loss(&batch, width, &x, weight(), cap, &mut logits, told, &mut alone).unwrap();
+        of(Some(&mut each), None, &mut alone);
         assert_eq!(alone.nats, 0.5 + nats, "added to what was there");
         assert_eq!((loss.labelled, alone.labelled), (21, 21));
         let sum: f64 = wide(&each).iter().sum();
