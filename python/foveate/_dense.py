@@ -88,7 +88,7 @@ def attention(
     sink: Tensor | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse`` and ``max_scores``, in float64 but for the last two, which are float32."""
+    """``out``, ``lse`` and ``max_scores``, in float64 as torch's are."""
     extents = (q.size(0), q.size(1), q.size(2), k.size(2))
     if math.prod(extents) * 8 > _LARGE:
         warnings.warn(
@@ -105,7 +105,7 @@ def attention(
     if sink is not None:
         scores = torch.cat([scores, sink.double().reshape(1, -1, 1, 1).expand(*extents[:3], 1)], -1)
     if scores.size(-1) == 0:
-        empty = q.new_full(extents[:3], -math.inf, dtype=torch.float32)
+        empty = q.new_full(extents[:3], -math.inf)
         return (q.sum(-1, keepdim=True) * 0).expand(*extents[:3], v.size(3)), empty, empty
     dead = (scores == -math.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(dead, 0.0)
@@ -114,4 +114,4 @@ def attention(
     if dropout_p:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     most = scores.detach()[..., : extents[3]].amax(-1) if extents[3] else lse.detach()
-    return weights @ v, lse.float(), most.masked_fill(dead.squeeze(-1), -math.inf).float()
+    return weights @ v, lse, most.masked_fill(dead.squeeze(-1), -math.inf)

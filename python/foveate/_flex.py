@@ -111,8 +111,8 @@ def flex_attention(
         enable_gqa: Lets ``Hq`` be a multiple of ``Hkv``.
         return_lse: Deprecated; ``return_aux=AuxRequest(lse=True)`` is the same.
         kernel_options: Torch's options for Triton are accepted and change nothing.
-        return_aux: Which of ``lse`` and ``max_scores`` to return too, ``[B, Hq, L]``, float32. ``lse`` is a
-            natural logarithm and differentiable; ``max_scores`` is not.
+        return_aux: Which of ``lse`` and ``max_scores`` to return too, ``[B, Hq, L]``, float32, or
+            float64 where ``query`` is. ``lse`` is a natural logarithm and differentiable; ``max_scores`` is not.
         sink: ``[Hq]``, a logit for each query head that joins the softmax's denominator only. It is not in
             torch's function. It gets a gradient; ``lse`` includes it.
         dropout_p: Drops each weight with this probability after the softmax and scales the others by
