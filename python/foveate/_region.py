@@ -24,8 +24,21 @@ def _install() -> None:
     _inductor.install()
 
 
-# Dynamo calls it when it traces, and leaves nothing of it in the graph.
+def _by_inductor() -> bool:
+    """Whether Inductor compiles the region that Dynamo traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while backend is not None:
+        if "inductor" in (getattr(backend, "compiler_name", None), getattr(backend, "_compiler_name", None)):
+            return True
+        backend = getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "__wrapped__", None))
+    return False
+
+
+# Dynamo calls them when it traces, and leaves nothing of them in the graph.
 _install._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_by_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def flex_attention(
@@ -46,13 +59,14 @@ def flex_attention(
 ) -> Any:
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
-    A sink joins the operator's results by their ``lse``, which has no place for ``max_scores`` beside it. That and float64,
-    which takes a path of its own, break the graph.
+    A sink joins the operator's results by their ``lse``, which has no place for ``max_scores`` beside it: that breaks the
+    graph. So does float64, which Inductor has no operator for; other backends run torch's, of plain operations.
     """
     from . import _blocks, _flex
 
     wants_max = return_aux is not None and return_aux.max_scores
-    if query.dtype == torch.float64 or (sink is not None and wants_max):
+    more = sink is not None or dropout_p or isinstance(block_mask, _flex.Mask)
+    if (sink is not None and wants_max) or (query.dtype == torch.float64 and (more or _by_inductor())):
         return breaking(
             query,
             key,

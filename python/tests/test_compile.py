@@ -487,22 +487,37 @@ def test_the_block_masks_of_other_versions_of_torch_are_understood():
     assert found[1] is made.kv_indices and (tile_q, tile_kv) == (16, 16) and mask is causal
 
 
-def test_float64_breaks_the_graph_once():
+@needs_compiler
+def test_float64_breaks_a_graph_that_inductor_compiles():
     q, k, v = (t.double() for t in operands(1, 2, 2, 16, 16, 8, 8))
+
     def model(q):
         return flex_attention(q * 2, k, v).sin()
 
     torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    assert torch.equal(torch.compile(model, backend=backend)(q), model(q)) and len(graphs) == 2
+    assert torch.allclose(torch.compile(model)(q), model(q), rtol=1e-13)
+    assert torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="foveate runs outside of compiled regions"):
-        torch.compile(model, backend=backend, fullgraph=True)(q)
+        torch.compile(model, fullgraph=True)(q)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_float64_is_part_of_the_graph_of_other_backends(backend):
+    q, k, v = (t.double().requires_grad_() for t in operands(1, 2, 2, 6, 9, 4, 4))
+    bias = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+    block_mask = create_block_mask(causal, None, None, 6, 9, "cpu")
+
+    def model(q, k, v, bias):
+        scored = lambda s, b, h, i, j: s + bias[h, j]  # noqa: E731
+        out, aux = flex_attention(q, k, v, scored, block_mask, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for mine, plain in zip(compiled(q, k, v, bias), model(q, k, v, bias)):
+        assert mine.dtype == plain.dtype == torch.float64 and torch.allclose(mine, plain, rtol=1e-12)
+    assert torch.autograd.gradcheck(compiled, (q, k, v, bias))
 
 
 def seeded(function):
