@@ -8,6 +8,7 @@ authoritative: ``full | partial & mask_mod``.
 
 from __future__ import annotations
 
+import operator
 import warnings
 import weakref
 from typing import Any, Callable, Sequence
@@ -78,11 +79,9 @@ def create_block_mask(
         raise NotImplementedError(f"foveate.create_block_mask makes tables on CPU and CUDA devices, not on {device}")
     if not callable(mask_mod):
         raise TypeError(f"create_block_mask requires a mask_mod function! Got {mask_mod}")
-    tile = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    if len(tile) != 2 or min(tile) < 1:
-        raise ValueError(f"BLOCK_SIZE must be a positive integer or two of them, got {BLOCK_SIZE}")
-    batch, heads = 1 if B is None else B, 1 if H is None else H
-    extents = (batch, heads, Q_LEN, KV_LEN)
+    tile = _tile(BLOCK_SIZE)
+    named = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    batch, heads, Q_LEN, KV_LEN = extents = tuple(_integer(name, n) for name, n in named.items())
     if not isinstance(dq_kv_order, bool):
         raise ValueError("dq_kv_order must be a bool when using create_block_mask")
     if min(extents) < 0:
@@ -103,6 +102,22 @@ def create_block_mask(
     _own[made] = _State(made)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
+
+
+def _integer(name: str, n: Any) -> int:
+    try:
+        return int(operator.index(n))
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {n!r}") from None
+
+
+def _tile(size: Any) -> tuple[int, int]:
+    """Queries and keys of a tile."""
+    both = size if isinstance(size, (tuple, list)) else (size, size)
+    tile = tuple(_integer("BLOCK_SIZE", n) for n in both)
+    if len(tile) != 2 or min(tile) < 1:
+        raise ValueError(f"BLOCK_SIZE must be a positive integer or two of them, got {size}")
+    return tile
 
 
 def _device(device: Any) -> torch.device:
@@ -232,7 +247,7 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.
     """What the lists of a block mask make of each tile: 0 empty, 1 partial, 2 full (uint8, ``[B|1, H|1, rows,
     columns]``); None where its function alone counts."""
     if not isinstance(mask, BlockMask):
-        raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one")
+        raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one, and Mask one of a mask function")
     batch, heads, q_len, kv_len = extents
     known = _own.get(mask)
     own = known is not None and known.holds(mask)

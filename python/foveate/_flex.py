@@ -18,6 +18,7 @@ from ._masks import Mask, offsets_of
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 _OWN_OPTIONS: frozenset[str] = frozenset()
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _said: set[str] = set()
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -146,6 +147,8 @@ def flex_attention(
         _check(query, key, value, block_mask, enable_gqa)
     if return_lse:
         _check_return_lse(return_aux)
+    if return_aux is not None:
+        _check_aux(return_aux)
     if kernel_options:
         _check_options(kernel_options)
     if scale is not None:
@@ -169,13 +172,22 @@ def flex_attention(
 
 
 def _checked_scale(scale: float) -> float:
+    _is_number("scale", scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}")
     return float(scale)
 
 
+def _is_number(name: str, given: Any) -> None:
+    try:
+        math.isfinite(given)
+    except TypeError:
+        raise TypeError(f"{name} must be a number, got {given!r}") from None
+
+
 def _dropout(p: float, query: Tensor) -> tuple[float, int | Tensor]:
     """The probability, and a seed from torch's generator of the query's device, where it stays."""
+    _is_number("dropout_p", p)
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {p}")
     if query.is_cuda:
@@ -196,6 +208,11 @@ def _check_return_lse(return_aux: AuxRequest | None) -> None:
             FutureWarning,
             stacklevel=4,
         )
+
+
+def _check_aux(return_aux: Any) -> None:
+    if not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux must be an AuxRequest, got {return_aux!r}; AuxRequest(lse=True) asks for lse")
 
 
 def _of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -475,6 +492,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not tensor.dtype.is_floating_point:
             raise ValueError(f"Expected {name} to be a float tensor, got {name}.dtype: {tensor.dtype}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got {name}.layout: {tensor.layout}; {name}.to_dense() is one")
+    if query.dtype not in _DTYPES:
+        raise ValueError(f"query must be float32, bfloat16, float16 or float64, got query.dtype: {query.dtype}")
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise ValueError(
             "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
@@ -523,6 +544,10 @@ def _check_options(options: dict[str, Any] | None) -> None:
     """Options for Triton change nothing here; ours are checked."""
     if not options:
         return
+    if not isinstance(options, dict):
+        raise TypeError(f"kernel_options must be a dict of options, got {options!r}")
+    if not isinstance(options.get("foveate", {}), dict):
+        raise TypeError(f"kernel_options['foveate'] must be a dict of options, got {options['foveate']!r}")
     if "BACKEND" in options:
         if options.get("FORCE_USE_FLEX_ATTENTION", False):
             raise RuntimeError(
@@ -641,6 +666,7 @@ def varlen(
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
     aux = AuxRequest() if return_aux is None else return_aux
+    _check_aux(aux)
     call = _Call(score, traced, number, dropout, aux.lse, aux.max_scores, offsets)
     result, lse, max_scores = _run(call, q, k, v, None if sink is None else _sink(sink, q))
     out: Tensor = result.squeeze(0).transpose(0, 1)

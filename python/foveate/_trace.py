@@ -527,6 +527,11 @@ class Trace(Reader):
                     return _applied(func.__name__, operation, args, {})
         kwargs = kwargs or {}
         if not any(map(_traced, args)) and not any(map(_traced, kwargs.values())):
+            if getattr(func, "__name__", None) in _RANDOM:
+                raise TraceError(
+                    f"`{func.__name__}` would draw the same numbers for all indices: draw a tensor outside of the function "
+                    "and read it by index, as in `noise[q_idx]`"
+                )
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name.endswith("_") and not name.endswith("__"):
@@ -536,6 +541,7 @@ class Trace(Reader):
 
 _GETITEM = torch.Tensor.__getitem__
 _PLAIN = frozenset((Expr, bool, int, float))
+_RANDOM = frozenset("rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson".split())
 
 
 def running() -> Trace:
@@ -658,6 +664,11 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
+def _said(given: Any) -> str:
+    """What stands in the place of a function; of what is long, its type."""
+    return repr(given) if isinstance(given, (str, int, float)) else f"a {type(given).__name__}"
+
+
 def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
     try:
         with trace:
@@ -672,6 +683,11 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
         raise TypeError(f"{trace.kind}_mod `{name_of(function)}` is called with {len(values)} values: {error}") from None
+    except IndexError as error:
+        if "numpy" not in str(error):
+            raise
+        what = "an array of NumPy cannot be read at a traced index; capture `torch.from_numpy(array)`"
+        raise TraceError(f"{trace.kind}_mod `{name_of(function)}`: {what};{_place(error)}") from error
 
 
 def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) -> _native.Traced:
@@ -679,6 +695,8 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
 
     ``wrap(trace, values, mask)`` makes another mask of it.
     """
+    if not callable(function):
+        raise TypeError(f"a mask must be a Mask or a function of (b, h, q_idx, kv_idx), got {_said(function)}")
     trace = Trace("mask", function, extents)
     values = tuple(map(_native.leaf, ("b", "h", "q", "kv"), extents))
     result = _run(trace, function, values)
@@ -691,6 +709,8 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
 
 def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
     """The program of a score function, for ``extents`` of b, h, q and kv."""
+    if not callable(function):
+        raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {_said(function)}")
     trace = Trace("score", function, extents)
     values = tuple(map(_native.leaf, ("score", "b", "h", "q", "kv"), (0, *extents)))
     result = _run(trace, function, values)

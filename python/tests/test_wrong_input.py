@@ -10,6 +10,8 @@ from foveate import AuxRequest, Mask, _native, create_block_mask, create_mask, e
 
 LEARNED = torch.zeros(12, requires_grad=True)
 ELSEWHERE = torch.zeros(12, device="meta")
+TABLE = LEARNED.detach().numpy()
+ENDS = torch.tensor([0, 5, 10]), torch.tensor([0, 7, 12])
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -75,6 +77,17 @@ WRONG = [
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + LEARNED[i - 20]), IndexError, "`LEARNED`"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s if i == j and j else s), RuntimeError, "control flow"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: None), ValueError, "must return"),
+    (lambda q, k, v: flex_attention(q, k, v, create_block_mask(causal, None, None, 10, 12)), TypeError, "got a BlockMask"),
+    (lambda q, k, v: flex_attention(q, k, v, "alibi"), TypeError, "score_mod must be a function"),
+    (lambda q, k, v: flex_attention(q, k, v, scale="1"), TypeError, "scale must be a number, got '1'"),
+    (lambda q, k, v: flex_attention(q, k, v, dropout_p="half"), TypeError, "dropout_p must be a number, got 'half'"),
+    (lambda q, k, v: flex_attention(q, k, v, return_aux=True), TypeError, "return_aux must be an AuxRequest, got True"),
+    (lambda q, k, v: flex_attention(q, k, v, kernel_options=["BACKEND"]), TypeError, "kernel_options must be a dict"),
+    (lambda q, k, v: flex_attention(q, k, v, kernel_options={"foveate": 3}), TypeError, "must be a dict of options, got 3"),
+    (lambda q, k, v: flex_attention(q.detach().to_sparse(), k, v), ValueError, "query must be a dense tensor"),
+    (lambda q, k, v: flex_attention(*(t.to(torch.float8_e4m3fn) for t in (q, k, v))), ValueError, "query must be float32"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + TABLE[j]), RuntimeError, "torch.from_numpy"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.rand(())), RuntimeError, "`rand` would draw"),
     (masked(lambda b, h, i, j: i - j), ValueError, "bool"),
     (masked(lambda b, h, i, j: True), ValueError, "must return"),
     (masked(lambda b, h, i: i > 0), TypeError, "4 values"),
@@ -84,10 +97,13 @@ WRONG = [
     (masked(3), TypeError, "mask_mod function"),
     (lambda q, k, v: create_block_mask(causal, 1, 1, -3, 8), ValueError, "negative"),
     (lambda q, k, v: create_block_mask(causal, 1, 1, 8, 8, BLOCK_SIZE=0), ValueError, "BLOCK_SIZE"),
+    (lambda q, k, v: create_block_mask(causal, 1, 1, 8, 8, BLOCK_SIZE=16.0), TypeError, "BLOCK_SIZE must be an integer, got 16.0"),
+    (lambda q, k, v: create_block_mask(causal, 1, 1, 8.0, 8), TypeError, "Q_LEN must be an integer, got 8.0"),
     (lambda q, k, v: create_block_mask(causal, 1, 1, 8, 8, "meta"), NotImplementedError, "meta"),
     (lambda q, k, v: create_block_mask(causal, 1, 1, 2**22, 2**22, BLOCK_SIZE=1), RuntimeError, "memory"),
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask("causl")), ValueError, "causl"),
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.document(torch.zeros(3).int())), IndexError, "`ids`"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.document(torch.zeros(12))), ValueError, "`ids` cannot be bound"),
     (lambda q, k, v: Mask.from_cu_seqlens(torch.tensor([0, 9, 3])), ValueError, "decrease"),
     (lambda q, k, v: flex_attention(huge(2**14, 2**10, 2**14, 8), huge(2**14, 2**10, 1, 8), huge(2**14, 2**10, 1, 8)),
      RuntimeError, "memory"),
@@ -95,6 +111,8 @@ WRONG = [
     (lambda q, k, v: varlen(*rows(q, k, v), torch.tensor([0, 11]), torch.tensor([0, 12])), ValueError, "past the 10 rows"),
     (lambda q, k, v: varlen(*rows(q, k, v), torch.tensor([3, 9])), ValueError, "begin at 0"),
     (lambda q, k, v: varlen(*rows(q, k, v)), ValueError, "cu_seqlens_q is missing"),
+    (lambda q, k, v: varlen(*rows(q, k, v), *ENDS, return_aux=True), TypeError, "AuxRequest"),
+    (lambda q, k, v: varlen(*rows(q, k, v), *ENDS, mask="causal"), TypeError, "a mask must be a Mask or a function"),
     (lambda q, k, v: paged_as(q, k, v, lengths=torch.tensor([25, 3])), ValueError, "pages"),
     (lambda q, k, v: paged_as(q, k, v, page_table=torch.full((2, 2), 4)), ValueError, "page"),
     (lambda q, k, v: explain(q[0], k, v), NotImplementedError, "4D"),
@@ -144,7 +162,6 @@ def panicking(what):
 
 IN_TURN = ["the call"]
 MODS = (None, [], [], None, [], [], [], [1, 1], 0.5, None, 0.0)
-ENDS = torch.tensor([0, 5, 10]), torch.tensor([0, 7, 12])
 
 
 def operator(name, *layout):

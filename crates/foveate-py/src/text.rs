@@ -40,7 +40,12 @@ pub fn parse(
         names = names.scalar(name, value);
     }
     let mask = parse_mask(text, &names).map_err(|e| {
-        PyValueError::new_err(format!("mask `{text}`: {}", one_line(&e.to_string())))
+        let mut said = one_line(&e.to_string());
+        for (name, capture) in &tensors {
+            said =
+                said.replace(&format!("`{}`", capture.get().slot().name()), &format!("`{name}`"));
+        }
+        PyValueError::new_err(format!("mask `{text}`: {said}"))
     })?;
     Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None, learns: false }))
 }
