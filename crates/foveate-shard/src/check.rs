@@ -112,6 +112,12 @@ pub struct RankBytes {
     pub backward_sent: u64,
     /// Operands, results, gradients and what arrives, held at once.
     pub held: u64,
+    /// Beside the rank's q, k and v, what a device keeps of a forward pass for the backward pass: all keys and
+    /// values that it computes on, its own among them, or, with heads for tokens, the operands and results
+    /// of its heads.
+    pub kept: u64,
+    /// What a device needs besides while it computes: results of stages and gradients, in f32.
+    pub passing: u64,
 }
 
 /// What was proven, in numbers.

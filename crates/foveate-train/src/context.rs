@@ -72,10 +72,12 @@ impl ContextPlanner {
         let documents = vec![0; rows * len];
         let (proven, _) = proven(&self.map, self.strategy, model, [rows, len], &documents)?;
         let ShardPlan { strategy, reason, .. } = proven.plan();
-        Ok(Described {
-            strategy: format!("{strategy}: {reason}"),
-            layer_bytes: proven.proof().bytes[ranks.rank()].held,
-        })
+        let bytes = &proven.proof().bytes[ranks.rank()];
+        let [layer_bytes, passing_bytes] = match self.by_device {
+            true => [bytes.kept, bytes.passing],
+            false => [bytes.held, 0],
+        };
+        Ok(Described { strategy: format!("{strategy}: {reason}"), layer_bytes, passing_bytes })
     }
 
     /// This rank's tokens of its rows, which are part of a batch of `all` rows, and attention over
@@ -135,8 +137,10 @@ fn numbers(words: &[u8]) -> impl Iterator<Item = i32> {
 pub(crate) struct Described {
     /// How keys and queries meet, and why.
     pub strategy: String,
-    /// What attention of a layer holds.
+    /// What attention of a layer keeps.
     pub layer_bytes: u64,
+    /// What it needs besides for the time of a layer.
+    pub passing_bytes: u64,
 }
 
 /// A batch over the ranks: who holds which tokens, and attention.

@@ -82,8 +82,8 @@ impl StepMemory {
         let run = |recompute| -> Result<Self, Failure> {
             let setting = Setting { rows, recompute, ..Setting::of(recipe) };
             let account = planned.account(&setting, device)?;
-            let again = recompute.what == Recompute::Full;
-            let bytes = bytes_of(&account, proven, &reps, reshard, again);
+            let kept = recompute.kept_attention(config.num_hidden_layers) as u64;
+            let bytes = bytes_of(&account, proven, &reps, reshard, kept);
             Ok(Self { account, setting, len, bytes, device })
         };
         let mut step = run(given.unwrap_or(Recompute::None.into()))?;
@@ -123,14 +123,16 @@ fn local_config(config: &ModelConfig, proven: &ProvenPlan) -> ModelConfig {
 
 /// Arrays of the stream between layers, whose tokens are cut over `tensor`.
 const STREAM_ARRAYS: [&str; 5] = ["layer input", "residual", "output", "inverse rms", "d_x"];
+
 /// Bytes that each of `reps` holds: its part of parameters, gradients and moments, two gathered
-/// groups and gradients of two, activations, and keys of others that a layer's backward needs.
+/// groups and gradients of two, activations, what attention over `context` keeps for the backward pass of
+/// `kept` layers, and what it needs for the time of a layer.
 fn bytes_of(
     account: &Account,
     proven: &ProvenPlan,
     reps: &[usize],
     reshard: Reshard,
-    again: bool,
+    kept: u64,
 ) -> Vec<u64> {
     let plan = proven.plan();
     let mesh = plan.sharding.map().mesh();
@@ -155,11 +157,10 @@ fn bytes_of(
             false => array.bytes,
         })
         .sum();
-    // Groups beside the layers are the embedding and the head.
-    let kept = if again { 1 } else { plan.shape.parameters.len() as u64 - 2 };
+    let is_cut = mesh.size(MeshAxis::Context) > 1;
     let keys = |rank: usize| {
         let bytes = &proven.proof().bytes[rank];
-        bytes.forward_received * kept + bytes.backward_sent
+        if is_cut { bytes.kept * kept + bytes.passing } else { 0 }
     };
     reps.iter().map(|&rank| state + gathered + activations + keys(rank) + BESIDE).collect()
 }

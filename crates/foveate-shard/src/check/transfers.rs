@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::check::{At, Contradiction, RankBytes};
 use crate::plan::{
-    BACK, BACK_QUERIES, Cells, Part, RankPlan, ShardPlan, Stage, WITH_KEYS, WITH_QUERIES,
+    BACK, BACK_QUERIES, Cells, Part, RankPlan, ShardPlan, Stage, Strategy, WITH_KEYS, WITH_QUERIES,
     part_bytes,
 };
 use crate::ranges::Ranges;
@@ -288,8 +288,29 @@ fn bytes_of(plan: &ShardPlan, rank: &RankPlan) -> RankBytes {
         forward_received: of_stages(&|s| sum(&s.receives)) + results(&rank.returned),
         forward_sent: of_stages(&|s| sum(&s.sends)) + results(&rank.returns),
         backward_sent: of_stages(&|s| d_out(&s.sends)) + sum(&rank.returns),
-        held: 0,
+        ..RankBytes::default()
     };
     let back = of_stages(&|s| d_out(&s.receives)) + sum(&rank.returns) + sum(&rank.returned);
-    RankBytes { held: arrays + own + bytes.forward_received + back, ..bytes }
+    let (kept, passing) = of_device(plan, rank);
+    RankBytes { held: arrays + own + bytes.forward_received + back, kept, passing, ..bytes }
+}
+
+/// [`RankBytes::kept`] and [`RankBytes::passing`].
+fn of_device(plan: &ShardPlan, rank: &RankPlan) -> (u64, u64) {
+    let Some(first) = rank.stages.first() else { return (0, 0) };
+    let all = rank.stages.iter().fold(Ranges::default(), |all, s| all.union(&s.compute.kv));
+    let cells = Cells { kv: all, ..first.compute.clone() };
+    let of = |carries: &[&str]| part_bytes(&plan.shape, &cells, carries);
+    let rows = (cells.batch.len() * cells.heads.len() * cells.q.len()) as u64;
+    let out = rows * plan.shape.dim_v as u64;
+    if plan.strategy == Strategy::HeadsForTokens {
+        let operands = of(&["q", "k", "v"]);
+        let out = out * plan.shape.element.bytes() as u64;
+        return (operands + out + 4 * rows, operands + out);
+    }
+    // Out and lse of the stages so far and of one more, where there are several.
+    let stages = rank.stages.iter().filter(|stage| !stage.compute.kv.is_empty()).count();
+    let joined = if stages > 1 { 4 * (2 * out + 3 * rows) } else { 0 };
+    let returned = rank.returned.iter().map(|part| part.bytes).sum::<u64>();
+    (of(&["k", "v"]), joined.max(of(&["dq", "dk", "dv"]) + returned))
 }

@@ -358,6 +358,11 @@ fn a_device_is_told_what_the_plan_says() {
                 }
             };
             assert_eq!(stages.len(), own.stages.len());
+            // Keys and values that it keeps: its own beside all that arrive.
+            let arrive = stages.iter().flat_map(|stage| stage.receives.iter().flatten());
+            let keys = own.own.q.len() + arrive.map(Range::len).sum::<usize>();
+            let kept = own.own.batch.len() * keys * 2 * own.own.kv_heads.len() * 6 * 4;
+            assert_eq!(proven.proof().bytes[rank].kept, kept as u64, "{strategy}, rank {rank}");
             for (number, (stage, planned)) in stages.iter().zip(&own.stages).enumerate() {
                 let first = if number == 0 { own.own.kv.clone() } else { Ranges::default() };
                 let arrive = Ranges::of(stage.receives.iter().flatten().cloned());
