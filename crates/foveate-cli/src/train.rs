@@ -312,6 +312,9 @@ impl Observer for View<'_> {
             None => crate::output::tell!("about {needed} of memory, saves included"),
             Some(gpu) => crate::output::tell!("about {needed} of the memory of {gpu}"),
         }
+        if let Some(mixed) = &run.mixed_devices {
+            crate::output::tell!("ranks are on {mixed}: a step takes as long as the slowest");
+        }
         if run.skipped_documents > 0 {
             crate::output::tell!(
                 "{} skipped: empty, not UTF-8 or not JSON",

@@ -165,6 +165,31 @@ fn who_does_not_belong_is_turned_away_and_the_meeting_goes_on() {
     assert!(told.contains("another run"), "{told}");
 }
 
+/// A port at which something else listens, which says nothing or hangs up.
+#[test]
+fn a_rank_that_gets_no_answer_says_what_to_do() {
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = other.local_addr().unwrap().port();
+    let at = Meeting { rank: 1, port, arrival: Duration::from_millis(100), ..meeting(2, SOON) };
+    let silent = connect(&at).unwrap_err();
+    let hangs_up = std::thread::scope(|scope| {
+        scope.spawn(|| (0..2).for_each(|_| drop(other.accept())));
+        connect(&at).unwrap_err()
+    });
+    for (error, why) in
+        [(silent, "no answer came in 100ms; "), (hangs_up, "the connection ended (")]
+    {
+        assert!(error.is_lost(), "started again, the right rank may be there");
+        let told = error.to_string();
+        let begins = format!("rank 0 did not let rank 1 in at 127.0.0.1:{port}: {why}");
+        assert!(told.starts_with(&begins), "{told}");
+        assert!(
+            told.contains("start each rank once, and give each run a port of its own"),
+            "{told}"
+        );
+    }
+}
+
 #[test]
 fn ranks_of_an_older_attempt_are_turned_away_and_of_a_newer_one_end_this() {
     let at = Meeting { attempt: 3, ..meeting(2, SOON) };
@@ -233,6 +258,7 @@ fn ranks_that_count_otherwise_come_twice_or_not_at_all_are_named() {
     let nobody = Meeting { rank: 1, arrival: Duration::from_millis(300), ..meeting(2, SOON) };
     let told = connect(&nobody).unwrap_err().to_string();
     assert!(told.contains("rank 1 could not reach rank 0 at 127.0.0.1"), "{told}");
+    assert!(told.ends_with("start rank 0 there, or give all ranks its address"), "{told}");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let told = connect(&Meeting { port, ..meeting(2, SOON) }).unwrap_err().to_string();

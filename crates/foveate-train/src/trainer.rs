@@ -66,6 +66,9 @@ pub struct Started {
     pub recompute: Recomputation,
     /// The GPU that computes; none is the CPU.
     pub gpu: Option<String>,
+    /// The GPUs that the ranks are on, and how many each, where these are not all alike: a step takes as
+    /// long as the slowest of them.
+    pub mixed_devices: Option<String>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
     /// What the bits of steps depend on and was other in the steps before a resume, a line each:

@@ -5,6 +5,7 @@
 //! it. Who does not belong (another run, an older attempt of this one, a rank that is there already)
 //! is told why and turned away, and the meeting goes on.
 
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
@@ -157,10 +158,14 @@ pub fn connect(meeting: &Meeting) -> Result<Rank, ShardError> {
     Ok(Rank::of_all(Arc::new(tcp), [rank, ranks], meeting_id))
 }
 
-/// A number that no other meeting of this run has.
+/// A number that no other meeting of this run has. The clock alone does not make it: one that was set back,
+/// or stands before 1970, says the same twice, and in containers so do the numbers of processes.
 pub(super) fn identity() -> u64 {
-    let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
-    crate::hash::words([now, u64::from(std::process::id())])
+    identity_at(SystemTime::now())
+}
+
+fn identity_at(now: SystemTime) -> u64 {
+    RandomState::new().hash_one((now, std::process::id()))
 }
 
 struct Meet<'a> {
@@ -391,7 +396,8 @@ impl Meet<'_> {
                 Ok(stream) => return Ok(stream),
                 Err(e) if Instant::now() >= self.until => {
                     return Err(ShardError::lost(format!(
-                        "rank {rank} could not reach rank {peer} at {place} in {arrival:?}: {e}"
+                        "rank {rank} could not reach rank {peer} at {place} in {arrival:?}: {e}; start \
+                         rank {peer} there, or give all ranks its address"
                     )));
                 }
                 Err(_) => std::thread::sleep(PAUSE),
@@ -408,8 +414,28 @@ impl Meet<'_> {
             .and_then(|()| stream.write_all(&self.hello(port).encode()))
             .and_then(|()| Answer::read(stream));
         said.map_err(|e| {
-            let place = self.place();
-            ShardError::lost(format!("rank {peer} did not let rank {rank} in at {place}: {e}"))
+            let (place, waited) = (self.place(), self.meeting.arrival);
+            let why = match e.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                    format!("no answer came in {waited:?}")
+                }
+                _ => format!("the connection ended ({e})"),
+            };
+            ShardError::lost(format!(
+                "rank {peer} did not let rank {rank} in at {place}: {why}; start each rank once, and give \
+                 each run a port of its own, at which no other program listens"
+            ))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_meeting_is_no_other_one_where_a_clock_stands_still() {
+        let now = SystemTime::UNIX_EPOCH - Duration::from_secs(1);
+        assert_ne!(identity_at(now), identity_at(now));
     }
 }

@@ -3,6 +3,7 @@
 mod model;
 mod resume;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -101,8 +102,9 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ("version", hash(env!("CARGO_PKG_VERSION")) ^ hash(options.commit.unwrap_or(""))),
             ("recipe", hash(&text)),
             ("mesh", hash(&ranks.mesh().to_string())),
-            ("documents", texts.corpus.fingerprint()),
+            ("set of documents", texts.corpus.fingerprint()),
         ])?;
+        let mixed = mixed_devices(ranks, gpu.as_deref())?;
         let counts = counts(ranks, recipe, &texts, observer)?.map(Arc::new);
         let last = texts.last.clone();
         let checksums = options.checksums;
@@ -113,6 +115,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             .agree(&[("step", run.state.step), ("number of parameters", run.started.parameters)])?;
         let logs = ranks.first().then(|| run.open(options, last.as_deref(), &resolved));
         run.logs = ranks.together(logs.transpose())?;
+        run.started.mixed_devices = mixed;
         Ok(run)
     }
 
@@ -166,7 +169,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             described.transpose().map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
         if let Some(described) = &described {
             let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
-            memory.attention += kept * described.layer_bytes;
+            memory.attention += kept * described.layer_bytes + described.passing_bytes;
             fits(&memory, model.free_bytes()?, |_| None).map_err(wrong)?;
         }
         let strategy = described.map(|described| described.strategy);
@@ -218,6 +221,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             memory,
             recompute,
             gpu,
+            mixed_devices: None,
             other_device,
             changed,
             mesh: ranks.mesh(),
@@ -317,6 +321,37 @@ fn counts(
     }
     observer.begins("counting the documents' tokens");
     counting::count(ranks, corpus, observer).map(Some)
+}
+
+/// The GPUs that the ranks are on, this one on `gpu`, where these are not all alike. All ranks call it.
+///
+/// # Errors
+/// When some are on GPUs and others on CPUs, which compute in other types.
+pub(super) fn mixed_devices(
+    ranks: Ranks<'_>,
+    gpu: Option<&str>,
+) -> Result<Option<String>, TrainError> {
+    let all = ranks.all(gpu.unwrap_or_default().as_bytes())?;
+    let mut kinds = BTreeMap::<&[u8], Vec<usize>>::new();
+    all.iter().enumerate().for_each(|(rank, gpu)| kinds.entry(gpu).or_default().push(rank));
+    let on_gpu = all.iter().position(|gpu| !gpu.is_empty());
+    let mixed = match (kinds.get(&b""[..]), on_gpu) {
+        (Some(on_cpu), Some(first)) => Err(TrainError::recipe(
+            "run.device",
+            format!(
+                "ranks {on_cpu:?} compute on the CPU, and rank {first} on {}; give every rank a GPU, or \
+                 set run.device = \"cpu\"",
+                String::from_utf8_lossy(&all[first])
+            ),
+        )),
+        _ => Ok((kinds.len() > 1).then(|| {
+            let of = |(gpu, ranks): (&&[u8], &Vec<usize>)| {
+                format!("{} × {}", ranks.len(), String::from_utf8_lossy(gpu))
+            };
+            kinds.iter().map(of).collect::<Vec<_>>().join(", ")
+        })),
+    };
+    ranks.together(mixed)
 }
 
 /// What plans attention where ranks compute it together.

@@ -272,6 +272,30 @@ fn what_is_wrong_on_one_rank_ends_all_before_anything_is_written() {
 }
 
 #[test]
+fn gpus_that_differ_are_told_and_cpus_beside_them_refused_on_all_ranks() {
+    let told = |gpus: [Option<&str>; 3]| {
+        let told = run_threads(3, Duration::from_secs(60), |world| {
+            let ranks = Ranks::in_mesh(world, &Default::default()).unwrap();
+            let told = super::super::setup::mixed_devices(ranks, gpus[world.rank()]);
+            Ok(told.map_err(|e| e.to_string()))
+        });
+        told.unwrap()
+    };
+    let alike = [Some("H100"); 3];
+    assert_eq!(told(alike), [Ok(None), Ok(None), Ok(None)]);
+    assert_eq!(told([None; 3]), [Ok(None), Ok(None), Ok(None)]);
+    let both = Ok(Some("1 × A100, 2 × H100".to_owned()));
+    assert_eq!(told([Some("H100"), Some("A100"), Some("H100")]), [&both; 3].map(Clone::clone));
+    let why = "run.device: ranks [0, 2] compute on the CPU, and rank 1 on H100; give every rank a GPU, or \
+               set run.device = \"cpu\"";
+    let [first, other, last] = told([None, Some("H100"), None]).try_into().unwrap();
+    assert_eq!(first.unwrap_err(), why);
+    for other in [other, last] {
+        assert_eq!(other.unwrap_err(), format!("rank 0: {why}"));
+    }
+}
+
+#[test]
 fn a_rank_that_fails_in_a_step_ends_all_and_what_was_saved_stays() {
     for mesh in ["mesh.shard=2", "mesh.context=2"] {
         let place = Place::new();
@@ -505,15 +529,23 @@ pub(super) fn same_bits_over_threads_and_tcp(sets: &[&str]) {
     let recipe = |place: &Place| place.recipe(sets);
     let threads = Place::new();
     let (by_threads, log) = all_well(4, &threads, &recipe(&threads), Start::New).remove(0);
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let place = Place::new();
-    let recipe = recipe(&place);
+    let (by_tcp, tcp_log) = by_tcp(4, &place, &recipe(&place)).remove(0);
+    assert_eq!(tcp_log, log);
+    let [one, other] = [&by_threads, &by_tcp]
+        .map(|run| values_of(&run.checkpoint).into_iter().map(f32::to_bits).collect::<Vec<_>>());
+    assert!(one == other && !one.is_empty());
+}
+
+/// A run whose ranks connect by TCP.
+pub(super) fn by_tcp(ranks: usize, place: &Place, recipe: &Recipe) -> Vec<(Summary, Log)> {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let of_rank = |rank: usize| {
         let world = connect(&Meeting {
             host: "127.0.0.1".to_owned(),
             port,
             rank,
-            ranks: 4,
+            ranks,
             run: 1,
             attempt: 0,
             arrival: Duration::from_secs(60),
@@ -521,19 +553,14 @@ pub(super) fn same_bits_over_threads_and_tcp(sets: &[&str]) {
             silence: Duration::from_secs(60),
         });
         let mut log = Log::default();
-        let done = train_on(&world.unwrap(), &recipe, &place.file(), Start::New, &mut log);
+        let done = train_on(&world.unwrap(), recipe, &place.file(), Start::New, &mut log);
         (done.unwrap(), log)
     };
     let of_rank = &of_rank;
-    let mut runs = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..4).map(|rank| scope.spawn(move || of_rank(rank))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
-    });
-    let (by_tcp, tcp_log) = runs.remove(0);
-    assert_eq!(tcp_log, log);
-    let [one, other] = [&by_threads, &by_tcp]
-        .map(|run| values_of(&run.checkpoint).into_iter().map(f32::to_bits).collect::<Vec<_>>());
-    assert!(one == other && !one.is_empty());
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || of_rank(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
 }
 
 /// A step of a model of some size on ranks that cut its parameters: bytes of weights, gradients and
