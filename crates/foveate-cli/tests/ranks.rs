@@ -3,9 +3,10 @@
 
 mod place;
 
+use std::fs::DirEntry;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use foveate::tensor::random::Random;
 use place::Place;
@@ -18,9 +19,19 @@ fn place() -> Place {
 }
 
 fn saved(place: &Place) -> bool {
-    std::fs::read_dir(place.path("run/checkpoints")).is_ok_and(|mut entries| {
-        entries.any(|e| e.unwrap().file_name().to_string_lossy().starts_with("step-"))
-    })
+    checkpoints(place, "step-").next().is_some()
+}
+
+/// What the folder of checkpoints has that begins so.
+fn checkpoints<'a>(place: &Place, begins: &'a str) -> impl Iterator<Item = DirEntry> + 'a {
+    let entries = std::fs::read_dir(place.path("run/checkpoints")).into_iter().flatten().flatten();
+    entries.filter(move |e| e.file_name().to_string_lossy().starts_with(begins))
+}
+
+/// Whether a checkpoint is being written that was begun after `since`.
+fn saving(place: &Place, since: SystemTime) -> bool {
+    let begun = |e: DirEntry| e.metadata().and_then(|m| m.modified()).is_ok_and(|at| at > since);
+    checkpoints(place, ".writing-").any(begun)
 }
 
 fn text(bytes: Vec<u8>) -> String {
@@ -184,10 +195,17 @@ fn signal(name: &str, child: &Child) {
     assert!(sent.unwrap().success());
 }
 
+/// Starts three ranks that are threads of one process.
+fn threads(place: &Place, args: &[&str]) -> Child {
+    let mut command = place.command(&["train", "recipe.toml", "--ranks", "3"]);
+    command.args(["--set", "train.steps=150"]).args(args);
+    command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
 /// As often as `FOVEATE_KILLS` says: any of three ranks is killed or stopped, from before they meet
-/// to behind the last step, saves included. The others end by themselves, with one error and the
-/// status that launchers start again on; what the run reaches in the end is what one reaches that was
-/// left alone.
+/// to behind the last step, saves included; of four attempts one has its ranks in one process. The others
+/// end by themselves, with one error and the status that launchers start again on; what the run reaches in
+/// the end is what one reaches that was left alone.
 #[cfg(unix)]
 #[test]
 fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_bit() {
@@ -208,13 +226,16 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
     }
     let took = straight.elapsed().as_millis() as usize;
     let right = (place.steps("straight"), place.weights("straight", 150));
-    let (mut done, mut stopped, mut finished) = (0, 0, 0);
+    let (mut done, mut stopped, mut of_threads, mut finished) = (0, 0, 0, 0);
+    let mut saves = 0;
     let mut over = true;
     while done < kills || finished == 0 {
         let how = if saved(&place) && !over { "--resume" } else { "--start-over" };
         over = false;
-        let mut ranks = some(&place, 3, &[how]);
-        let harmed = random.below(3);
+        let (together, since) = (random.below(4) == 0, SystemTime::now());
+        let mut ranks =
+            if together { vec![threads(&place, &[how])] } else { some(&place, 3, &[how]) };
+        let harmed = random.below(ranks.len());
         let stops = random.below(4) == 0;
         std::thread::sleep(Duration::from_millis(random.below(took + took / 4) as u64));
         let harms = done < kills && ranks[harmed].try_wait().unwrap().is_none();
@@ -222,6 +243,8 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
             signal(if stops { "-STOP" } else { "-KILL" }, &ranks[harmed]);
             done += 1;
             stopped += usize::from(stops);
+            of_threads += usize::from(together);
+            saves += usize::from(saving(&place, since));
         }
         let began = Instant::now();
         let mut ended = true;
@@ -248,7 +271,10 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
             over = true;
         }
     }
-    println!("{done} harmed, {stopped} of them stopped; {finished} runs reached their end");
+    println!(
+        "{done} harmed, {stopped} of them stopped, {of_threads} with the others in their process, \
+         {saves} while a checkpoint was written; {finished} runs reached their end"
+    );
 }
 
 /// What ranks leave behind says who it was, as far as they saw it.
@@ -373,6 +399,95 @@ fn sigterm_ends_a_rank_that_waits_for_others() {
     let began = Instant::now();
     assert!(!zero.wait().unwrap().success());
     assert!(began.elapsed() < Duration::from_secs(20), "it waits on");
+}
+
+/// Runs rank 0 and rank 1, each with its folder and arguments; status and errors of both.
+fn pair(ranks: [(&Place, &[&str]); 2]) -> [(Option<i32>, String); 2] {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let meet = format!("127.0.0.1:{port}");
+    let start = |(rank, (place, more)): (usize, (&Place, &[&str]))| {
+        let rank = rank.to_string();
+        let args = ["train", "recipe.toml", "--rank", &rank, "--ranks", "2", "--meet", &meet];
+        let mut command = place.command(&[&args[..], more].concat());
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let both: Vec<_> = ranks.into_iter().enumerate().map(start).collect();
+    let ends = both.into_iter().map(|rank| rank.wait_with_output().unwrap());
+    let ends: Vec<_> = ends.map(|done| (done.status.code(), text(done.stderr))).collect();
+    ends.try_into().unwrap()
+}
+
+/// Who has something else is named, once, and no rank has begun.
+#[test]
+fn ranks_with_other_recipes_data_or_folders_end_all_with_one_line() {
+    let (place, other) = (place(), place());
+    let run = format!("run.dir={}", place.path("run").display());
+    std::fs::write(other.path("03.txt"), "another document").unwrap();
+    let same: &[&str] = &["--set", &run];
+    let rate: &[&str] = &["--set", &run, "--set", "optimizer.lr=0.5"];
+    for (first, second, what) in [
+        ((&place, same), (&place, rate), "recipe"),
+        ((&place, same), (&other, same), "set of documents"),
+    ] {
+        let ends = pair([first, second]);
+        let said: String = ends.iter().map(|(_, said)| said.as_str()).collect();
+        assert!(ends.iter().all(|(status, _)| *status == Some(1)), "{said}");
+        let why = format!(
+            "error: ranks [1] have another {what} than rank 0; give every rank the same recipe, data and \
+             binary"
+        );
+        assert_eq!(errors(&said), [why]);
+        assert!(!place.path("run").exists());
+    }
+    // A run that is there keeps its folder, and what it has.
+    let long = ["train", "recipe.toml", "--ranks", "2", "--set", "train.steps=4000"];
+    let mut first = place.command(&long).stderr(Stdio::null()).spawn().unwrap();
+    while !saved(&place) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let second =
+        place.run(&["launch", "--ranks", "2", "--", "train", "recipe.toml", "--start-over"]);
+    let said = text(second.stderr);
+    assert_eq!(second.status.code(), Some(1), "{said}");
+    assert!(matches!(errors(&said)[..], [one] if one.contains("another process is training here")));
+    assert!(first.try_wait().unwrap().is_none() && saved(&place));
+    signal("-TERM", &first);
+    assert_eq!(first.wait().unwrap().code(), Some(130));
+}
+
+/// As torchrun's agent starts ranks, and starts them again when one is killed.
+#[cfg(unix)]
+#[test]
+fn torchrun_starts_ranks_and_starts_them_again() {
+    if Command::new("torchrun").arg("--help").output().is_err() {
+        println!("skipped: there is no torchrun");
+        return;
+    }
+    let place = place();
+    let mut torchrun = Command::new("torchrun");
+    let train = format!(
+        "exec {} train recipe.toml --set train.steps=400 $( [ -d run/checkpoints ] && echo --resume )",
+        env!("CARGO_BIN_EXE_foveate")
+    );
+    torchrun.args(["--no-python", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]);
+    torchrun.args(["sh", "-c", &train]).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
+    torchrun.current_dir(place.path("")).stdout(Stdio::null()).stderr(Stdio::piped());
+    let agent = torchrun.spawn().unwrap();
+    while !saved(&place) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let ranks =
+        Command::new("pgrep").args(["-P", &agent.id().to_string()]).output().unwrap().stdout;
+    let rank = text(ranks).lines().last().unwrap().to_owned();
+    assert!(Command::new("kill").args(["-KILL", &rank]).status().unwrap().success());
+    let done = agent.wait_with_output().unwrap();
+    let said = text(done.stderr);
+    assert!(done.status.success(), "{said}");
+    assert!(
+        said.contains("by RANK and WORLD_SIZE") && said.contains("resumed after step "),
+        "{said}"
+    );
+    assert_eq!(place.steps("run").last().unwrap().0, 400);
 }
 
 #[test]
