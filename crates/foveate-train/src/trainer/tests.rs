@@ -6,6 +6,7 @@ use super::*;
 use crate::metrics::JsonlLog;
 
 mod folder;
+mod meshes;
 mod ranks;
 mod tensor;
 
