@@ -3,7 +3,7 @@
 mod check;
 mod log;
 mod memory;
-mod plan;
+pub mod plan;
 mod simulate;
 
 use clap::Subcommand;

@@ -554,6 +554,31 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
     let edge = &tensor["edges"][2];
     assert_eq!(edge["from"], "f32[batch, stream@tensor, hidden]", "{tensor}");
     assert_eq!(edge["to"], "f32[batch, seq, hidden]", "{tensor}");
+    assert_eq!(edge["on_gpus"], "the product, rank by rank");
+    let again = json("tensor=2", &["--set", "train.recompute=full"]);
+    let of_again = again["edges"].as_array().unwrap().iter().filter(|e| {
+        e["what"].as_str().unwrap().ends_with("o again")
+            || e["what"].as_str().unwrap().contains("up again")
+    });
+    assert_eq!(of_again.map(|e| e["times"].as_u64().unwrap()).collect::<Vec<_>>(), [4, 4]);
+    // Keys of two ranks: the later has half of the causal keys still to come, in two stages, and sends as
+    // many gradients back.
+    let context =
+        json("context=2", &["--set", "train.batch_rows=1", "--set", "mesh.strategy=exchange"]);
+    let keys: Vec<_> =
+        context["edges"].as_array().unwrap().iter().filter(|e| e["kind"] == "exchange").collect();
+    let bytes = |e: &serde_json::Value| e["bytes"].as_u64().unwrap();
+    assert_eq!(keys.len(), 3, "{context}");
+    assert_eq!(keys[0]["on_gpus"], "attention on the keys before");
+    // Keys and values of two heads of 32, and a position.
+    assert_eq!((bytes(keys[0]) + bytes(keys[1])) % (2 * 2 * 32 * 4 + 4), 0, "{context}");
+    assert_eq!((bytes(keys[2]) % (2 * 2 * 32 * 4), keys[2]["times"].as_u64()), (0, Some(4)));
+    // What it keeps is in the memory that is told.
+    let (_, text, _) = of("context=2", &["--set", "train.batch_rows=2"]);
+    assert!(text.contains("; waited for, on GPUs beside attention on the keys before"), "{text}");
+    let gather = json("context=4", &["--set", "mesh.strategy=gather"]);
+    let exchange = json("context=4", &["--set", "mesh.strategy=exchange"]);
+    assert!(memory(&gather) >= memory(&exchange), "{gather} {exchange}");
     // Fewer key/value heads than ranks: their gradients are summed, and said to be.
     let (_, text, _) = of("tensor=4", &[]);
     assert!(text.contains("copies of key/value heads"), "{text}");

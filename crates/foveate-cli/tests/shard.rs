@@ -174,6 +174,84 @@ fn transfers_that_take_longer_make_a_step_longer_and_are_seen_in_its_trace() {
     assert!(last < number(&one, "memory_bytes") / 2.0);
 }
 
+/// Over four ranks of `tensor` a product is of one rank's tokens at a time: this one's while others' come, or
+/// others' first, each sent while the next is computed.
+#[test]
+fn the_stream_moves_as_a_step_on_gpus_moves_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let of = |sets: &[&str]| {
+        let args = ["--mesh", "tensor=4", "--rows", "2", "--machine", "h100x8", "--trace"];
+        simulated("llama3-8b.toml", &[&args[..], &[file.to_str().unwrap()], sets].concat());
+        let trace = std::fs::read_to_string(&file).unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+        trace["traceEvents"].as_array().unwrap().clone()
+    };
+    let events = of(&[]);
+    let named = |events: &[serde_json::Value], name: &str| -> Vec<[f64; 2]> {
+        let found = events.iter().filter(|event| event["name"] == name);
+        found.map(|e| [number(e, "ts"), number(e, "ts") + number(e, "dur")]).collect()
+    };
+    let near = |a: f64, b: f64| (a - b).abs() < 1e-3;
+    let (kernels, gathers) =
+        (named(&events, "layer 3: qkv"), named(&events, "layer 3: qkv: gather tokens"));
+    assert_eq!((kernels.len(), gathers.len()), (4, 3));
+    assert!(near(kernels[0][0], gathers[0][0]), "own tokens wait for none");
+    for (gather, kernel) in gathers.iter().zip(&kernels[1..]) {
+        assert!(gather[1] <= kernel[0] + 1e-3, "{gather:?} {kernel:?}");
+    }
+    let (kernels, sends) =
+        (named(&events, "layer 3: out"), named(&events, "layer 3: out: send terms"));
+    assert_eq!((kernels.len(), sends.len()), (4, 3));
+    for (kernel, send) in kernels.iter().zip(&sends) {
+        assert!(kernel[1] <= send[0] + 1e-3, "{kernel:?} {send:?}");
+    }
+    assert!(sends[0][0] < kernels[1][1], "beside the next product");
+    let sum = named(&events, "layer 3: out: sum terms");
+    assert!(sends[2][1].max(kernels[3][1]) <= sum[0][0] + 1e-3);
+    // The stream for gradients of weights comes while attention goes backward.
+    let again = "layer 3 backward: stream again";
+    let again = named(&events, again);
+    let attention = named(&events, "layer 3 backward: attention");
+    assert!(again.len() == 2 && again[1][0] < attention[0][0], "{again:?} {attention:?}");
+    for one in ["head and loss: gather tokens", "head and loss: send terms", "embed: send terms"] {
+        assert_eq!(named(&events, one).len(), 1, "{one}");
+    }
+    assert!(named(&events, "layer 3 backward, again: qkv").is_empty());
+    // What is computed again gathers again.
+    let events = of(&["--set", "train.recompute=full"]);
+    for (product, moves) in
+        [("qkv", "gather tokens"), ("out", "send terms"), ("gate, up", "gather tokens")]
+    {
+        let name = format!("layer 3 backward, again: {product}");
+        assert_eq!(named(&events, &name).len(), 4, "{name}");
+        assert_eq!(named(&events, &format!("{name}: {moves}")).len(), 3, "{name}");
+    }
+    assert!(named(&events, "layer 3 backward, again: down").is_empty());
+}
+
+/// What attention over `context` keeps of each layer are the keys of all that its queries see, its own among
+/// them; computed again, of one layer.
+#[test]
+fn memory_of_context_has_the_keys_that_are_kept() {
+    let memory = |again: &str, strategy: &str| {
+        let again = format!("train.recompute={again}");
+        let sets = ["--set", "precision.state=exact", "--set", &again, "--json"];
+        let mesh = ["--mesh", "context=2", "--rows", "1", "--machine", "h200x8"];
+        let args = [&sets[..], &mesh, &["--strategy", strategy]].concat();
+        let (code, out, said) = shard("simulate", "llama3-8b.toml", &args);
+        assert_eq!(code, Some(0), "{said}");
+        number(&serde_json::from_str(&out).unwrap(), "memory_bytes")
+    };
+    // 32 layers, 8,192 tokens, 8 heads of 128 in 16 bits.
+    let all = 8192.0 * 2.0 * 8.0 * 128.0 * 2.0;
+    let (attention, none) = (memory("attention", "gather"), memory("none", "gather"));
+    // Without attention again a rank keeps of its own tokens q, k, v, out and lse, too.
+    let own = 4096.0 * ((32.0 + 2.0 * 8.0 + 32.0) * 128.0 * 2.0 + 32.0 * 4.0);
+    let off = (none - attention) / (31.0 * (all + own));
+    assert!((off - 1.0).abs() < 0.02, "{off}: {none} {attention}");
+}
+
 #[test]
 fn memory_of_a_step_is_held_to_the_gpu() {
     let exact = ["--set", "precision.state=exact", "--machine", "h100x8"];

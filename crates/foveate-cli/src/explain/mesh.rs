@@ -3,14 +3,18 @@
 use foveate::tensor::ElementType;
 use foveate_nn::{
     AttentionConfig, Copies, Cpu, GroupTransfer, GroupTransferKind, MemoryEstimate, Model,
-    ModelConfig, Reshard, TensorPart, Training,
+    ModelConfig, Recompute, Reshard, TensorPart, Training,
 };
-use foveate_shard::{Axis, Lengths, Map, Mesh, MeshAxis, ShardError, Sharding, arrays};
+use foveate_shard::{
+    Axis, Lengths, Map, Mesh, MeshAxis, Part, RankPlan, ShardError, ShardPlan, Sharding, Strategy,
+    arrays,
+};
 use foveate_train::recipe::{AxisSize, MeshSection, Recipe, ReduceDtype};
 use serde_json::json;
 
 use crate::failure::Failure;
 use crate::output::{Output, bytes};
+use crate::shard::plan;
 
 /// A recipe over the ranks of a mesh.
 pub struct OverRanks {
@@ -32,6 +36,8 @@ struct Edge {
     bytes: u64,
     /// What is computed at the same time; nothing waits for it.
     beside: Option<String>,
+    /// The same of GPUs, where a rank on a CPU waits.
+    on_gpus: Option<&'static str>,
     /// How often in a step.
     times: usize,
 }
@@ -77,8 +83,15 @@ impl OverRanks {
             squares: recipe.optimizer.rule().keeps_squares(),
             cutting: section.cutting(&mesh),
         };
-        let memory = model.training_memory(rows, len, training)?;
+        let mut memory = model.training_memory(rows, len, training)?;
         let mut edges = edges(recipe, &section, &model, mesh);
+        if mesh.size(MeshAxis::Context) > 1 {
+            let proven = plan::proven(recipe, model.config(), mesh)?;
+            let held = proven.proof().bytes.iter().map(|bytes| bytes.held).max().unwrap_or(0);
+            let layers = training.recompute.kept_attention(model.config().num_hidden_layers);
+            memory.attention += held * layers as u64;
+            edges.extend(of_keys(recipe, proven.plan())?);
+        }
         edges.extend(of_stream(recipe, &model, mesh, [rows, len])?);
         Ok(Self { mesh, rows, memory, edges })
     }
@@ -87,7 +100,7 @@ impl OverRanks {
         let edge = |e: &Edge| {
             json!({
                 "what": e.what, "kind": e.kind, "from": e.from, "to": e.to, "bytes": e.bytes,
-                "beside": e.beside, "times": e.times,
+                "beside": e.beside, "on_gpus": e.on_gpus, "times": e.times,
             })
         };
         json!({
@@ -117,7 +130,8 @@ impl OverRanks {
             bytes(m.process as f64),
         ))?;
         out.line(
-            "transfers        of a step, in their order, with the bytes that a rank receives:",
+            "transfers        of a step, in their order, with the bytes that a rank receives, in f32 (GPUs \
+             send weights, keys and the stream in the type of the weights):",
         )?;
         let mut edges = &self.edges[..];
         while let Some(first) = edges.first() {
@@ -130,7 +144,10 @@ impl OverRanks {
                 _ => format!("{} to {}", first.what, last.what),
             };
             let beside = match (&first.beside, &last.beside) {
-                (None, _) => "waited for".to_owned(),
+                (None, _) => match first.on_gpus {
+                    Some(beside) => format!("waited for, on GPUs beside {beside}"),
+                    None => "waited for".to_owned(),
+                },
                 (Some(one), Some(other)) if one != other => format!("beside {one} to {other}"),
                 (Some(one), _) => format!("beside {one}"),
             };
@@ -192,7 +209,7 @@ fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> V
         // What stays gathered until the update is gathered once a step.
         let once = t.kind == GroupTransferKind::Gather && section.reshard == Reshard::Never;
         let times = if once { 1 } else { accumulate };
-        Edge { what: group.name.clone(), kind, from, to, bytes, beside, times }
+        Edge { what: group.name.clone(), kind, from, to, bytes, beside, on_gpus: None, times }
     };
     if parts > 1 {
         edges.extend(model.layout().transfers(section.reshard).into_iter().map(edge));
@@ -206,6 +223,7 @@ fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> V
             to: format!("{} on replicate", cut("f32")),
             bytes: 2 * part as u64 * 4 * (copies - 1) / copies,
             beside: None,
+            on_gpus: None,
             times: 1,
         });
     }
@@ -217,6 +235,7 @@ fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> V
             to: "f64[2]".to_owned(),
             bytes: 16 * (mesh.ranks() as u64 - 1),
             beside: None,
+            on_gpus: None,
             times: 1,
         });
     }
@@ -258,13 +277,14 @@ fn of_stream(
     let tokens = rows * len;
     let (of_all, others) = (part.parts as u64, part.parts as u64 - 1);
     let received = |width: usize| (tokens * width) as u64 * 4 * others / of_all;
-    let edge = |what: &str, gathers: bool, times: usize| {
+    let edge = |what: &str, gathers: bool, times: usize, on_gpus: Option<&'static str>| {
         let (kind, from, to) = match gathers {
             true => ("all-gather", cut.clone(), whole.clone()),
             false => ("reduce-scatter", format!("{whole} by rank"), cut.clone()),
         };
         let (what, bytes) = (what.to_owned(), received(config.hidden_size));
-        Edge { what, kind, from, to, bytes, beside: None, times: times * recipe.train.accumulate }
+        let times = times * recipe.train.accumulate;
+        Edge { what, kind, from, to, bytes, beside: None, on_gpus, times }
     };
     let layers = config.num_hidden_layers;
     let copies = |what: &str, among: Copies, ranks: usize| {
@@ -277,6 +297,7 @@ fn of_stream(
             to: format!("f32[elements] on {ranks} of tensor"),
             bytes: 2 * elems as u64 * 4 * (ranks as u64 - 1) / ranks as u64,
             beside: None,
+            on_gpus: None,
             times: recipe.train.accumulate,
         })
     };
@@ -284,13 +305,18 @@ fn of_stream(
         copies("norms, learned buffers", Copies::All, part.parts),
         copies("copies of key/value heads", Copies::KvHeads, part.kv_copies.len()),
     ];
-    let edges = vec![
-        edge("embeddings", false, 1),
-        edge("stream before qkv", true, layers),
-        edge("sum behind o", false, layers),
-        edge("stream before gate, up", true, layers),
-        edge("sum behind down", false, layers),
-        edge("stream before head", true, 1),
+    let product = Some("the product, rank by rank");
+    let again = recipe.train.recomputation().unwrap_or_default();
+    let layers_again =
+        |of: &[Recompute]| if of.contains(&again.what) { again.layers.min(layers) } else { 0 };
+    let of_attention = layers_again(&[Recompute::Attention, Recompute::Full]);
+    let edges = [
+        edge("embeddings", false, 1, None),
+        edge("stream before qkv", true, layers, product),
+        edge("sum behind o", false, layers, product),
+        edge("stream before gate, up", true, layers, product),
+        edge("sum behind down", false, layers, product),
+        edge("stream before head", true, 1, None),
         Edge {
             what: "logits".to_owned(),
             kind: "all-gather",
@@ -298,13 +324,102 @@ fn of_stream(
             to: "f32[tensor, tokens, 3]".to_owned(),
             bytes: tokens as u64 * 12 * others,
             beside: None,
+            on_gpus: None,
             times: recipe.train.accumulate,
         },
-        edge("gradient behind head", false, 1),
-        edge("gradients before down, o", true, 2 * layers),
-        edge("streams of both again", true, 2 * layers),
-        edge("gradients behind both", false, 2 * layers),
-        edge("gradient of embeddings", true, 1),
+        edge("gradient behind head", false, 1, None),
+        edge("before qkv again", true, of_attention, product),
+        edge("behind o again", false, layers_again(&[Recompute::Full]), product),
+        edge(
+            "before gate, up again",
+            true,
+            layers_again(&[Recompute::Mlp, Recompute::Full]),
+            product,
+        ),
+        edge("gradients before down, o", true, 2 * layers, product),
+        edge(
+            "streams of both again",
+            true,
+            2 * layers,
+            Some("gradients of weights and attention's"),
+        ),
+        edge("gradients behind both", false, 2 * layers, product),
+        edge("gradient of embeddings", true, 1, None),
     ];
-    Ok(edges.into_iter().chain(summed.into_iter().flatten()).collect())
+    let edges = edges.into_iter().filter(|edge| edge.times > 0);
+    Ok(edges.chain(summed.into_iter().flatten()).collect())
+}
+
+/// The transfers of attention over `context`, of a batch of rows of one document, by the rank that
+/// receives the most.
+fn of_keys(recipe: &Recipe, plan: &ShardPlan) -> Result<Vec<Edge>, Failure> {
+    let layout = |name| {
+        let array = arrays::by_name(name).expect("it is listed");
+        let layout = array.layout_in(&plan.sharding, ElementType::F32);
+        Ok::<_, Failure>(layout.map_err(|e| Failure::usage(e.to_string()))?.to_string())
+    };
+    let sum = |parts: &[Part]| parts.iter().map(|part| part.bytes).sum::<u64>();
+    let most = |of: &dyn Fn(&RankPlan) -> u64| plan.ranks.iter().map(of).max().unwrap_or(0);
+    let heads = plan.strategy == Strategy::HeadsForTokens;
+    let (what, read) = if heads {
+        ("queries, keys", "all tokens of own heads")
+    } else {
+        ("keys", "what queries see")
+    };
+    let again = recipe.train.recomputation().unwrap_or_default();
+    let layers = plan.shape.parameters.len() - 2;
+    let again = match again.what {
+        Recompute::Attention | Recompute::Full => again.layers.min(layers),
+        Recompute::None | Recompute::Mlp => 0,
+    };
+    let edge = |what: String, [from, to]: [String; 2], bytes, times, on_gpus| Edge {
+        what,
+        kind: "exchange",
+        from,
+        to,
+        bytes,
+        beside: None,
+        on_gpus,
+        times: times * recipe.train.accumulate,
+    };
+    let stages = plan.ranks[0].stages.len();
+    let mut edges = Vec::new();
+    for stage in 0..stages {
+        let bytes = most(&|rank| sum(&rank.stages[stage].receives));
+        let beside = (stage > 0).then_some("attention on the keys before");
+        let name = if stages > 1 { format!("{what}, stage {stage}") } else { what.to_owned() };
+        edges.push(edge(name, [layout("k")?, read.to_owned()], bytes, layers + again, beside));
+    }
+    if heads {
+        let rows =
+            |part: &Part| part.cells.batch.len() * part.cells.heads.len() * part.cells.q.len();
+        let width = 4 * plan.shape.dim_v as u64;
+        let results = |parts: &[Part]| parts.iter().map(rows).sum::<usize>() as u64 * width;
+        let bytes = most(&|rank| results(&rank.returned));
+        edges.push(edge(
+            "results".to_owned(),
+            [read.to_owned(), layout("out")?],
+            bytes,
+            layers + again,
+            None,
+        ));
+        let bytes = most(&|rank| results(&rank.stages[0].receives));
+        edges.push(edge(
+            "gradients of results".to_owned(),
+            [layout("d_out")?, read.to_owned()],
+            bytes,
+            layers,
+            None,
+        ));
+    }
+    let bytes = most(&|rank| sum(&rank.returned));
+    edges.push(edge(
+        format!("gradients of {what}"),
+        [read.to_owned(), layout("dk")?],
+        bytes,
+        layers,
+        None,
+    ));
+    edges.retain(|edge| edge.bytes > 0);
+    Ok(edges)
 }

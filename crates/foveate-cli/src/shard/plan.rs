@@ -7,8 +7,8 @@ use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, MaskMod};
 use foveate_nn::{AttentionProgram, ModelConfig};
 use foveate_shard::{
-    Axis, LayerMask, Lengths, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, ShardError,
-    ShardPlan, Sharding, Strategy, Whole, usual_tile,
+    Axis, LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
+    ProvenPlan, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
 };
 use foveate_train::recipe::Recipe;
 
@@ -93,24 +93,12 @@ impl PlanArgs {
                 format!("{batch} rows of {len} tokens are more than {MOST_TOKENS} tokens");
             return Err(Failure::usage(message).help("give fewer --rows"));
         }
-        let masks = masks(self, &recipe, &config, [batch, len])?;
-        let whole = Whole {
-            batch,
-            heads: config.num_attention_heads,
-            kv_heads: config.kv_heads(),
-            q_len: len,
-            kv_len: len,
-        };
+        let masks = masks(&self.doc_lens, &recipe, &config, [batch, len])?;
         let began = Instant::now();
-        let shape = shape(&config, &map, &whole)?;
-        let options = PlanOptions { strategy: self.strategy, chunk: self.chunk };
-        let (planes, plan) = waiting("planning", PATIENCE, || {
-            let tile = usual_tile(len, map.mesh().size(MeshAxis::Context));
-            let planes = Planes::new(whole, &masks, tile)?;
-            let plan = ShardPlan::new(&map, &planes, &shape, options)?;
-            Ok((planes, plan))
-        })
-        .map_err(refused)?;
+        let strategy = self.strategy.or(recipe.mesh.strategy);
+        let options = PlanOptions { strategy, chunk: self.chunk };
+        let (planes, plan) =
+            planned(&config, &map, [batch, len], &masks, ElementType::BF16, options)?;
         if planes.work().iter().sum::<u64>() == 0 {
             let attention = recipe.attention.clone().unwrap_or_default();
             attention.programs().into_iter().for_each(|(_, program)| blind::warn(&program.mask));
@@ -120,13 +108,52 @@ impl PlanArgs {
     }
 }
 
+/// The plan of a batch of `rows` rows of `len` tokens.
+fn planned(
+    config: &ModelConfig,
+    map: &Map,
+    [rows, len]: [usize; 2],
+    masks: &[LayerMask],
+    element: ElementType,
+    options: PlanOptions,
+) -> Result<(Planes, ShardPlan), Failure> {
+    let whole = Whole {
+        batch: rows,
+        heads: config.num_attention_heads,
+        kv_heads: config.kv_heads(),
+        q_len: len,
+        kv_len: len,
+    };
+    let shape = shape(config, map, &whole, element)?;
+    let planned = waiting("planning", PATIENCE, || {
+        let tile = usual_tile(len, map.mesh().size(MeshAxis::Context));
+        let planes = Planes::new(whole, masks, tile)?;
+        let plan = ShardPlan::new(map, &planes, &shape, options)?;
+        Ok((planes, plan))
+    });
+    planned.map_err(refused)
+}
+
+/// The plan of a recipe's batch whose rows are one document each, as ranks on CPUs run it.
+///
+/// # Errors
+/// When it cannot be planned.
+pub fn proven(recipe: &Recipe, config: &ModelConfig, mesh: Mesh) -> Result<ProvenPlan, Failure> {
+    let shape = [recipe.train.batch_rows, recipe.data.len];
+    let masks = masks(&[], recipe, config, shape)?;
+    let options = PlanOptions { strategy: recipe.mesh.strategy, chunk: None };
+    let (planes, plan) =
+        planned(config, &Map::new(mesh), shape, &masks, ElementType::F32, options)?;
+    plan.prove(&planes, &Limits::default()).map_err(|e| Failure::new(e.to_string()))
+}
+
 pub fn refused(error: ShardError) -> Failure {
     Failure::usage(error.to_string())
 }
 
 /// The masks of the recipe, with the documents of its rows, and how many layers each has.
 fn masks(
-    args: &PlanArgs,
+    doc_lens: &[usize],
     recipe: &Recipe,
     config: &ModelConfig,
     shape: [usize; 2],
@@ -141,14 +168,14 @@ fn masks(
             mask.program().graph().buffers().iter().any(|b| b.name() == "doc")
         };
         if let Some(mask) = mask.as_mut().filter(reads) {
-            *mask = with_documents(args, mask, shape)?;
+            *mask = with_documents(doc_lens, mask, shape)?;
             documents = true;
         }
         let runs = |&layer: &usize| attention.of_layer(layer).0 == name;
         let layers = (0..config.num_hidden_layers).filter(runs).count() as u64;
         masks.push(LayerMask { mask, layers });
     }
-    if !documents && args.doc_lens.iter().any(|&tokens| tokens > 0) {
+    if !documents && doc_lens.iter().any(|&tokens| tokens > 0) {
         let message = "--doc-lens: the mask of the recipe reads no documents";
         return Err(Failure::usage(message).help("leave it out, or write `& document`"));
     }
@@ -157,17 +184,17 @@ fn masks(
 
 /// A mask that reads documents, with those of every row.
 fn with_documents(
-    args: &PlanArgs,
+    doc_lens: &[usize],
     mask: &MaskMod,
     [batch, len]: [usize; 2],
 ) -> Result<MaskMod, Failure> {
-    let total = args.doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
+    let total = doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
     if total > 0 && total < len {
         let message = format!("--doc-lens: the documents have {total} tokens, a row has {len}");
         return Err(Failure::usage(message).help("give lengths that fill a row"));
     }
     let mut row = Vec::with_capacity(len);
-    for (id, &tokens) in args.doc_lens.iter().enumerate() {
+    for (id, &tokens) in doc_lens.iter().enumerate() {
         row.resize(len.min(row.len().saturating_add(tokens)), id as i32);
     }
     row.resize(len, 0);
@@ -179,7 +206,12 @@ fn with_documents(
 }
 
 /// Shapes of the model, with the parameter groups of the first rank of `tensor`.
-fn shape(config: &ModelConfig, map: &Map, whole: &Whole) -> Result<ModelShape, Failure> {
+fn shape(
+    config: &ModelConfig,
+    map: &Map,
+    whole: &Whole,
+    element: ElementType,
+) -> Result<ModelShape, Failure> {
     let (dim, hidden, ffn) = (config.dim(), config.hidden_size, config.intermediate_size);
     let lengths = Lengths {
         batch: whole.batch,
@@ -203,13 +235,5 @@ fn shape(config: &ModelConfig, map: &Map, whole: &Whole) -> Result<ModelShape, F
     parameters.extend(blocks);
     let head = if config.tie_word_embeddings { hidden } else { hidden + embedding };
     parameters.push(("head".to_owned(), head));
-    Ok(ModelShape {
-        dim,
-        dim_v: dim,
-        hidden,
-        ffn,
-        vocab: config.vocab_size,
-        element: ElementType::BF16,
-        parameters,
-    })
+    Ok(ModelShape { dim, dim_v: dim, hidden, ffn, vocab: config.vocab_size, element, parameters })
 }

@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use foveate_nn::{Account, ModelConfig, NotedBlock, ParameterState};
+use foveate_nn::{Account, ModelConfig, NotedBlock, ParameterState, Recomputation, Recompute};
 use foveate_shard::simulate::{Idle, Machine, Queue, Span, Task, TaskId, Timeline, Timing};
 use foveate_shard::{Limits, MeshAxis, Part, ProvenPlan, Strategy};
 use serde::Serialize;
@@ -16,10 +16,6 @@ use super::plan::{PlanArgs, PlannedRecipe};
 use crate::failure::Failure;
 use crate::limits::{self, Need};
 use crate::output::{Output, bytes, count, write_file};
-
-/// Parts into which products are cut where the stream is cut over `tensor`: the first waits for its
-/// tokens, and the others' arrive meanwhile.
-const SLICES: usize = 4;
 
 /// Bytes of a task while it is simulated.
 const TASK_BYTES: f64 = 600.0;
@@ -89,7 +85,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let step = StepMemory::of(&recipe, &config, &proven, &machine, args.reshard)?;
     let layers = config.num_hidden_layers;
     let stages = plan.ranks[0].stages.len();
-    let tasks = layers * reps.len() * (6 * SLICES * 2 + 2 * stages + 4) * 2 * 2;
+    let tasks = layers * reps.len() * (24 * mesh.size(MeshAxis::Tensor) + 2 * stages + 4) * 2;
     let need = Need { bytes: tasks as f64 * TASK_BYTES, seconds: 0.0 };
     args.limits.admit("the tasks of a step", need, "give a smaller mesh")?;
     let model = Step {
@@ -98,6 +94,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         config: &config,
         account: &step.account,
         state: step.setting.state,
+        recompute: step.setting.recompute,
         rows: step.setting.rows,
         len: step.len,
         layers,
@@ -212,6 +209,7 @@ struct Step<'a> {
     config: &'a ModelConfig,
     account: &'a Account,
     state: ParameterState,
+    recompute: Recomputation,
     /// Of a rank.
     rows: usize,
     /// Tokens of a row on a rank.
@@ -228,10 +226,70 @@ struct Step<'a> {
 #[derive(Clone, Copy, Debug, Default)]
 struct Pass {
     embedding: f64,
-    /// Of one layer.
-    layer: f64,
-    /// Passes of attention in each layer.
-    attention: f64,
+    /// Of all layers.
+    layers: f64,
+}
+
+/// How the stream between products moves over `tensor`, as a step on GPUs does it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Moves {
+    /// Each product takes the tokens of one rank: those of this one while others' come, or those of others
+    /// first, each on its way while the next are computed.
+    Beside,
+    /// In one piece, for which the rank waits.
+    Waited,
+}
+
+/// Products of a layer, forward.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Product {
+    Qkv,
+    Out,
+    GateUp,
+    Down,
+}
+
+impl Product {
+    const ALL: [Self; 4] = [Self::Qkv, Self::Out, Self::GateUp, Self::Down];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Qkv => "qkv",
+            Self::Out => "out",
+            Self::GateUp => "gate, up",
+            Self::Down => "down",
+        }
+    }
+
+    /// Elements of its weight.
+    fn weight(self, config: &ModelConfig) -> f64 {
+        let wide = match self {
+            Self::Qkv => config.qkv_width(),
+            Self::Out => config.attention_width(),
+            Self::GateUp => 2 * config.intermediate_size,
+            Self::Down => config.intermediate_size,
+        };
+        config.hidden_size as f64 * wide as f64
+    }
+
+    /// What moves before and behind: tokens are gathered for weights that are cut by rows, and sums of what
+    /// those give that are cut by columns go to the ranks that have the tokens. Backward the other way round.
+    fn moves(self) -> [Option<Moves>; 2] {
+        match self {
+            Self::Qkv | Self::GateUp => [Some(Moves::Beside), None],
+            Self::Out | Self::Down => [None, Some(Moves::Beside)],
+        }
+    }
+
+    /// Those that a backward pass computes again.
+    fn again(what: Recompute) -> &'static [Self] {
+        match what {
+            Recompute::None => &[],
+            Recompute::Attention => &[Self::Qkv],
+            Recompute::Mlp => &[Self::GateUp],
+            Recompute::Full => &[Self::Qkv, Self::Out, Self::GateUp],
+        }
+    }
 }
 
 impl Step<'_> {
@@ -263,14 +321,32 @@ impl Step<'_> {
         let mut pass = Pass::default();
         for block in blocks {
             match block.block {
-                "attention" => pass.attention += 1.0,
-                "attention backward" => {}
+                "attention" | "attention backward" => {}
                 "embed" | "embed backward" => pass.embedding += self.seconds(block),
-                _ => pass.layer += self.seconds(block) / self.layers as f64,
+                _ => pass.layers += self.seconds(block),
             }
         }
-        pass.attention /= self.layers as f64;
         pass
+    }
+
+    /// What a layer computes again in its backward pass.
+    fn again(&self, layer: usize) -> Recompute {
+        match layer < self.recompute.layers {
+            true => self.recompute.what,
+            false => Recompute::None,
+        }
+    }
+
+    /// Seconds for each element of a product's weight, forward, or of its two products backward.
+    fn seconds_per_weight(&self, pass: Pass, backward: bool) -> f64 {
+        let sum = |products: &[Product]| -> f64 {
+            products.iter().map(|product| product.weight(self.config)).sum()
+        };
+        let each = if backward { 2.0 } else { 1.0 } * sum(&Product::ALL);
+        let again = (0..self.layers).filter(|_| backward).map(|layer| self.again(layer));
+        let all =
+            self.layers as f64 * each + again.map(|what| sum(Product::again(what))).sum::<f64>();
+        pass.layers / all
     }
 
     /// When the tasks of so many batches and of the update behind them run.
@@ -299,7 +375,7 @@ impl Step<'_> {
 struct Run<'a> {
     step: &'a Step<'a>,
     line: Timeline,
-    /// What the next block of each rank follows: one task for each slice of tokens, or one for all.
+    /// What the next block of each rank follows.
     before: Vec<Vec<TaskId>>,
     /// The last kernels of every group that was computed so far, on all ranks.
     computed: Vec<Vec<TaskId>>,
@@ -324,11 +400,11 @@ impl Run<'_> {
             }
             let needs: Vec<TaskId> = whole.iter().copied().collect();
             match group {
-                0 => self.products("embed", forward.embedding, [false, false], &needs),
+                0 => self.products("embed", forward.embedding, [None, Some(Moves::Waited)], &needs),
                 _ if group + 1 == groups => {
-                    self.products("head and loss", head, [true, true], &needs);
+                    self.products("head and loss", head, [Some(Moves::Waited); 2], &needs);
                 }
-                _ => self.layer(&format!("layer {}", group - 1), forward, false, &needs),
+                _ => self.layer(&format!("layer {}", group - 1), forward, &needs),
             }
             self.ends_group();
         }
@@ -337,11 +413,11 @@ impl Run<'_> {
             let whole = if again { self.gather(group, "gather again") } else { whole[group] };
             let needs: Vec<TaskId> = whole.iter().copied().collect();
             match group {
-                0 => self.products("embed backward", backward.embedding, [false, false], &needs),
-                _ => {
-                    let name = format!("layer {} backward", group - 1);
-                    self.layer(&name, backward, true, &needs);
+                0 => {
+                    let moves = [Some(Moves::Waited), None];
+                    self.products("embed backward", backward.embedding, moves, &needs);
                 }
+                _ => self.layer_backward(group - 1, backward, &needs),
             }
             self.ends_group();
             self.reduce(group);
@@ -399,69 +475,154 @@ impl Run<'_> {
         self.together(format!("all-reduce {named}"), Queue::Gradients, taken, after);
     }
 
-    /// A layer forward, or backward with what is computed again.
-    fn layer(&mut self, name: &str, pass: Pass, backward: bool, needs: &[TaskId]) {
-        let config = self.step.config;
-        let hidden = config.hidden_size as f64;
-        let qkv = hidden * config.qkv_width() as f64;
-        let out = hidden * config.attention_width() as f64;
-        let all = qkv + out + 3.0 * hidden * config.intermediate_size as f64;
-        let seconds = |weights: f64| pass.layer * weights / all;
-        let (mlp, qkv, out) = (seconds(all - qkv - out), seconds(qkv), seconds(out));
-        if backward {
-            self.products(&format!("{name}: mlp"), mlp, [true, true], needs);
-            self.products(&format!("{name}: out"), out, [true, false], needs);
-            if pass.attention > 0.0 {
-                self.attention(&format!("{name}: attention again"), pass.attention);
+    /// A layer forward.
+    fn layer(&mut self, name: &str, pass: Pass, needs: &[TaskId]) {
+        let each = self.step.seconds_per_weight(pass, false);
+        for product in Product::ALL {
+            self.product(name, product, each, needs);
+            if product == Product::Qkv {
+                self.attention(&format!("{name}: attention"));
             }
-            self.attention_backward(&format!("{name}: attention"));
-            self.products(&format!("{name}: qkv"), qkv, [false, true], needs);
-        } else {
-            self.products(&format!("{name}: qkv"), qkv, [true, false], needs);
-            self.attention(&format!("{name}: attention"), 1.0);
-            self.products(&format!("{name}: out"), out, [false, true], needs);
-            self.products(&format!("{name}: mlp"), mlp, [true, true], needs);
         }
     }
 
-    /// Products, in slices of tokens where the stream is cut: whether their tokens are gathered
-    /// before, and their sums cut over the ranks behind.
+    /// A product, and what moves for it.
+    fn product(&mut self, name: &str, product: Product, each: f64, needs: &[TaskId]) {
+        let seconds = each * product.weight(self.step.config);
+        self.products(&format!("{name}: {}", product.name()), seconds, product.moves(), needs);
+    }
+
+    /// A layer backward, with what is computed again.
+    fn layer_backward(&mut self, layer: usize, pass: Pass, needs: &[TaskId]) {
+        let (name, again) = (format!("layer {layer} backward"), self.step.again(layer));
+        let each = self.step.seconds_per_weight(pass, true);
+        for &product in Product::again(again) {
+            self.product(&format!("{name}, again"), product, each, needs);
+            if product == Product::Qkv {
+                self.attention(&format!("{name}: attention again"));
+            }
+        }
+        self.gradients(&name, [Product::Down, Product::GateUp], each, needs, |_| {});
+        let attention = |run: &mut Self| run.attention_backward(&format!("{name}: attention"));
+        self.gradients(&name, [Product::Out, Product::Qkv], each, needs, attention);
+    }
+
+    /// From the gradient behind the second of two products of a layer to that before the first. `between` are
+    /// the blocks between them.
+    fn gradients(
+        &mut self,
+        name: &str,
+        [last, first]: [Product; 2],
+        each: f64,
+        needs: &[TaskId],
+        between: impl FnOnce(&mut Self),
+    ) {
+        let product = |of: Product, what: &str| {
+            (
+                format!("{name}: gradient of {} {}", what, of.name()),
+                each * of.weight(self.step.config),
+            )
+        };
+        let [of_input, of_weight] = ["before", "of weights,"].map(|what| product(last, what));
+        let [weight_of_first, before_first] =
+            ["of weights,", "before"].map(|what| product(first, what));
+        self.products(&of_input.0, of_input.1, [Some(Moves::Beside), None], needs);
+        // The normalised stream that gradients of the first's weights read.
+        let ahead = self.stream_of_all(&format!("{name}: stream again"));
+        self.products(&of_weight.0, of_weight.1, [None, None], needs);
+        between(self);
+        for (before, ahead) in self.before.iter_mut().zip(ahead) {
+            before.extend(ahead);
+        }
+        self.products(&weight_of_first.0, weight_of_first.1, [None, None], needs);
+        self.products(&before_first.0, before_first.1, [None, Some(Moves::Beside)], needs);
+    }
+
+    /// The ranks of `tensor` that share a rank's tokens, and the bytes of the stream of all of these.
+    fn stream(&self) -> (Vec<usize>, f64) {
+        let step = self.step;
+        let group = step.mesh().group(step.reps[0], &[MeshAxis::Tensor]);
+        (group, 2.0 * (step.rows * step.len * step.config.hidden_size) as f64)
+    }
+
+    /// Gathers the stream, or sums it, in one piece, behind what each rank has computed.
+    fn stream_of_all(&mut self, name: &str) -> Vec<Option<TaskId>> {
+        let (group, stream) = self.stream();
+        let taken = self.step.machine.gather_seconds(&group, stream);
+        let moved = |rank: usize| self.moved(rank, name, taken, self.before[rank].clone());
+        if group.len() < 2 {
+            return vec![None; self.before.len()];
+        }
+        let tasks: Vec<Task> = self.ranks().into_iter().map(moved).collect();
+        tasks.into_iter().map(|task| Some(self.line.add(task))).collect()
+    }
+
+    fn moved(
+        &self,
+        rank: usize,
+        name: &str,
+        (seconds, span): (f64, Span),
+        after: Vec<TaskId>,
+    ) -> Task {
+        let (name, ranks, span) = (name.to_owned(), vec![rank], Some(span));
+        Task { name, ranks, queue: Queue::Stream, seconds, span, after }
+    }
+
+    /// Products, and what moves of the stream before and behind them where it is cut.
     fn products(
         &mut self,
         name: &str,
         seconds: f64,
-        [before, behind]: [bool; 2],
+        [before, behind]: [Option<Moves>; 2],
         needs: &[TaskId],
     ) {
-        let step = self.step;
-        let group = step.mesh().group(step.reps[0], &[MeshAxis::Tensor]);
-        let slices = if group.len() > 1 { SLICES } else { 1 };
-        let stream = 2.0 * (step.rows * step.len * step.config.hidden_size) as f64;
-        let (moves, span) = step.machine.gather_seconds(&group, stream / slices as f64);
+        let machine = self.step.machine;
+        let (group, stream) = self.stream();
+        let parts = group.len();
+        let cut = |moves: Option<Moves>| moves.filter(|_| parts > 1);
+        let [before, behind] = [before, behind].map(cut);
+        let beside = [before, behind].contains(&Some(Moves::Beside));
+        let slices = if beside { parts } else { 1 };
+        let part = |turn: usize| {
+            machine.exchange_seconds(group[0], &[(group[turn], stream / parts as f64)])
+        };
+        let whole = machine.gather_seconds(&group, stream);
+        // Terms of all ranks are read, and the sums of a rank's tokens written.
+        let sum = machine.moving_seconds("sum of terms", stream * (1.0 + 1.0 / parts as f64));
+        let (gathers, sums) = (format!("{name}: gather tokens"), format!("{name}: send terms"));
         for rank in self.ranks() {
             let earlier = std::mem::take(&mut self.before[rank]);
-            let mut ends = Vec::new();
-            for slice in 0..slices {
-                let mut after: Vec<TaskId> = match earlier.len() == slices {
-                    true => vec![earlier[slice]],
-                    false => earlier.clone(),
-                };
-                let moved = |line: &mut Timeline, what: &str, after: Vec<TaskId>| {
-                    let name = format!("{name}: {what}");
-                    let (ranks, queue, span) = (vec![rank], Queue::Stream, Some(span));
-                    line.add(Task { name, ranks, queue, seconds: moves, span, after })
-                };
-                if before && moves > 0.0 {
-                    after = vec![moved(&mut self.line, "gather tokens", after)];
-                }
-                after.extend(needs);
+            let moved = |run: &mut Self, what, taken, after: &[TaskId]| {
+                let task = run.moved(rank, what, taken, after.to_vec());
+                run.line.add(task)
+            };
+            let arrive: Vec<Option<TaskId>> = (0..slices)
+                .map(|slice| match (before, slice) {
+                    (Some(Moves::Waited), _) => Some(moved(self, &gathers, whole, &earlier)),
+                    (None, _) | (Some(Moves::Beside), 0) => None,
+                    (Some(Moves::Beside), turn) => {
+                        Some(moved(self, &gathers, part(turn), &earlier))
+                    }
+                })
+                .collect();
+            let (mut ends, mut last) = (Vec::new(), None);
+            for (slice, arrived) in arrive.into_iter().enumerate() {
+                let after = earlier.iter().chain(needs).copied().chain(arrived).collect();
                 let kernels = self.compute(rank, name, seconds / slices as f64, after);
-                ends.push(match behind && moves > 0.0 {
-                    true => moved(&mut self.line, "sum tokens", vec![kernels]),
-                    false => kernels,
-                });
+                match behind {
+                    Some(Moves::Waited) => ends.push(moved(self, &sums, whole, &[kernels])),
+                    Some(Moves::Beside) if slice + 1 < slices => {
+                        ends.push(moved(self, &sums, part(slice + 1), &[kernels]));
+                    }
+                    _ => {}
+                }
+                last = Some(kernels);
             }
-            self.before[rank] = ends;
+            ends.extend(last);
+            self.before[rank] = match behind {
+                Some(_) => vec![self.compute(rank, &format!("{name}: sum terms"), sum, ends)],
+                None => ends,
+            };
         }
     }
 
@@ -498,20 +659,20 @@ impl Run<'_> {
         step.machine.attention_seconds(work, step.config.dim(), backward)
     }
 
-    /// Attention forward, stage by stage, in `times` of the layers.
-    fn attention(&mut self, name: &str, times: f64) {
+    /// Attention forward, stage by stage.
+    fn attention(&mut self, name: &str) {
         let (step, plan) = (self.step, self.step.proven.plan());
         let stages = plan.ranks[0].stages.len();
         let arrive: Vec<Option<TaskId>> = (0..stages)
             .map(|stage| {
                 self.exchange(format!("{name}: keys of stage {stage}"), |rank| {
-                    pairs(&plan.ranks[rank].stages[stage].receives, times)
+                    pairs(&plan.ranks[rank].stages[stage].receives)
                 })
             })
             .collect();
         for rank in self.ranks() {
             let all: u64 = step.tiles[rank].iter().sum();
-            let seconds = self.attention_seconds(rank, false) * times;
+            let seconds = self.attention_seconds(rank, false);
             let mut after = std::mem::take(&mut self.before[rank]);
             for (stage, &tiles) in step.tiles[rank].iter().enumerate() {
                 after.extend(arrive[stage]);
@@ -521,25 +682,25 @@ impl Run<'_> {
             }
             self.before[rank] = after;
         }
-        self.swap_back(name, times);
+        self.swap_back(name);
     }
 
     fn attention_backward(&mut self, name: &str) {
         let plan = self.step.proven.plan();
-        self.swap_back(name, 1.0);
+        self.swap_back(name);
         for rank in self.ranks() {
             let seconds = self.attention_seconds(rank, true);
             let after = std::mem::take(&mut self.before[rank]);
             self.before[rank] = vec![self.compute(rank, name, seconds, after)];
         }
         let returned = self.exchange(format!("{name}: gradients of keys"), |rank| {
-            pairs(&plan.ranks[rank].returned, 1.0)
+            pairs(&plan.ranks[rank].returned)
         });
         self.all_after(returned);
     }
 
     /// With heads for tokens, results and their gradients move as queries do.
-    fn swap_back(&mut self, name: &str, times: f64) {
+    fn swap_back(&mut self, name: &str) {
         let (step, plan) = (self.step, self.step.proven.plan());
         if plan.strategy != Strategy::HeadsForTokens {
             return;
@@ -547,7 +708,7 @@ impl Run<'_> {
         let moved = self.exchange(format!("{name}: results"), |rank| {
             let own = &plan.ranks[rank].own;
             let rows = own.batch.len() * own.q.len() * own.heads.len() / step.reps.len();
-            let bytes = times * (rows * plan.shape.dim_v * plan.shape.element.bytes()) as f64;
+            let bytes = (rows * plan.shape.dim_v * plan.shape.element.bytes()) as f64;
             let peers = step.reps.iter().filter(|&&peer| peer != rank);
             peers.map(|&peer| (peer, bytes)).collect()
         });
@@ -589,6 +750,6 @@ impl Run<'_> {
     }
 }
 
-fn pairs(parts: &[Part], times: f64) -> Vec<(usize, f64)> {
-    parts.iter().map(|part| (part.peer, times * part.bytes as f64)).collect()
+fn pairs(parts: &[Part]) -> Vec<(usize, f64)> {
+    parts.iter().map(|part| (part.peer, part.bytes as f64)).collect()
 }
