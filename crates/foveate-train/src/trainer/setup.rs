@@ -23,7 +23,7 @@ use super::pending::Pending;
 use super::{Observer, Options, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
-use crate::context::{ContextPlanner, is_needed};
+use crate::context::{ContextPlanner, Described, is_needed};
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
 use crate::machine::{self};
@@ -163,10 +163,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             made.map_err(wrong)?;
         share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &mut model, gpu.as_deref())?;
-        let shape = [recipe.train.batch_rows, recipe.data.len];
-        let described = context.as_ref().map(|context| context.describe(ranks, &model, shape));
-        let described =
-            described.transpose().map_err(|e| TrainError::recipe("[mesh]", e.to_string()))?;
+        let described = described(ranks, recipe, context.as_ref(), &model)?;
         if let Some(described) = &described {
             let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
             memory.attention += kept * described.layer_bytes + described.passing_bytes;
@@ -376,6 +373,18 @@ pub(super) fn context<B: Blocks>(
         return Err(TrainError::recipe("mesh.transfers", message));
     }
     Ok(Some(ContextPlanner::new(ranks, recipe.mesh.strategy, by_device)?))
+}
+
+/// What the plan of a batch comes to, where ranks compute attention together.
+fn described<B: Blocks>(
+    ranks: Ranks<'_>,
+    recipe: &Recipe,
+    context: Option<&ContextPlanner>,
+    model: &Model<B>,
+) -> Result<Option<Described>, TrainError> {
+    let shape = [recipe.train.batch_rows, recipe.data.len];
+    let described = context.map(|context| context.describe(ranks, model, shape)).transpose();
+    described.map_err(|e| TrainError::recipe("[mesh]", e.to_string()))
 }
 
 /// Refuses more ranks that share rows than a batch has rows.
