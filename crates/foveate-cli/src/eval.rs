@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use foveate::tensor::count::Count;
-use foveate_nn::{Blocks, Model, StepKind};
+use foveate_nn::{Blocks, MemoryEstimate, Model, StepKind};
 use foveate_train::checkpoint;
 use foveate_train::corpus::{Asker, BadDocument, Corpus, Format, Sources};
 use foveate_train::device::{DeviceChoice, DeviceOptions, OnDevice};
+use foveate_train::memory::BESIDE;
 use foveate_train::pack::PackOptions;
 use foveate_train::tokens::Ends;
 use foveate_train::trainer::{TokenLoss, held_out_loss, token_losses};
@@ -95,11 +96,14 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     let (attention, rows) = (&config.attention, args.batch_rows);
     let account =
         config.model.dry_run_on(&blocks, attention, &|_| false, rows, len, StepKind::Loss)?;
-    let need = account.memory();
-    let need = need.weights.saturating_add(need.activations);
-    memory::fits(need, blocks.free_bytes()?, "lower --batch-rows or --len")?;
+    let free = blocks.free_bytes()?;
+    let beside = free.map_or(0, |_| BESIDE);
+    let need = MemoryEstimate { process: beside, ..account.memory() };
+    memory::fits(need.total(), free, "lower --batch-rows or --len")?;
     let template = config.template()?.isolated(RENDERER);
     let mut model = Model::unfilled_on(blocks, config.model, &config.attention)?;
+    let need = MemoryEstimate { process: beside, ..model.loss_memory(rows, len)? };
+    memory::fits(need.total(), free, "lower --batch-rows or --len")?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
     model.draw_missing(0)?;
     let sources = Sources {

@@ -109,8 +109,8 @@ fn generate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     let mut model = Model::unfilled_on(blocks, config.model, &config.attention)?;
     checkpoint::load_weights(&args.checkpoint, &mut model, checksums(args.skip_checksums))?;
     model.draw_missing(0)?;
-    let interrupt = Interrupt::watch()?;
-    let writer = Writer { args, model: &model, tokenizer: &tokenizer, interrupt };
+    let (interrupt, free) = (Interrupt::watch()?, model.free_bytes()?);
+    let writer = Writer { args, model: &model, tokenizer: &tokenizer, interrupt, free };
     if !args.chat {
         let prompt = args.prompt.first().map_or("", String::as_str);
         return writer.answer(prompt, prompt, out).map(|_| ());
@@ -124,6 +124,8 @@ struct Writer<'a, B: Blocks> {
     model: &'a Model<B>,
     tokenizer: &'a Tokenizer,
     interrupt: Interrupt,
+    /// Bytes that a GPU had free before the first text; what a text took serves the next.
+    free: Option<u64>,
 }
 
 impl<B: Blocks> Writer<'_, B> {
@@ -174,6 +176,9 @@ impl<B: Blocks> Writer<'_, B> {
             top_p: args.top_p,
             seed: args.seed,
         };
+        let need = self.model.generation_memory(capacity, read.len())?;
+        let need = need.activations.saturating_add(need.attention);
+        memory::fits(need, self.free, "shorten --prompt, or lower --max-tokens")?;
         let mut generator = self.model.generator(capacity, sampling).map_err(of_option)?;
         generator.prompt(&read)?;
         if !args.json {

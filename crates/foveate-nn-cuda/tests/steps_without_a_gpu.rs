@@ -16,7 +16,7 @@ use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, Cutting, LearnedBuffer, Model,
     ModelConfig, NnError, OptimizerStep, ParameterState, Peers, ProgramConfig, Recompute, Reshard,
-    RopePairing, Rule, TensorPart, Treatment,
+    RopePairing, Rule, StepKind, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -399,6 +399,67 @@ fn arrays_that_share_memory_are_read_as_they_were_written() {
         };
         println!("{batches} {recompute:?}: {} B, apart {}", taken(&shared), taken(&apart));
         assert!(taken(&shared) < taken(&apart));
+    }
+}
+
+#[test]
+fn an_evaluation_between_steps_takes_no_memory_and_reads_what_it_wrote() {
+    if !inside("an_evaluation_between_steps_takes_no_memory_and_reads_what_it_wrote") {
+        return;
+    }
+    let frozen: [fn(&str) -> bool; 3] = [
+        |_| false,
+        |name| name.contains("layers.0.mlp") || name.contains("embed"),
+        |name| !(name.ends_with("layernorm.weight") || name.ends_with("bias")),
+    ];
+    // The last rows of an evaluation are fewer.
+    let numbers: Vec<i32> = (0..(ROWS * LEN) as i32).map(|i| i % LEN as i32).collect();
+    let evaluate = |steps: &mut Steps, rows: usize| {
+        let all = rows * LEN;
+        let tokens: Vec<u32> = numbers[..all].iter().map(|&i| i as u32 % 50).collect();
+        let batch = Batch {
+            rows,
+            len: LEN,
+            tokens: &tokens,
+            labels: &numbers[..all],
+            documents: &vec![0; all],
+            positions: &numbers[..all],
+            mean_kv_len: Some(LEN),
+        };
+        let between = Some(&mut steps.state.0);
+        steps.model.loss_over(&batch, None, between).unwrap();
+    };
+    for (number, recompute) in Recompute::ALL.into_iter().enumerate() {
+        for (batches, frozen) in [(1, frozen[number % 3]), (2, frozen[(number + 1) % 3])] {
+            trace::start();
+            // All of a pass fits in the gradients of so many words.
+            let (config, attention) = sizes();
+            let config = ModelConfig { vocab_size: 4000, intermediate_size: 400, ..config };
+            let model = Model::unfilled_with(cuda(), config, &attention, &frozen).unwrap();
+            let mut steps = Steps { batches, ..Steps::of(filled(model)) };
+            if batches == 1 {
+                steps.state.0 = steps.model.gradients_of_one_batch().unwrap();
+            }
+            let mut notes = trace::stop();
+            let arena = steps.model.dry_run(ROWS, LEN, StepKind::Loss).unwrap().activation_bytes();
+            for number in 0..3 {
+                let [of_step, read] = steps.run(recompute);
+                trace::start();
+                evaluate(&mut steps, ROWS);
+                evaluate(&mut steps, 1);
+                let of_losses = trace::stop();
+                let allocated = of_losses.iter().filter_map(|noted| match noted {
+                    Noted::Allocated { bytes } => Some(*bytes as u64),
+                    _ => None,
+                });
+                // The first makes its plans.
+                let allowed = if number == 0 { arena / 4 } else { 0 };
+                let most = allocated.max().unwrap_or(0);
+                assert!(most <= allowed, "{number}: {most} B, {batches} {recompute:?}");
+                notes.extend(of_step.into_iter().chain(read).chain(of_losses));
+            }
+            assert_eq!(trouble(&notes), [""; 0], "{batches} {recompute:?}");
+        }
     }
 }
 

@@ -106,6 +106,14 @@ impl Account {
         }
     }
 
+    /// Where the arrays of a loss lie, in memory that is lent first.
+    fn places_of_loss(self, lent: Option<Lent>) -> Option<Places> {
+        match lent {
+            None => self.places,
+            Some(lent) => self.places.map(|_| Places::new(&self.activations[OF_BATCH..], &[lent])),
+        }
+    }
+
     fn state_bytes(&self, name: &str) -> u64 {
         sum(self.state.iter().filter(|array| array.name == name))
     }
@@ -342,9 +350,17 @@ pub(crate) fn dry_run(
         }
     }
     let shares_memory = dry.shares_memory() && kind.has_all();
+    let again = dry.again();
     let Dry { mut arrays, blocks, .. } = dry;
     let activations = arrays.split_off(states);
-    let places = shares_memory.then(|| Places::new(&activations[OF_BATCH..], &lent));
+    let mut places = shares_memory.then(|| Places::new(&activations[OF_BATCH..], &lent));
+    if let (StepKind::Training(training), Some(places)) = (kind, &mut places) {
+        // An evaluation between steps has the same arena.
+        let lends = training.one_batch && !training.in_backward;
+        let loss = dry_run(again, config, part, layout, learned, [rows, len], StepKind::Loss)?;
+        let loss = loss.places_of_loss(lends.then(|| all_gradients(layout, precision.gradients)));
+        places.arena = places.arena.max(loss.map_or(0, |loss| loss.arena));
+    }
     Ok(Account { state: arrays, activations, blocks, places })
 }
 
@@ -398,7 +414,14 @@ fn gradients_lent(layout: &ParameterLayout, dtype: DType, begins: &[(usize, usiz
     lent
 }
 
-/// Where the arrays of a pass over `[rows, len]` tokens lie, by `blocks` whose arrays may share memory.
+/// The memory of all gradients, which nothing needs between steps of one batch.
+fn all_gradients(layout: &ParameterLayout, dtype: DType) -> Lent {
+    let bytes = (layout.trained() as u64).saturating_mul(dtype.bytes() as u64);
+    Lent { place: 0..bytes, until: usize::MAX }
+}
+
+/// Where the arrays of a pass over `[rows, len]` tokens lie, by `blocks` whose arrays may share memory;
+/// those of a loss alone in memory of gradients, too, where it is lent.
 pub(crate) fn places<B: Blocks>(
     blocks: &B,
     config: &ModelConfig,
@@ -407,9 +430,15 @@ pub(crate) fn places<B: Blocks>(
     learned: &[&[(String, LearnedBuffer)]],
     shape: [usize; 2],
     kind: StepKind,
+    lends: bool,
 ) -> Result<Option<Places>, NnError> {
     let dry = Dry::of(blocks, part.most_vocab);
-    Ok(dry_run(dry, config, part, layout, learned, shape, kind)?.places)
+    let gradients = all_gradients(layout, blocks.precision().gradients);
+    let account = dry_run(dry, config, part, layout, learned, shape, kind)?;
+    Ok(match kind {
+        StepKind::Training(_) => account.places,
+        StepKind::Loss => account.places_of_loss(lends.then_some(gradients)),
+    })
 }
 
 #[cfg(test)]
@@ -529,6 +558,54 @@ mod tests {
                 assert!(account.activation_bytes() >= account.needed_bytes());
             }
         }
+    }
+
+    #[test]
+    fn an_evaluation_between_steps_is_in_what_steps_take() {
+        let sizes =
+            [("vocab", 130), ("hidden", 96), ("wide", 272), ("layers", 5), ("heads", 6), ("kv", 2)];
+        let causal = ProgramConfig { mask: "causal".into(), ..Default::default() };
+        let attention = AttentionConfig::from(causal);
+        let frozen: [&dyn Fn(&str) -> bool; 4] = [
+            &|_| false,
+            &|name| name.contains("embed") || name.contains("layers.0."),
+            &|name| name.contains("mlp"),
+            &|name| !name.ends_with("layernorm.weight"),
+        ];
+        let small = model(&sizes, true);
+        let cases = [(&small, [3, 700]), (&small, [3, 33]), (&llama3_8b(), [1, 8192])];
+        let ways = [[false, false], [true, false], [true, true]];
+        // Evaluations that would take more than the steps in memory of their own.
+        let mut larger = 0;
+        for (model, [rows, len]) in cases {
+            let mut check = |state: ParameterState, training: Training, frozen| {
+                let (config, dry) = (model.config(), Dry::new(state.into(), 64).sharing());
+                let account =
+                    |kind| config.dry_run_on(&dry, &attention, frozen, rows, len, kind).unwrap();
+                let told = account(StepKind::Training(training)).activation_bytes();
+                let learned = vec![&[][..]; config.num_hidden_layers];
+                let layout = ParameterLayout::new(config, &learned, frozen).unwrap();
+                let gradients = all_gradients(&layout, dry.precision().gradients);
+                let lent = (training.one_batch && !training.in_backward).then_some(gradients);
+                let [lent, apart] = [lent, None].map(|lent| {
+                    let loss = account(StepKind::Loss);
+                    sum(&loss.activations[..OF_BATCH]) + loss.places_of_loss(lent).unwrap().arena
+                });
+                assert!(lent <= told, "{training:?} takes {told}, its evaluation {lent}");
+                larger += usize::from(apart > told);
+            };
+            for (what, [one_batch, in_backward]) in
+                Recompute::ALL.into_iter().flat_map(|what| ways.map(|way| (what, way)))
+            {
+                let again = Recomputation { what, layers: 3 };
+                let training = Training { one_batch, in_backward, ..again.into() };
+                for frozen in frozen {
+                    check(ParameterState::Exact, training, frozen);
+                    check(ParameterState::Bf16, training, frozen);
+                }
+            }
+        }
+        assert!(larger > 0);
     }
 
     #[test]

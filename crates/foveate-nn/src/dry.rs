@@ -143,6 +143,11 @@ impl Dry {
         Self { shares_memory: true, ..self }
     }
 
+    /// The same, with nothing noted.
+    pub(crate) fn again(&self) -> Self {
+        Self { shares_memory: self.shares_memory, ..Self::new(self.precision, self.logits_tokens) }
+    }
+
     /// An array that a step finds and leaves behind, such as weights.
     pub(crate) fn state(&mut self, name: &'static str, dtype: DType, elems: usize) -> DryArray {
         let bytes = (elems as u64).saturating_mul(dtype.bytes() as u64);

@@ -71,8 +71,9 @@ pub(crate) struct Running<B: Blocks> {
     room: PassingGradients<B::Array>,
 }
 
-/// What the places of arrays depend on: rows of a batch and tokens of a row, and what is run.
-type Passed = ([usize; 2], StepKind);
+/// What the places of arrays depend on: rows of a batch and tokens of a row, what is run, and whether
+/// the memory of gradients is lent.
+type Passed = ([usize; 2], StepKind, bool);
 
 /// The gradients of all parameters of a model, each at its parameter's place.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -494,7 +494,7 @@ fn the_losses_of_tokens_add_up_to_the_loss() {
     let model = model(tiny(false), &attention(), 6);
     let text = Text::new(&[9, 14, 1, 40, 26], 12);
     let batch = text.batch(2);
-    let each = model.token_losses(&batch).unwrap();
+    let each = model.token_losses(&batch, None).unwrap();
     let loss = model.loss(&batch).unwrap();
     assert_eq!(each.len(), text.labels.len());
     assert!((each.iter().sum::<f64>() - loss.sum_nats).abs() < 1e-4);
@@ -506,7 +506,7 @@ fn the_losses_of_tokens_add_up_to_the_loss() {
     labels[30] = 5;
     let batch = Batch { labels: &labels, ..batch };
     let alone = model.loss(&batch).unwrap().sum_nats;
-    assert!((model.token_losses(&batch).unwrap()[30] - alone).abs() < 1e-5);
+    assert!((model.token_losses(&batch, None).unwrap()[30] - alone).abs() < 1e-5);
 }
 
 #[test]

@@ -304,7 +304,7 @@ impl<B: Blocks> Setup<'_, B> {
                 self.write_profile(&mut run, observer)?;
             }
             if evaluates {
-                self.evaluate(train.eval_rows, observer)?;
+                self.evaluate(train.eval_rows, &mut gradients, observer)?;
             }
             interrupted = self.after_step(step < steps && observer.interrupted(), observer)?;
             if saves || interrupted {
@@ -323,7 +323,7 @@ impl<B: Blocks> Setup<'_, B> {
         };
         let held_out_loss = match interrupted {
             true => None,
-            false => self.evaluate(usize::MAX, observer)?.map(|m| m.held_out_loss),
+            false => self.evaluate(usize::MAX, &mut gradients, observer)?.map(|m| m.held_out_loss),
         };
         if self.ranks.first() {
             let curve = self.folder.curve();
@@ -528,10 +528,12 @@ impl<B: Blocks> Setup<'_, B> {
         Ok(())
     }
 
-    /// Mean loss of the held-out documents, over at most `rows` rows.
+    /// Mean loss of the held-out documents, over at most `rows` rows, in the memory of the gradients of a
+    /// step.
     fn evaluate(
         &mut self,
         rows: usize,
+        gradients: &mut Room<B::Array>,
         observer: &mut dyn Observer,
     ) -> Result<Option<EvalMetrics>, TrainError> {
         if self.held_out.is_empty() {
@@ -541,10 +543,15 @@ impl<B: Blocks> Setup<'_, B> {
         let start = Instant::now();
         let len = self.recipe.data.len;
         let split = self.recipe.data.split_documents;
+        let between = match gradients {
+            Room::Whole(gradients) => Some(gradients),
+            Room::Passing(_) => None,
+        };
         let found = held_out_loss_on(
             self.ranks,
             self.context.as_mut(),
             &self.model,
+            between,
             &self.corpus,
             &self.held_out,
             PackOptions { len, split, shuffle: None },

@@ -6,6 +6,7 @@ use crate::backend::{Blocks, PackedHeads};
 use crate::dry::Dry;
 use crate::error::NnError;
 use crate::parameters::ParameterLayout;
+use crate::step::Cache;
 use crate::tensor::TensorPart;
 
 /// Tokens of the largest batch whose attention is described to know its workspace.
@@ -42,8 +43,8 @@ impl<B: Blocks> Model<B> {
     }
 
     /// The most memory, in bytes, that is taken to train this model on rows of `len` tokens, `rows`
-    /// at once, and to save it: that of a dry run, and attention's workspace. On the CPU it is the
-    /// resident memory of the process.
+    /// at once, to evaluate such rows between steps and to save it: that of a dry run, and attention's
+    /// workspace. On the CPU it is the resident memory of the process.
     ///
     /// # Errors
     /// Those of [`Model::dry_run`], or when attention cannot be planned for such a batch.
@@ -56,16 +57,62 @@ impl<B: Blocks> Model<B> {
         let training = training.into();
         let account = self.dry_run(rows, len, StepKind::Training(training))?;
         let part = TensorPart::of(self.config(), 0, training.cutting.tensor)?;
+        let attention = self.attention_bytes([rows, len], &part, false)?;
+        Ok(MemoryEstimate { attention, ..account.memory() })
+    }
+
+    /// The memory, in bytes, of losses of `rows` rows of `len` tokens: that of a dry run, and attention's
+    /// workspace.
+    ///
+    /// # Errors
+    /// Those of [`Model::training_memory`].
+    pub fn loss_memory(&self, rows: usize, len: usize) -> Result<MemoryEstimate, NnError> {
+        let account = self.dry_run(rows, len, StepKind::Loss)?;
+        let attention = self.attention_bytes([rows, len], &self.part, false)?;
+        Ok(MemoryEstimate { attention, ..account.memory() })
+    }
+
+    /// The memory, in bytes, of a [`Model::generator`] for texts of `capacity` tokens, the first `prompt` of
+    /// which are read at once: its cache among the activations, and attention's workspace.
+    ///
+    /// # Errors
+    /// Those of [`Model::training_memory`].
+    pub fn generation_memory(
+        &self,
+        capacity: usize,
+        prompt: usize,
+    ) -> Result<MemoryEstimate, NnError> {
+        let account = self.dry_run(1, prompt, StepKind::Loss)?;
+        let (mut dry, mut cache) = (Dry::of(&self.running().blocks, 1), Cache::default());
+        cache.fit(&mut dry, &self.config, capacity)?;
+        // Each array has memory of its own, and logits are of the last token.
+        let arrays = dry.arrays.iter().chain(&account.activations);
+        let bytes = arrays.map(|array| match array.name {
+            "logits" => array.bytes / prompt.min(dry.logits_tokens(0)).max(1) as u64,
+            _ => array.bytes,
+        });
+        let activations = bytes.fold(0, u64::saturating_add);
+        let attention = self.attention_bytes([1, capacity], &self.part, true)?;
+        Ok(MemoryEstimate { attention, activations, ..account.memory() })
+    }
+
+    /// Bytes of attention's workspace and of masks of all programs.
+    fn attention_bytes(
+        &self,
+        [rows, len]: [usize; 2],
+        part: &TensorPart,
+        cached: bool,
+    ) -> Result<u64, NnError> {
         // The workspace is cut into waves, so more rows than these take no more of it.
         let rows_at_once = rows.min(COUNTED_TOKENS / len.max(1)).max(1);
         let mut running = self.running();
         let blocks = &mut running.blocks;
         let heads = PackedHeads::of(&part.local(self.config()), [rows_at_once, len]);
         let (mut workspace, mut masks) = (0, 0);
-        for plan in self.programs.plan(blocks, heads, part.first_heads(), None, false)? {
+        for plan in self.programs.plan(blocks, heads, part.first_heads(), None, cached)? {
             let bytes = blocks.plan_bytes(&plan)?;
             (workspace, masks) = (bytes.workspace.max(workspace), masks + bytes.masks);
         }
-        Ok(MemoryEstimate { attention: workspace + masks, ..account.memory() })
+        Ok(workspace + masks)
     }
 }

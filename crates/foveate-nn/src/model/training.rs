@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use foveate::DType;
 
-use super::{Gradients, Model, Running, lock};
+use super::{Gradients, Model, Passed, Running, lock};
 use crate::account::{self, StepKind, Training};
 use crate::backend::{
     Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, StreamTransfers, Sums,
@@ -250,10 +250,15 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// When the batch does not fit the model, or attention reads a buffer out of its bounds.
     pub fn loss(&self, batch: &Batch<'_>) -> Result<LossSum, NnError> {
-        self.loss_over(batch, None)
+        self.loss_over(batch, None, None)
     }
 
     /// [`Model::loss`] of what may be this rank's part of a batch: see [`Model::accumulate_over`].
+    ///
+    /// `between` are gradients that hold nothing between two steps. Where they are of one batch a step
+    /// ([`Model::gradients_of_one_batch`]) activations lie in their memory, as those of the steps do, so
+    /// that an evaluation between steps of batches of as many rows takes no more memory than the steps;
+    /// they count as cleared behind it.
     ///
     /// # Errors
     /// Those of [`Model::loss`] and of `context`.
@@ -261,26 +266,32 @@ impl<B: Blocks> Model<B> {
         &self,
         batch: &Batch<'_>,
         context: Option<&mut dyn ContextAttention>,
+        between: Option<&mut Gradients<B::Array>>,
     ) -> Result<LossSum, NnError> {
         let start = Instant::now();
         let running = &mut *self.running();
         let mut totals = running.blocks.totals()?;
-        let queued = self.run_loss(running, batch, context, None, &mut totals)?;
+        let queued = self.run_loss(running, batch, context, None, between, &mut totals)?;
         let sums = running.blocks.read(totals)?;
         Ok(loss_sum(&queued, &sums, start))
     }
 
-    /// The loss of each token of a batch in nats, `[rows, len]`; 0 where it has no label.
+    /// The loss of each token of a batch in nats, `[rows, len]`; 0 where it has no label. `between` are
+    /// those of [`Model::loss_over`].
     ///
     /// # Errors
     /// Those of [`Model::loss`].
-    pub fn token_losses(&self, batch: &Batch<'_>) -> Result<Vec<f64>, NnError> {
+    pub fn token_losses(
+        &self,
+        batch: &Batch<'_>,
+        between: Option<&mut Gradients<B::Array>>,
+    ) -> Result<Vec<f64>, NnError> {
         batch.validate(&self.config)?;
         let running = &mut *self.running();
         let (mut each, mut losses) = (B::Array::default(), vec![0.0; batch.tokens_total()]);
         running.blocks.resize("token losses", &mut each, DType::F32, losses.len())?;
         let mut totals = running.blocks.totals()?;
-        self.run_loss(running, batch, None, Some(&mut each), &mut totals)?;
+        self.run_loss(running, batch, None, Some(&mut each), between, &mut totals)?;
         running.blocks.read(totals)?;
         running.blocks.download(Part::whole(&each), &mut losses)?;
         Ok(losses.into_iter().map(f64::from).collect())
@@ -309,6 +320,7 @@ impl<B: Blocks> Model<B> {
         batch: &Batch<'_>,
         context: Option<&mut dyn ContextAttention>,
         each: Option<&mut B::Array>,
+        between: Option<&mut Gradients<B::Array>>,
         totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
         self.check_parameters()?;
@@ -316,7 +328,11 @@ impl<B: Blocks> Model<B> {
         let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
         let shares = context.is_none() && running.has_all(sizes.part);
         let kind = (shares, StepKind::Loss);
-        running.place(sizes, &self.layout, &self.programs, prepared.shape, kind, None)?;
+        let lent = between.filter(|gradients| shares && gradients.one_batch).map(|gradients| {
+            gradients.cleared = true;
+            &gradients.array
+        });
+        running.place(sizes, &self.layout, &self.programs, prepared.shape, kind, lent)?;
         let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
@@ -364,14 +380,20 @@ impl<B: Blocks> Running<B> {
         if !shares || !blocks.shares_memory() {
             return workspace.arena.begin(blocks, None, None);
         }
-        let known = places.iter().position(|(of, _)| *of == (shape, kind));
+        let lends = lent.is_some();
+        // Fewer rows lie where more do, so that the last of an evaluation take no more memory.
+        let holds = |&([rows, len], of, lent): &Passed| {
+            rows >= shape[0] && len == shape[1] && of == kind && lent == lends
+        };
+        let known = places.iter().position(|(of, _)| holds(of));
         let index = match known {
             Some(index) => index,
             None => {
                 let learned = programs.learned();
-                let made = account::places(blocks, local, part, layout, &learned, shape, kind)?;
+                let made =
+                    account::places(blocks, local, part, layout, &learned, shape, kind, lends)?;
                 places.truncate(PLACES - 1);
-                places.insert(0, ((shape, kind), made));
+                places.insert(0, ((shape, kind, lends), made));
                 0
             }
         };

@@ -447,8 +447,9 @@ fn loss_of(
         let (own, context) =
             planner.part(ranks, &model, rows.rows, rows.clone()).map_err(refused)?;
         let context = context.map(ContextBatch::attention);
-        let loss =
-            model.loss_over(&batch(&own), context).map_err(|e| ShardError::new(e.to_string()))?;
+        let loss = model
+            .loss_over(&batch(&own), context, None)
+            .map_err(|e| ShardError::new(e.to_string()))?;
         Ok(loss.sum_nats)
     });
     nats.unwrap().iter().sum()

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use foveate_nn::{Blocks, Model};
+use foveate_nn::{Blocks, Gradients, Model};
 
 use super::batch;
 use crate::context::{ContextBatch, ContextPlanner};
@@ -41,15 +41,17 @@ pub fn held_out_loss<B: Blocks>(
     rows: usize,
 ) -> Result<TotalLoss, TrainError> {
     let ranks = Ranks::one();
-    held_out_loss_on(ranks, None, model, corpus, documents, options, None, batch_rows, rows)
+    held_out_loss_on(ranks, None, model, None, corpus, documents, options, None, batch_rows, rows)
 }
 
-/// [`held_out_loss`], each rank of a part of every batch, and of no other rows where `counts` are known.
+/// [`held_out_loss`], each rank of a part of every batch, and of no other rows where `counts` are known;
+/// `between` are those of [`Model::loss_over`].
 #[expect(clippy::too_many_arguments, reason = "what a pass over documents is made of")]
 pub(super) fn held_out_loss_on<B: Blocks>(
     ranks: Ranks<'_>,
     mut context: Option<&mut ContextPlanner>,
     model: &Model<B>,
+    mut between: Option<&mut Gradients<B::Array>>,
     corpus: &Corpus,
     documents: &[usize],
     options: PackOptions,
@@ -78,11 +80,12 @@ pub(super) fn held_out_loss_on<B: Blocks>(
         };
         let here = attention.is_none() && !model.is_cut();
         let attention = attention.map(ContextBatch::attention);
-        let loss = model.loss_over(&batch(&packed), attention)?;
+        let loss = model.loss_over(&batch(&packed), attention, between.as_deref_mut())?;
         if !loss.sum_nats.is_finite() {
             // Which document it is of, where this rank can say so without the others.
             if here {
-                of_tokens(model, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
+                let between = between.as_deref_mut();
+                of_tokens(model, between, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
             }
             return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));
         }
@@ -124,7 +127,7 @@ pub fn token_losses<B: Blocks, E: From<TrainError>>(
     let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
     let mut total = TotalLoss::default();
     while let Some(packed) = packer.batch_of_pass(batch_rows, 0)? {
-        of_tokens(model, corpus, &packed, |token| {
+        of_tokens(model, None, corpus, &packed, |token| {
             total.nats += token.nats;
             total.tokens += 1;
             tell(token)
@@ -136,11 +139,12 @@ pub fn token_losses<B: Blocks, E: From<TrainError>>(
 /// Gives the losses of the labelled tokens of a batch to `tell`, in order.
 fn of_tokens<B: Blocks, E: From<TrainError>>(
     model: &Model<B>,
+    between: Option<&mut Gradients<B::Array>>,
     corpus: &Corpus,
     packed: &Packed,
     mut tell: impl FnMut(TokenLoss) -> Result<(), E>,
 ) -> Result<(), E> {
-    let losses = model.token_losses(&batch(packed)).map_err(TrainError::model)?;
+    let losses = model.token_losses(&batch(packed), between).map_err(TrainError::model)?;
     for piece in &packed.pieces {
         for i in 0..piece.len {
             let cell = piece.row * packed.len + piece.column + i;

@@ -50,7 +50,7 @@ fn on_rank(
         model.accumulate_over(&batch, attention, &mut gradients, recompute, &mut totals).unwrap();
         nats = model.read(totals).unwrap().nats;
     }
-    let loss = model.loss_over(&held.batch(), Some(&mut planned)).unwrap();
+    let loss = model.loss_over(&held.batch(), Some(&mut planned), None).unwrap();
     assert_eq!(loss.sum_nats, nats, "a loss alone");
     let mut all = vec![f32::NAN; model.layout().trained()];
     model.download(&gradients.array, 0, &mut all).unwrap();
