@@ -125,6 +125,54 @@ fn clusters_programmatic_launches_and_tensor_maps_reach_the_driver() {
 }
 
 #[test]
+fn work_on_memory_that_no_device_has_fails_where_it_is_queued() {
+    let name = "work_on_memory_that_no_device_has_fails_where_it_is_queued";
+    if !inside(name, &["nvrtc"], &["-DLOADS"], &[]) {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let (queue, pool) = (engine.queue(), engine.queue().pool());
+    let scale = kernel(&engine, Arch::new((9, 0))).unwrap();
+    let plain = Launch::new([1, 1, 1], 128);
+    let run = |x: Address, of_map: Address| {
+        let map = TensorMap::tiled(engine.device(), &map(of_map)).unwrap();
+        // SAFETY: nothing runs on the driver for tests.
+        unsafe { scale.launch(queue, &plain, (x, 2.0f32, map)) }
+    };
+    let [memory, gone] = [8192, 3 << 20].map(|bytes| pool.take(bytes).unwrap());
+    let (there, freed) = (memory.address(), gone.address());
+    run(there, there).unwrap();
+    run(there + 8191, freed).unwrap();
+    drop(gone);
+    pool.release().unwrap();
+    let pinned = Pinned::new(engine.device(), 8192).unwrap();
+    let pageable = vec![0u8; 1 << 20];
+    let of_host = |bytes: &[u8]| bytes.as_ptr().align_offset(16) as u64 + bytes.as_ptr() as u64;
+    for wrong in [freed, of_host(pinned.as_slice()), of_host(&pageable)] {
+        for (x, map) in [(wrong, there), (there, wrong)] {
+            let told = said(run(x, map));
+            assert!(told.contains("launching scale") && told.contains("ILLEGAL_ADDRESS"), "{told}");
+        }
+    }
+    let queued = fs::read_to_string(home().join("launches")).unwrap();
+    assert_eq!(queued.lines().count(), 2, "what fails is not queued");
+    let stream = queue.stream();
+    // SAFETY: the driver for tests finds what is not there.
+    unsafe {
+        stream.fill(there, 1, 8192).unwrap();
+        stream.copy(there + 4096, there, stream.device(), 4096).unwrap();
+        for told in [
+            said(stream.fill(there + 1, 1, 8192)),
+            said(stream.copy(there, freed, stream.device(), 16)),
+            said(stream.copy(freed, there, stream.device(), 16)),
+            said(stream.copy(there, there + 8000, stream.device(), 512)),
+        ] {
+            assert!(told.contains("ILLEGAL_ADDRESS"), "{told}");
+        }
+    }
+}
+
+#[test]
 fn a_driver_without_attributes_and_maps_declines_what_needs_them() {
     let name = "a_driver_without_attributes_and_maps_declines_what_needs_them";
     if !inside(name, &["nvrtc"], &["-DLOADS", "-DWITHOUT_OPTIONAL"], &[]) {

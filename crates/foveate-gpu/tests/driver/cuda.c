@@ -1,6 +1,10 @@
 /* A driver for tests, without a GPU: device memory is host memory, and queued copies are carried
  * out when an event behind them is asked about or memory is freed, so that whoever reuses memory too
  * early is found out. Threads may use it at once.
+ * What a device would fault on fails with 700 when it is queued, with a line that says why: a copy whose
+ * ends are not in memory that the driver has given, of the device or pinned; a launch with an address among
+ * its parameters, tensor maps included, that is not in memory of a device. A copy that is carried out when
+ * its memory is gone ends the process.
  * LOADS, when it is compiled: kernels load, and their launches are listed; of a thread whose name begins
  * with `rank-` in a file of its own, with the number of the stream among those of the thread, copies on
  * the device and waits for events.
@@ -20,8 +24,9 @@
 
 typedef unsigned long long Address;
 static struct { char *to; const char *from; size_t bytes; int byte; } queue[4096];
-static struct { Address start; size_t bytes; int device; } blocks[8192];
-static size_t queued, carried, taken[2];
+static struct { Address start; size_t bytes; int device; } blocks[8192]; /* PINNED: of the host */
+enum { BLOCKS = 8192, PINNED = -1 };
+static size_t queued, carried, taken[2], used_blocks; /* no block is behind the last used one */
 static _Thread_local int now = -1; /* the device of the current context */
 int contexts_set; /* calls that set one */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -57,7 +62,7 @@ static size_t total(void) { return number("TOTAL", 64 << 20); }
 
 int cuInit(unsigned flags) { return flags + (int)number("INIT", 0); }
 int cuDriverGetVersion(int *v) { return *v = (int)number("CUDA", 13000), 0; }
-int cuGetErrorName(int e, const char **s) { return *s = e == 803 ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" : "CUDA_ERROR", 0; }
+int cuGetErrorName(int e, const char **s) { return *s = e == 803 ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" : e == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR", 0; }
 int cuGetErrorString(int e, const char **s) { (void)e; return *s = "a failure of tests", 0; }
 int cuDeviceGetCount(int *n) { return *n = 2, 0; }
 int cuDeviceGet(int *d, int i) { return *d = i, 0; }
@@ -83,63 +88,100 @@ int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
 int cuCtxGetCurrent(void **c) { return *c = (void *)(size_t)(now + 1), 0; }
 int cuCtxSetCurrent(void *c) { return now = (int)(size_t)c - 1, contexts_set++, 0; }
 int cuMemGetInfo_v2(size_t *f, size_t *t) { IN_CONTEXT; return *t = total(), *f = *t - taken[now], 0; }
-static int alloc(Address *a, size_t n) {
+static int alloc(Address *a, size_t n, int device) {
     size_t i = 0;
-    if (n > total() - taken[now]) return 2;
-    while (blocks[i].start) i++;
-    blocks[i].start = *a = (Address)(size_t)malloc(n), blocks[i].bytes = n, blocks[i].device = now;
-    return taken[now] += n, 0;
+    if (device != PINNED && n > total() - taken[device]) return 2;
+    while (i < BLOCKS && blocks[i].start) i++;
+    if (i == BLOCKS) return 999;
+    if (i >= used_blocks) used_blocks = i + 1;
+    blocks[i].start = *a = (Address)(size_t)malloc(n), blocks[i].bytes = n, blocks[i].device = device;
+    if (device != PINNED) taken[device] += n;
+    return 0;
+}
+/* The block that an address is in; BLOCKS where it is in none. */
+static size_t block_of(Address a) {
+    for (size_t i = 0; i < used_blocks; i++)
+        if (blocks[i].start && a >= blocks[i].start && a - blocks[i].start < blocks[i].bytes) return i;
+    return BLOCKS;
+}
+/* Whether the driver has given these bytes, of a device or, where `pinned`, of the host. */
+static int is_given(const void *p, size_t n, int pinned) {
+    size_t i = block_of((Address)(size_t)p);
+    if (!n) return 1;
+    return i < BLOCKS && pinned == (blocks[i].device == PINNED) && n <= blocks[i].start + blocks[i].bytes - (Address)(size_t)p;
 }
 #ifndef OVERRUN
 #define OVERRUN 0
 #endif
 static void carry_out(size_t first) {
-    for (size_t i = 0; i < first; i++)
+    for (size_t i = 0; i < first; i++) {
+        const void *to = queue[i].to, *from = queue[i].from;
+        size_t n = queue[i].bytes;
+        if ((!is_given(to, n, 0) && !is_given(to, n, 1)) || (from && !is_given(from, n, 0) && !is_given(from, n, 1))) {
+            fprintf(stderr, "memory of a queued copy of %zu B was freed before the copy was done\n", n);
+            abort();
+        }
         if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes + OVERRUN);
         else memset(queue[i].to, queue[i].byte, queue[i].bytes);
+    }
     carried += first, queued -= first;
     memmove(queue, queue + first, queued * sizeof *queue);
 }
-static int release(Address a) {
-    carry_out(queued); /* freeing waits for the device */
-    for (size_t i = 0; i < 8192; i++)
-        if (blocks[i].start == a) {
-            taken[blocks[i].device] -= blocks[i].bytes, blocks[i].start = 0;
-            return free((void *)(size_t)a), 0;
-        }
-    return 1;
+static int release(Address a, int pinned) {
+    if (!pinned) carry_out(queued); /* freeing waits for the device */
+    size_t i = block_of(a);
+    if (i == BLOCKS || blocks[i].start != a || pinned != (blocks[i].device == PINNED)) return 1;
+    if (!pinned) taken[blocks[i].device] -= blocks[i].bytes;
+    blocks[i].start = 0;
+    return free((void *)(size_t)a), 0;
 }
 int cuMemAlloc_v2(Address *a, size_t n) {
     IN_CONTEXT;
     note("allocations");
     pthread_mutex_lock(&lock);
-    int code = alloc(a, n);
+    int code = alloc(a, n, now);
     return pthread_mutex_unlock(&lock), code;
 }
 int cuMemFree_v2(Address a) {
     note("frees");
     pthread_mutex_lock(&lock);
-    int code = release(a);
+    int code = release(a, 0);
     return pthread_mutex_unlock(&lock), code;
 }
-int cuMemHostAlloc(void **p, size_t n, unsigned f) { IN_CONTEXT; (void)f; return *p = malloc(n), 0; }
-int cuMemFreeHost(void *p) { return note("frees"), free(p), 0; }
-static int later(void *to, const void *from, size_t n, int byte) {
+int cuMemHostAlloc(void **p, size_t n, unsigned f) {
+    Address a = 0;
+    IN_CONTEXT;
+    pthread_mutex_lock(&lock);
+    int code = ((void)f, alloc(&a, n, PINNED));
+    return pthread_mutex_unlock(&lock), *p = (void *)(size_t)a, code;
+}
+int cuMemFreeHost(void *p) {
+    note("frees");
+    pthread_mutex_lock(&lock);
+    int code = release((Address)(size_t)p, 1);
+    return pthread_mutex_unlock(&lock), code;
+}
+/* A copy, or with nothing to copy `from` a fill; whether either end is pinned. */
+static int later(void *to, int to_pinned, const void *from, int from_pinned, size_t n, int byte) {
     pthread_mutex_lock(&lock);
     int code = queued == 4096 ? 999 : 0;
+    if (!is_given(to, n, to_pinned) || (from && !is_given(from, n, from_pinned))) {
+        fprintf(stderr, "a copy of %zu B from %p to %p is not within memory that the driver has given\n", n, from, to);
+        code = 700;
+    }
     if (!code) {
         queue[queued].to = to, queue[queued].from = from, queue[queued].bytes = n;
         queue[queued++].byte = byte;
     }
     return pthread_mutex_unlock(&lock), code;
 }
-int cuMemcpyHtoDAsync_v2(Address a, const void *p, size_t n, void *s) { (void)s; return later((void *)(size_t)a, p, n, 0); }
-int cuMemcpyDtoHAsync_v2(void *p, Address a, size_t n, void *s) { (void)s; return later(p, (void *)(size_t)a, n, 0); }
-int cuMemsetD8Async(Address a, unsigned char b, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, n, b); }
+int cuMemcpyHtoDAsync_v2(Address a, const void *p, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, p, 1, n, 0); }
+int cuMemcpyDtoHAsync_v2(void *p, Address a, size_t n, void *s) { (void)s; return later(p, 1, (void *)(size_t)a, 0, n, 0); }
+int cuMemsetD8Async(Address a, unsigned char b, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, 0, 0, n, b); }
 int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t n, void *s) {
     FILE *log = is_rank() ? launches(s) : 0;
     if (log) fprintf(log, "copy %zu B\n", n), fclose(log);
-    return later((void *)(size_t)to, (void *)(size_t)from, n, 0);
+    return later((void *)(size_t)to, 0, (void *)(size_t)from, 0, n, 0);
 }
 int cuMemcpyPeerAsync(Address to, void *c, Address from, void *d, size_t n, void *s) { (void)c; (void)d; return cuMemcpyDtoDAsync_v2(to, from, n, s); }
 int cuDeviceCanAccessPeer(int *yes, int a, int b) { return *yes = a != b, 0; }
@@ -149,15 +191,13 @@ int cuCtxEnablePeerAccess(void *c, unsigned f) {
     return f || enabled[now + 1][(size_t)c]++ ? 704 : 0;
 }
 static int attribute(void *v, int which, Address a) {
-    for (size_t i = 0; i < 8192; i++)
-        if (blocks[i].start && a >= blocks[i].start && a < blocks[i].start + blocks[i].bytes) {
-            if (which == 2) *(unsigned *)v = 2;
-            if (which == 9) *(int *)v = blocks[i].device;
-            if (which == 11) *(Address *)v = blocks[i].start;
-            if (which == 12) *(size_t *)v = blocks[i].bytes;
-            return 0;
-        }
-    return 1;
+    size_t i = block_of(a);
+    if (i == BLOCKS) return 1;
+    if (which == 2) *(unsigned *)v = blocks[i].device == PINNED ? 1 : 2;
+    if (which == 9) *(int *)v = blocks[i].device;
+    if (which == 11) *(Address *)v = blocks[i].start;
+    if (which == 12) *(size_t *)v = blocks[i].bytes;
+    return 0;
 }
 int cuPointerGetAttribute(void *v, int which, Address a) {
     pthread_mutex_lock(&lock);
@@ -245,12 +285,27 @@ int cuFuncGetParamInfo(void *f, size_t i, size_t *offset, size_t *bytes) {
     if (i >= of->count) return 1;
     return *offset = 0, *bytes = of->bytes[i], 0;
 }
+/* Whether a kernel would find memory of a device at every address among its parameters. A word of them is
+ * an address where it is as large as the machine's own are, which two counts or strides side by side are not. */
+static int finds_memory(struct function *f, void **p) {
+    int found = 1;
+    pthread_mutex_lock(&lock);
+    for (size_t i = 0; i < f->count; i++)
+        for (size_t byte = 0; byte + 8 <= f->bytes[i]; byte += 8) {
+            Address word = at((char *)p[i] + byte, 8);
+            if (word < 0x500000000000 || word > 0x7fffffffffff || is_given((void *)(size_t)word, 1, 0)) continue;
+            fprintf(stderr, "%s: byte %zu of parameter %zu is the address %#llx, where no device has memory\n", f->name, byte, i, word);
+            found = 0;
+        }
+    return pthread_mutex_unlock(&lock), found;
+}
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned e,
                    unsigned g, unsigned shared, void *s, void **p, void **more) {
     FILE *log = launches(s);
     if (!log) return 999;
+    if (!finds_memory(f, p)) return fclose(log), 700;
     fprintf(log, "%s [%u, %u, %u] x %u\n", ((struct function *)f)->name, x, y, z, threads);
-    return (void)e, (void)g, (void)shared, (void)p, (void)more, fclose(log);
+    return (void)e, (void)g, (void)shared, (void)more, fclose(log);
 }
 #ifndef WITHOUT_OPTIONAL
 /* Attributes by their numbers in CUlaunchAttributeID. */
@@ -259,6 +314,7 @@ struct config { unsigned grid[3], block[3], shared; void *stream; const struct a
 int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
     FILE *log = launches(c->stream);
     if (!log) return 999;
+    if (!finds_memory(f, p)) return fclose(log), 700;
     fprintf(log, "%s [%u, %u, %u] x %u", ((struct function *)f)->name, c->grid[0], c->grid[1], c->grid[2], c->block[0]);
     for (unsigned i = 0; i < c->count; i++) {
         const unsigned *v = c->attributes[i].value;
@@ -266,7 +322,7 @@ int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
         else if (c->attributes[i].id == 6 && v[0] == 1) fprintf(log, ", programmatic");
         else return fclose(log), 1;
     }
-    return (void)p, (void)more, fputs("\n", log), fclose(log);
+    return (void)more, fputs("\n", log), fclose(log);
 }
 #endif
 #else
