@@ -49,7 +49,10 @@ impl Listed for ListedBlock {
         let taken = |name: &str| {
             let kernel = compiled.kernels.iter().find(|k| k.name == name).expect("compared");
             let (registers, local_bytes) = (kernel.registers, kernel.local_bytes);
-            (name.to_owned(), Taken { registers, local_bytes, shared_bytes })
+            (
+                name.to_owned(),
+                Taken { registers, local_bytes, shared_bytes, local_among_products: 0 },
+            )
         };
         let entries = self.source.entries().into_iter().map(taken).collect();
         Ok(Checked { cta: self.cta(), entries, note: None })

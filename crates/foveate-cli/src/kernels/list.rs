@@ -28,7 +28,7 @@ use foveate_cuda::choose::{
     Choice, Class, KernelOptions, KernelPlan, Origin, Pass, PrintedMods, Sizes, Unmapped,
 };
 use foveate_cuda::compile::Candidate;
-use foveate_cuda::compile::check::{Taken, taken};
+use foveate_cuda::compile::check::{Taken, compare_code, taken};
 use foveate_cuda::compile::codegen::{Extent, ModsSource, Options};
 use foveate_cuda::compile::config::{Config, Elem, HeadDims, Kernel, TilesOf};
 use foveate_cuda::compile::params::BlockListsParams;
@@ -495,8 +495,12 @@ impl Listed for ListedKernel {
             return Err(GpuErrorKind::Resources { kernel: config.to_string(), reason }.into());
         }
         let planned = &selected.candidate.resources;
-        let mut entries: Vec<_> =
-            compiled.kernels.iter().map(|e| (e.name.clone(), taken(planned, e))).collect();
+        compare_code(&config, planned, &compiled)?;
+        let mut entries: Vec<_> = compiled
+            .kernels
+            .iter()
+            .map(|e| (e.name.clone(), taken(planned, &compiled, e)))
+            .collect();
         let main = config.kernel.entry().name();
         entries.sort_by_key(|(name, _)| (*name != main, name.clone()));
         Ok(Checked { cta: Cta::of(&config), entries, note: selected.note })

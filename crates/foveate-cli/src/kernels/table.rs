@@ -38,7 +38,7 @@ pub fn rows(kernel: &dyn Listed, found: &Checked) -> impl Iterator<Item = (Strin
 /// What is recorded of one entry point: a line of numbers, so that the table is short enough to be
 /// read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "[u32; 7]", into = "[u32; 7]")]
+#[serde(try_from = "Vec<u32>", into = "Vec<u32>")]
 struct Row {
     tiles: [u32; 4],
     taken: Taken,
@@ -50,7 +50,7 @@ impl Row {
         let taken = Taken {
             registers: register_class(arch, cta, taken),
             local_bytes: if spills { taken.local_bytes } else { 0 },
-            shared_bytes: taken.shared_bytes,
+            ..taken
         };
         Self { tiles: cta.numbers, taken }
     }
@@ -77,17 +77,33 @@ fn register_class(arch: Arch, cta: &Cta, taken: Taken) -> u32 {
     more.take_while(|&registers| ctas(registers) == now).last().unwrap_or(taken.registers)
 }
 
-impl From<[u32; 7]> for Row {
-    fn from([q, kv, warps, stages, shared_bytes, registers, local_bytes]: [u32; 7]) -> Self {
+impl TryFrom<Vec<u32>> for Row {
+    type Error = String;
+
+    fn try_from(numbers: Vec<u32>) -> Result<Self, String> {
+        let length = || format!("a row has 7 or 8 numbers, not {}", numbers.len());
+        let [q, kv, warps, stages, shared_bytes, registers, local_bytes, ref more @ ..] =
+            numbers[..]
+        else {
+            return Err(length());
+        };
+        let local_among_products = match *more {
+            [] => 0,
+            [count] => count,
+            _ => return Err(length()),
+        };
         let tiles = [q, kv, warps, stages];
-        Self { tiles, taken: Taken { registers, local_bytes, shared_bytes } }
+        let taken = Taken { registers, local_bytes, shared_bytes, local_among_products };
+        Ok(Self { tiles, taken })
     }
 }
 
-impl From<Row> for [u32; 7] {
-    fn from(row: Row) -> Self {
-        let ([q, kv, warps, stages], taken) = (row.tiles, row.taken);
-        [q, kv, warps, stages, taken.shared_bytes, taken.registers, taken.local_bytes]
+impl From<Row> for Vec<u32> {
+    fn from(Row { tiles, taken }: Row) -> Self {
+        let mut numbers = tiles.to_vec();
+        numbers.extend([taken.shared_bytes, taken.registers, taken.local_bytes]);
+        numbers.extend(Some(taken.local_among_products).filter(|&count| count > 0));
+        numbers
     }
 }
 
@@ -123,7 +139,8 @@ impl Table {
         }
         let worse = now.taken.registers > row.taken.registers
             || now.taken.local_bytes > row.taken.local_bytes
-            || now.taken.shared_bytes > row.taken.shared_bytes;
+            || now.taken.shared_bytes > row.taken.shared_bytes
+            || now.taken.local_among_products > row.taken.local_among_products;
         match (worse, *row == now) {
             (true, _) => Standing::Worse,
             (false, true) => Standing::Recorded,
@@ -151,12 +168,14 @@ impl Table {
              # what took more than planned. `foveate kernels check` compares with it, with --update it\n\
              # writes it. The numbers: queries and keys of a tile, warps, stages; bytes of shared\n\
              # memory of a CTA; the most registers of a thread with which an SM holds as many CTAs as\n\
-             # with those taken; bytes of local memory of a thread, 0 up to {LOCAL_BYTES_ALLOWED}.\n",
+             # with those taken; bytes of local memory of a thread, 0 up to {LOCAL_BYTES_ALLOWED}; and of a\n\
+             # Hopper kernel the instructions that read or write local memory among its products,\n\
+             # where there are any.\n",
         );
         for (arch, rows) in &self.0 {
             text += &format!("\n[{arch}]\n");
             for (name, row) in rows {
-                text += &format!("\"{name}\" = {:?}\n", <[u32; 7]>::from(row.clone()));
+                text += &format!("\"{name}\" = {:?}\n", Vec::from(row.clone()));
             }
         }
         fs::write(path, text)
@@ -187,8 +206,9 @@ mod tests {
         let kernel = &list(HOPPER, true).unwrap()[0];
         // Eight warps: with up to 128 registers a thread, an SM holds two CTAs; with up to 80 three.
         let cta = Cta { numbers: [64, 64, 8, 1], words: "8 warps".to_owned() };
-        let taken = Taken { registers: 100, local_bytes: 8, shared_bytes: 1000 };
-        let more = Taken { registers: 50, ..taken };
+        let taken =
+            Taken { registers: 100, local_bytes: 8, shared_bytes: 1000, local_among_products: 2 };
+        let more = Taken { registers: 50, local_among_products: 0, ..taken };
         let entries = vec![("fv_delta".to_owned(), taken), ("fv_row_weight_sum".to_owned(), more)];
         let mut found = Checked { cta, entries, note: None };
         let mut table = Table::default();
@@ -212,6 +232,8 @@ mod tests {
         assert_eq!(with(|t| t.local_bytes = LOCAL_BYTES_ALLOWED + 1), Standing::Worse);
         assert_eq!(with(|t| t.shared_bytes += 1), Standing::Worse);
         assert_eq!(with(|t| t.shared_bytes -= 1), Standing::Changed);
+        assert_eq!(with(|t| t.local_among_products = 3), Standing::Worse);
+        assert_eq!(with(|t| t.local_among_products = 0), Standing::Changed);
         let second = format!("{name}: row_weight_sum");
         assert_eq!(table.standing(HOPPER, &second, &found.cta, &more), Standing::Recorded);
         assert_eq!(table.standing(HOPPER, &second, &found.cta, &taken), Standing::Worse);
@@ -219,6 +241,15 @@ mod tests {
         assert_eq!(table.standing(Arch::new((8, 0)), &name, &found.cta, &taken), Standing::New);
         found.cta.numbers[0] *= 2;
         assert_eq!(table.standing(HOPPER, &name, &found.cta, &taken), Standing::Changed);
+    }
+
+    #[test]
+    fn a_row_of_another_length_is_an_error() {
+        for row in ["[1, 2, 3]", "[1, 2, 3, 4, 5, 6, 7, 8, 9]"] {
+            let read = toml::from_str::<Table>(&format!("[sm_90]\n\"forward\" = {row}\n"));
+            let said = read.unwrap_err().to_string();
+            assert!(said.contains("a row has 7 or 8 numbers, not "), "{said}");
+        }
     }
 
     #[test]

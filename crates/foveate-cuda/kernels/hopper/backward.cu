@@ -198,7 +198,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         start_sums<LAST_DV, FV_BM / 16>(dv, weights, Operand::columns(base + AT_D_OUT + before.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
         if constexpr (!FV_SEPARATE_DQ)
             start_dq(dq, Operand::rows(base + AT_DS + parity * DS_BYTES + (SPLIT_DQ_ROWS ? consumer * 64 * PANEL_ROW : 0)), keys_across);
-        product_commit();
+        // Into a group without products the assembler puts one of its own.
+        if constexpr (!FV_SEPARATE_DQ || LAST_DV < FV_BM / 16) product_commit();
         start_dk(dk, Operand::columns(base + AT_DS + parity * DS_BYTES + consumer * FV_BM * PANEL_ROW, 0),
                  Operand::columns(base + AT_Q + before.stage * Q_BYTES, FV_BM * PANEL_ROW));
         product_commit();

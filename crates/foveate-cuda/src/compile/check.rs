@@ -1,6 +1,7 @@
 //! Whether compiled kernels are what was planned.
 
 use super::config::{Config, Entry};
+use super::machine_code::MachineCode;
 use super::resources::{LOCAL_BYTES_ALLOWED, Resources, shared_bytes_of};
 use crate::error::CudaError;
 use foveate_gpu::GpuErrorKind;
@@ -17,6 +18,8 @@ pub struct Taken {
     pub local_bytes: u32,
     /// Bytes of shared memory a CTA asks for at its launch.
     pub shared_bytes: u32,
+    /// Instructions that read or write local memory among the products of a Hopper kernel.
+    pub local_among_products: u32,
 }
 
 /// Compares what NVRTC says of every entry point of a compiled file with what was planned for its
@@ -45,10 +48,30 @@ pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<(), Excess
     Ok(expected.compare(compiled)?)
 }
 
-/// What an entry point takes, in a file of a kernel for which `planned` was planned.
-pub fn taken(planned: &Resources, entry: &KernelResources) -> Taken {
+/// Compares the machine code of a kernel of the Hopper family with its source: products, waits for them,
+/// copies and the registers of its roles. `planned` is what was planned for it.
+///
+/// # Errors
+/// [`GpuErrorKind::Resources`] when there are more or fewer.
+pub fn compare_code(
+    config: &Config,
+    planned: &Resources,
+    compiled: &Compiled,
+) -> Result<(), CudaError> {
+    let Some(written) = MachineCode::written(config, planned) else { return Ok(()) };
+    let found = compiled.instructions(config.kernel.entry().name()).unwrap_or_default();
+    written.compare(&MachineCode::found(&found)).map_err(|differences| {
+        let reason = format!("its machine code is not what its source says: {differences}");
+        GpuErrorKind::Resources { kernel: config.to_string(), reason }.into()
+    })
+}
+
+/// What an entry point takes, in a compiled file of a kernel for which `planned` was planned.
+pub fn taken(planned: &Resources, compiled: &Compiled, entry: &KernelResources) -> Taken {
     let own = || planned.shared_bytes as u32;
+    let code = compiled.instructions(&entry.name).unwrap_or_default();
     Taken {
+        local_among_products: code.local_among_products,
         registers: entry.registers,
         local_bytes: entry.local_bytes,
         shared_bytes: Entry::named(&entry.name).map_or_else(own, |e| shared_bytes_of(e, planned)),

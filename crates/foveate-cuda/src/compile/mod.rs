@@ -3,7 +3,7 @@
 //! [`config`] says what one kernel is compiled for, [`params`] what it is launched with.
 //! [`codegen`] prints mods as CUDA C++, [`source`] puts the source together, [`resources`] knows
 //! what a CTA takes before anything is compiled, [`check`] compares that with what the assembler
-//! reports, and [`spill_fallback`] finds the configuration that runs where a kernel takes more.
+//! reports and what the source writes, and [`spill_fallback`] finds the configuration that runs where a kernel takes more.
 
 mod candidate;
 pub mod cells;
@@ -11,6 +11,7 @@ pub mod check;
 pub mod codegen;
 pub mod config;
 pub mod kernel;
+mod machine_code;
 pub mod params;
 pub mod resources;
 pub mod source;

@@ -81,6 +81,11 @@ pub struct Instructions {
     pub in_flight: Vec<u32>,
     /// Registers that each `USETMAXREG` asks for, in the order of the code.
     pub registers: Vec<u32>,
+    /// `LDL` and `STL` between the first `HGMMA` or `QGMMA` and the last: of a kernel with roles, in those
+    /// that multiply.
+    pub local_among_products: u32,
+    /// The same from the first one on, however many products follow.
+    local_after_first: u32,
 }
 
 impl Instructions {
@@ -109,6 +114,12 @@ impl Instructions {
                 self.in_flight.push((high >> 8 & 0xff) as u32);
             }
             Opcode::Usetmaxreg => self.registers.push((low >> 32 & 0x1ff) as u32),
+            Opcode::Hgmma | Opcode::Qgmma => self.local_among_products = self.local_after_first,
+            Opcode::Ldl | Opcode::Stl
+                if self.count(Opcode::Hgmma) + self.count(Opcode::Qgmma) > 0 =>
+            {
+                self.local_after_first += 1;
+            }
             _ => {}
         }
         *self.counts.entry(opcode).or_default() += 1;
@@ -265,6 +276,22 @@ __device__ __noinline__ float called(float x) { for (int i = 0; i < 99; i++) x =
             .collect();
         let numbered = NUMBERS.iter().map(|(_, opcode)| *opcode).chain([WarpgroupDepbar]);
         assert_eq!(all, numbered.collect(), "every instruction that is counted is tried");
+    }
+
+    #[test]
+    fn local_memory_counts_between_the_first_product_and_the_last() {
+        const PRODUCT: u64 = 0x1f0;
+        const LOAD: u64 = 0x183;
+        const STORE: u64 = 0x187;
+        const OTHER: u64 = 0x108;
+        let count = |code: &[u64]| {
+            let words = code.iter().flat_map(|low| [low.to_le_bytes(), [0; 8]]);
+            Instructions::of(&words.flatten().collect::<Vec<u8>>()).local_among_products
+        };
+        assert_eq!(count(&[LOAD, PRODUCT, STORE, LOAD, OTHER, PRODUCT, STORE]), 2);
+        assert_eq!(count(&[LOAD, PRODUCT, STORE]), 0);
+        assert_eq!(count(&[PRODUCT, LOAD, 0x1f3, STORE, PRODUCT]), 2);
+        assert_eq!(count(&[LOAD, STORE]), 0);
     }
 
     #[test]

@@ -100,7 +100,9 @@ impl Warp {
         if self.shape.wide {
             first.push((Buffer::DOut(stage), content, of_queries));
         }
-        self.start(first);
+        if !first.is_empty() {
+            self.start(first);
+        }
         let own = self.warp / 4 * 4;
         let dk = ds(own..own + 4).chain([(Buffer::Q(stage), content, of_queries)]);
         self.start(dk.collect());
