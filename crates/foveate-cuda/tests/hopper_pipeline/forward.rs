@@ -40,6 +40,9 @@ struct Shape {
     consumers: usize,
     stages: usize,
     q_stages: usize,
+    /// Warps copy Q, K and V row by row (`FV_COPIED`): stages fill when all of their lanes' copies have
+    /// landed, and those of K when the step is written, too.
+    copied: bool,
 }
 
 /// A live tile of an item, and which consumers see some of it: the others pass over it.
@@ -119,24 +122,37 @@ fn keys(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
     let announce = |ops: &mut Vec<Op>, k: Ring, content, bytes| {
         ops.push(Wait(Barrier::KEmpty(k.stage()), k.round() - 1));
         ops.push(Write(Buffer::Step(k.stage()), content));
-        ops.push(Expect(Barrier::KFull(k.stage()), bytes));
+        ops.push(match shape.copied {
+            true => Arrive(Barrier::KFull(k.stage())),
+            false => Expect(Barrier::KFull(k.stage()), bytes),
+        });
+    };
+    let copy = |barrier, buffer, content| match shape.copied {
+        true => CopyByLanes(barrier, buffer, content),
+        false => Load(barrier, buffer, content),
     };
     let mut ops = Vec::new();
     for_each_tile(items, &mut ops, |ops, content, first| {
         announce(ops, k, content, BYTES);
-        ops.push(Load(Barrier::KFull(k.stage()), Buffer::K(k.stage()), content));
+        ops.push(copy(Barrier::KFull(k.stage()), Buffer::K(k.stage()), content));
         k.advance();
         if !first {
             return;
         }
         for c in 0..shape.consumers {
             ops.push(Wait(Barrier::QEmpty(q.stage(), c), q.round() - 1));
-            ops.push(Expect(Barrier::QFull(q.stage(), c), BYTES));
-            ops.push(Load(Barrier::QFull(q.stage(), c), Buffer::Q(q.stage(), c), (content.0, 0)));
+            if !shape.copied {
+                ops.push(Expect(Barrier::QFull(q.stage(), c), BYTES));
+            }
+            ops.push(copy(Barrier::QFull(q.stage(), c), Buffer::Q(q.stage(), c), (content.0, 0)));
         }
         q.advance();
     });
     announce(&mut ops, k, STOP, 0);
+    if shape.copied {
+        // Of lanes that have nothing to copy.
+        ops.push(Arrive(Barrier::KFull(k.stage())));
+    }
     ops
 }
 
@@ -145,8 +161,11 @@ fn values(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
     let mut ops = Vec::new();
     for_each_tile(items, &mut ops, |ops, content, _| {
         ops.push(Wait(Barrier::VEmpty(v.stage()), v.round() - 1));
-        ops.push(Expect(Barrier::VFull(v.stage()), BYTES));
-        ops.push(Load(Barrier::VFull(v.stage()), Buffer::V(v.stage()), content));
+        let (full, buffer) = (Barrier::VFull(v.stage()), Buffer::V(v.stage()));
+        match shape.copied {
+            true => ops.push(CopyByLanes(full, buffer, content)),
+            false => ops.extend([Expect(full, BYTES), Load(full, buffer, content)]),
+        }
         v.advance();
     });
     ops
@@ -226,7 +245,8 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<Live>]) -> Vec<Op> {
 fn barriers(shape: Shape) -> Vec<(Barrier, usize)> {
     let mut barriers = Vec::new();
     for s in 0..shape.stages {
-        barriers.push((Barrier::KFull(s), 1));
+        // All lanes of a warp count as one.
+        barriers.push((Barrier::KFull(s), 1 + usize::from(shape.copied)));
         barriers.push((Barrier::KEmpty(s), shape.consumers));
         barriers.push((Barrier::VFull(s), 1));
         barriers.push((Barrier::VEmpty(s), shape.consumers));
@@ -261,8 +281,9 @@ fn random_runs(random: &mut Random) -> Vec<Vec<(usize, usize)>> {
 fn shapes() -> impl Iterator<Item = Shape> {
     let all = (1..4).flat_map(|consumers| (2..5).map(move |stages| (consumers, stages)));
     all.flat_map(|(consumers, stages)| {
-        (1..3).map(move |q_stages| Shape { consumers, stages, q_stages })
+        (1..3).map(move |q_stages| Shape { consumers, stages, q_stages, copied: false })
     })
+    .flat_map(|shape| [shape, Shape { copied: true, ..shape }])
 }
 
 #[test]
@@ -297,7 +318,12 @@ fn no_order_of_the_roles_stops_them_or_lets_them_read_another_tile() {
 
 #[test]
 fn the_model_sees_a_release_too_early_and_one_that_is_missing() {
-    let shape = Shape { consumers: 2, stages: 2, q_stages: 1 };
+    for copied in [false, true] {
+        sees_faults(Shape { consumers: 2, stages: 2, q_stages: 1, copied });
+    }
+}
+
+fn sees_faults(shape: Shape) {
     let live = |tile| Live { tile, seen: [true; 3] };
     let items = [vec![4, 3, 2, 1, 0].into_iter().map(live).collect(), [2, 1, 0].map(live).to_vec()];
     // Keys are given free before the product that reads them has ended: its second read comes after.
@@ -332,4 +358,25 @@ fn the_model_sees_a_release_too_early_and_one_that_is_missing() {
     assert!(outcomes(&early).iter().any(reads_another), "another tile is read");
     let stops = |done: &_| matches!(done, Err(Fault::Deadlock(_)));
     assert!(outcomes(&missing).iter().all(stops), "it stops");
+}
+
+/// The kernel's barriers expect as many arrivals as the model's: of lanes 32 for each.
+#[test]
+fn the_kernel_has_the_barriers_of_the_model() {
+    let device = include_str!("../../kernels/hopper/forward_device.cuh");
+    let copies = include_str!("../../kernels/hopper/copies.cuh");
+    for made in [
+        "k_full(s).init(Keys::ARRIVALS + COPIED_K);",
+        "k_empty(s).init(CONSUMERS);",
+        "v_full(s).init(Values::ARRIVALS);",
+        "v_empty(s).init(CONSUMERS);",
+        "q_full(s, c).init(COPIED_Q ? 32 : 1);",
+        "q_empty(s, c).init(1);",
+        "item_full(i).init(1);",
+        "item_empty(i).init(2 + 4 * CONSUMERS);",
+    ] {
+        assert!(device.contains(made), "{made}");
+    }
+    assert!(copies.contains("ARRIVALS = COPIED ? 32 : 1;"));
+    assert!(device.contains(&format!("constexpr int ITEMS = {PLACES};")));
 }

@@ -23,6 +23,8 @@ pub enum Op<B, S> {
     Expect(B, i64),
     /// Starts a copy, which lands later.
     Load(B, S, Content),
+    /// Starts a copy by threads (`cp.async`), which lands later and arrives then for all of them.
+    CopyByLanes(B, S, Content),
     Write(S, Content),
     /// Overwrites rows past the end of a tile that was copied.
     Clear(S, Content),
@@ -252,6 +254,15 @@ enum Event {
     Ends(usize),
 }
 
+/// A copy under way.
+struct Landing<B, S> {
+    barrier: B,
+    buffer: S,
+    content: Content,
+    /// Whether it arrives; otherwise its bytes were announced.
+    arrives: bool,
+}
+
 /// Where all roles stand, and what they have started.
 struct Machine<'a, B, S> {
     roles: &'a [Role<B, S>],
@@ -263,7 +274,7 @@ struct Machine<'a, B, S> {
     operands: Vec<Vec<(S, Content, usize)>>,
     barriers: BTreeMap<B, Mbarrier>,
     memory: Memory<S>,
-    landing: Vec<(B, S, Content)>,
+    landing: Vec<Landing<B, S>>,
     sending: Vec<(usize, S, Content)>,
     sent: Vec<(S, Content)>,
     turns: BTreeMap<usize, i32>,
@@ -325,11 +336,15 @@ impl<'a, B: Copy + Ord + Debug, S: Copy + Ord + Debug> Machine<'a, B, S> {
                 self.at[role] += 1;
             }
             Event::Lands(copy) => {
-                let (barrier, buffer, content) = self.landing.swap_remove(copy);
+                let Landing { barrier, buffer, content, arrives } = self.landing.swap_remove(copy);
                 self.memory.land(buffer, content)?;
                 let full = self.barriers.get_mut(&barrier).expect("it was made");
-                full.bytes -= BYTES;
-                full.complete();
+                if arrives {
+                    full.arrive(0)?;
+                } else {
+                    full.bytes -= BYTES;
+                    full.complete();
+                }
             }
             Event::IsSent(copy) => {
                 let (_, buffer, content) = self.sending.swap_remove(copy);
@@ -359,7 +374,12 @@ impl<'a, B: Copy + Ord + Debug, S: Copy + Ord + Debug> Machine<'a, B, S> {
             Wait(barrier, round) => return self.barriers[&barrier].is_over(round),
             Arrive(barrier) => arrive(barrier, 0)?,
             Expect(barrier, bytes) => arrive(barrier, bytes)?,
-            Load(barrier, buffer, content) => self.landing.push((barrier, buffer, content)),
+            Load(barrier, buffer, content) => {
+                self.landing.push(Landing { barrier, buffer, content, arrives: false });
+            }
+            CopyByLanes(barrier, buffer, content) => {
+                self.landing.push(Landing { barrier, buffer, content, arrives: true });
+            }
             Write(buffer, content) => memory.write(role, buffer, content),
             Clear(buffer, content) => {
                 memory.read(buffer, content)?;
