@@ -21,7 +21,6 @@ use foveate::{
 use crate::arrays;
 use crate::check::ProvenPlan;
 use crate::collectives::{Collectives, agree};
-use crate::combine::combine;
 use crate::error::{ShardError, refused};
 use crate::layout::{ShardLayout, Sharded};
 use crate::mesh::MeshAxis;
@@ -240,7 +239,7 @@ impl RankAttention {
             let lse_to = TensorMut::from_slice(part_lse.elems_mut(), [b, h, s]);
             let (to, lse_to) = (to.map_err(of)?, lse_to.map_err(of)?);
             compiled.forward_call(&q, &k, &v).write_to(to, lse_to).map_err(of)?;
-            combine(out.elems_mut(), lse.elems_mut(), part_out.elems(), part_lse.elems());
+            out.join(&mut lse, &part_out, &part_lse);
         }
         let [q, k, v] = self.operands(&self.joint_cells, [&queries, &keys, &values])?;
         // Queries of others are computed here where heads were given for tokens: their results go

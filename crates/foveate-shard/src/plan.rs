@@ -159,7 +159,8 @@ pub struct Stage {
     pub sends: Vec<Part>,
     /// What arrives, by rank.
     pub receives: Vec<Part>,
-    /// What is computed on: local rows are those of these cells, in their order.
+    /// What is computed on: local rows are those of these cells, in their order. The first stage has all of
+    /// the rank's queries, later ones those that see any of their keys.
     pub compute: Cells,
     /// What the mods are told of the local rows, heads and batch entries.
     pub coordinates: Cells,
@@ -306,7 +307,7 @@ impl ShardPlan {
             ranks: Vec::new(),
         };
         plan.ranks = (0..map.mesh().ranks())
-            .map(|rank| plan.rank(rank, &q, &kv, &needs))
+            .map(|rank| plan.rank(rank, planes, &q, &kv, &needs))
             .collect::<Result<_, _>>()?;
         Ok(plan)
     }
@@ -319,6 +320,7 @@ impl ShardPlan {
     fn rank(
         &self,
         rank: usize,
+        planes: &Planes,
         q: &[Ranges],
         kv: &[Ranges],
         needs: &[Ranges],
@@ -366,7 +368,9 @@ impl ShardPlan {
                     let mine = arrives(c, s);
                     let sends = others().map(|o| with_keys(o, arrives(o, s).intersection(&kv[c])));
                     let receives = others().map(|o| with_keys(o, mine.intersection(&kv[o])));
-                    let compute = Cells { kv: mine.clone(), ..own.clone() };
+                    // Queries that see none of them would give nothing.
+                    let q = seeing(planes, &q[c], &mine);
+                    let compute = Cells { q, kv: mine.clone(), ..own.clone() };
                     all.push(stage(sends.collect(), receives.collect(), compute, false));
                 }
                 stages = all;
@@ -465,6 +469,17 @@ fn needs_of(planes: &Planes, q: &Ranges) -> Ranges {
     let rows = q.as_slice().iter().flat_map(|r| r.start / side..r.end.div_ceil(side));
     // Neighbours mostly need the same: joined by chunk first, so that sorting is cheap.
     Ranges::of(rows.flat_map(|row| planes.needs()[row].as_slice().iter().cloned()))
+}
+
+/// Those of some queries that see any of `keys`, in whole tiles.
+pub(crate) fn seeing(planes: &Planes, q: &Ranges, keys: &Ranges) -> Ranges {
+    if keys.is_empty() {
+        return Ranges::default();
+    }
+    let side = planes.tile().q as usize;
+    let rows = q.as_slice().iter().flat_map(|r| r.start / side..r.end.div_ceil(side));
+    let sees = |row: &usize| planes.needs()[*row].common(keys) > 0;
+    Ranges::of(rows.filter(sees).map(|row| row * side..(row + 1) * side)).intersection(q)
 }
 
 /// Piece `s` of `number` of about equal sizes, in order of position.

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::combine::combine;
 use crate::error::{ShardError, refused};
 use crate::plan::Cells;
 use crate::ranges::Ranges;
@@ -43,6 +44,13 @@ impl Rows {
     }
 }
 
+impl<T> Table<T> {
+    /// The first row of a batch entry and head.
+    fn first_of(&self, b: usize, h: usize) -> usize {
+        ((b - self.batch.start) * self.heads.len() + h - self.heads.start) * self.positions.len()
+    }
+}
+
 impl<T: bytemuck::Pod> Table<T> {
     /// Rows of zeros.
     pub(crate) fn zeros(rows: Rows, width: usize) -> Self {
@@ -75,21 +83,26 @@ impl<T: bytemuck::Pod> Table<T> {
 
     fn visit(&mut self, other: &Self, mut f: impl FnMut(&mut [T], &[T])) {
         assert_eq!(self.width, other.width, "rows of one array");
-        let common = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
+        let width = self.width;
+        for (own, theirs, len) in self.common(other) {
+            let theirs = &other.elems[theirs * width..(theirs + len) * width];
+            f(&mut self.elems[own * width..(own + len) * width], theirs);
+        }
+    }
+
+    /// The rows that both have: where they begin in each, and how many follow one another.
+    fn common<U>(&self, other: &Table<U>) -> Vec<(usize, usize, usize)> {
+        let within = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start)..a.end.min(b.end);
         let runs = overlaps(&self.positions, &other.positions);
-        let at = |t: &Self, b: usize, h: usize, row: usize| {
-            let head = (b - t.batch.start) * t.heads.len() + h - t.heads.start;
-            (head * t.positions.len() + row) * t.width
-        };
-        for b in common(&self.batch, &other.batch) {
-            for h in common(&self.heads, &other.heads) {
-                for &(own, theirs, len) in &runs {
-                    let (own, theirs) = (at(self, b, h, own), at(other, b, h, theirs));
-                    let len = len * self.width;
-                    f(&mut self.elems[own..own + len], &other.elems[theirs..theirs + len]);
-                }
+        let mut rows = Vec::new();
+        for b in within(&self.batch, &other.batch) {
+            for h in within(&self.heads, &other.heads) {
+                let own = self.first_of(b, h);
+                let theirs = other.first_of(b, h);
+                rows.extend(runs.iter().map(|&(at, there, len)| (own + at, theirs + there, len)));
             }
         }
+        rows
     }
 
     pub(crate) fn elems(&self) -> &[T] {
@@ -115,6 +128,19 @@ impl<T: bytemuck::Pod> Table<T> {
 }
 
 impl Table<f32> {
+    /// Joins the rows of `part`, which are among these, with the logs of their denominators: [`combine`].
+    pub(crate) fn join(&mut self, lse: &mut Self, part: &Self, part_lse: &Self) {
+        let width = self.width;
+        for (own, theirs, len) in self.common(part) {
+            combine(
+                &mut self.elems[own * width..(own + len) * width],
+                &mut lse.elems[own..own + len],
+                &part.elems[theirs * width..(theirs + len) * width],
+                &part_lse.elems[theirs..theirs + len],
+            );
+        }
+    }
+
     /// Adds the rows that both have.
     pub(crate) fn add_from(&mut self, other: &Self) {
         self.visit(other, |own, other| own.iter_mut().zip(other).for_each(|(x, y)| *x += y));

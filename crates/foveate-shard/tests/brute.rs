@@ -79,6 +79,11 @@ fn brute(plan: &ShardPlan, right: &ShardPlan, masks: &[Option<MaskMod>]) -> Outc
         }
         returned(plan, rank, read)?;
     }
+    let begun = plan.ranks.iter().flat_map(|rank| queries(&rank.stages[0].compute));
+    let all = whole.batch * whole.heads * whole.q_len;
+    if begun.collect::<BTreeSet<Entry>>().len() < all {
+        return fail("queries");
+    }
     covered(&whole, masks, &computed)?;
     labelled(plan, &whole)?;
     met(plan)?;
@@ -136,7 +141,8 @@ fn reads(
     Ok((read_keys, read_queries))
 }
 
-/// Some query of the rank sees each key that arrives.
+/// Some query of the rank sees each key that arrives, and each query of a stage but the first one of its
+/// keys.
 fn needed(rank: &RankPlan, whole: &Whole, masks: &[Option<MaskMod>]) -> Outcome {
     for part in rank.stages.iter().flat_map(|s| &s.receives) {
         for kv in positions(&part.cells.kv) {
@@ -147,6 +153,22 @@ fn needed(rank: &RankPlan, whole: &Whole, masks: &[Option<MaskMod>]) -> Outcome 
             });
             if !seen {
                 return fail("needless");
+            }
+        }
+    }
+    let begun = queries(&rank.stages[0].compute);
+    for stage in rank.stages.iter().skip(1).filter(|stage| !stage.compute.is_empty()) {
+        if !queries(&stage.compute).is_subset(&begun) {
+            return fail("not begun");
+        }
+        for q in positions(&stage.compute.q) {
+            let pairs = (0..whole.batch).flat_map(|b| (0..whole.heads).map(move |h| (b, h)));
+            let keys = positions(&stage.compute.kv);
+            let sees = pairs.clone().any(|(b, h)| {
+                keys.clone().any(|kv| masks.iter().any(|m| lives(m, whole, b, h, q, kv)))
+            });
+            if !sees {
+                return fail("blind");
             }
         }
     }
@@ -365,9 +387,12 @@ fn disturb(random: &mut Random, plan: &mut ShardPlan) {
         }
         1 => {
             let q = nudge(random, &rank.stages[s].compute.q, len);
-            for stage in &mut rank.stages {
-                stage.compute.q = q.clone();
-                stage.coordinates.q = q.clone();
+            let one = random.below(2) == 0;
+            for (number, stage) in rank.stages.iter_mut().enumerate() {
+                if !one || number == s {
+                    stage.compute.q = q.clone();
+                    stage.coordinates.q = q.clone();
+                }
             }
         }
         2 => rank.stages[s].coordinates.q = Ranges::one(0..rank.stages[s].compute.q.len()),

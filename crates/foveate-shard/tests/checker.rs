@@ -19,7 +19,7 @@
 //! | R13 | specs are strings that are evaluated | test below: they are parsed, and refused |
 
 use foveate::mask::Tile;
-use foveate::tensor::ElementType;
+use foveate::tensor::{ElementType, random::Random};
 use foveate::{MaskMod, masks};
 use foveate_shard::interchange::{ArrayOf, from_partition_spec};
 use foveate_shard::{
@@ -90,6 +90,43 @@ fn right_plans_are_proven_on_every_mesh_and_strategy() {
                 assert_eq!(proof.live_tiles, tiles);
                 assert_eq!(proof.parameter_elements, 1078 * (mesh[0] * mesh[3]) as u64);
             }
+        }
+    }
+}
+
+/// What a later stage computes are the queries that see a key of it, and no others: of two stages, parts of
+/// twice all queries.
+#[test]
+fn queries_that_see_nothing_of_a_stage_are_left_out_of_it() {
+    let len = 1 << 16;
+    let whole = Whole { batch: 1, heads: 8, kv_heads: 4, q_len: len, kv_len: len };
+    let mut random = Random::new(3);
+    let mut lengths = vec![];
+    while lengths.iter().sum::<i32>() < len as i32 {
+        lengths.push(2048 + random.below(4096) as i32);
+    }
+    let packed = masks::causal() & masks::document_lengths(&lengths).unwrap();
+    let tile = Tile { q: 128, kv: 128 };
+    for (name, mask, most) in [
+        ("packed documents", packed, [0.15, 0.85, 1.0]),
+        ("a window", masks::sliding_window(1024).unwrap(), [0.05, 0.1, 0.2]),
+        ("causal", masks::causal(), [1.45, 1.5, 1.5]),
+    ] {
+        let planes =
+            Planes::new(whole, &[LayerMask { mask: Some(mask), layers: 1 }], tile).unwrap();
+        for (ranks, most) in [2, 4, 8].into_iter().zip(most) {
+            let map = Map::new(Mesh::new([1, 1, ranks, 1]).unwrap());
+            let options = PlanOptions { strategy: Some(Strategy::Exchange(2)), chunk: None };
+            let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
+            let proven = plan.prove(&planes, &Limits::default()).unwrap();
+            let plan = proven.plan();
+            let rows = |from: usize| {
+                let stages = plan.ranks.iter().flat_map(|rank| &rank.stages[from..]);
+                stages.map(|stage| stage.compute.q.len()).sum::<usize>() as f64 / len as f64
+            };
+            println!("{name} over {ranks}: {:.3} of all queries in later stages", rows(1));
+            assert_eq!(rows(0) - rows(1), 1.0, "the first stage has all");
+            assert!(rows(1) <= most, "{name} over {ranks}: {}", rows(1));
         }
     }
 }
@@ -275,8 +312,17 @@ const FAULTS: &[Fault] = &[
     Fault { name: "the last key of a rank is left out", strategy: TWO, point: 'b', operand: "k", plant: |p| {
         let s = &mut p.ranks[4].stages[0]; s.compute.kv = less_last(&s.compute.kv); s.coordinates.kv = s.compute.kv.clone();
     } },
-    Fault { name: "the last query of a rank is left out", strategy: TWO, point: 'b', operand: "q", plant: |p| for s in &mut p.ranks[4].stages {
+    Fault { name: "the last query of a rank is left out", strategy: TWO, point: 'b', operand: "q", plant: |p| {
+        let most = less_last(&p.ranks[4].own.q);
+        for s in &mut p.ranks[4].stages { s.compute.q = s.compute.q.intersection(&most); s.coordinates.q = s.compute.q.clone(); }
+    } },
+    Fault { name: "a query of a later stage is left out", strategy: TWO, point: 'b', operand: "k", plant: |p| {
+        let (r, s, _) = receiver(p); let s = &mut p.ranks[r].stages[s];
         s.compute.q = less_last(&s.compute.q); s.coordinates.q = s.compute.q.clone();
+    } },
+    Fault { name: "queries are computed that see none of a stage's keys", strategy: TWO, point: 'b', operand: "q", plant: |p| for r in &mut p.ranks {
+        let all = r.own.q.clone();
+        for s in &mut r.stages { s.compute.q = all.clone(); s.coordinates.q = all.clone(); }
     } },
     Fault { name: "queries of another rank are computed too", strategy: TWO, point: 'c', operand: "q", plant: |p| {
         let all = p.ranks[0].own.q.union(&p.ranks[2].own.q);

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::check::{At, Contradiction};
-use crate::plan::{Cells, ShardPlan, Strategy};
+use crate::plan::{Cells, ShardPlan, Strategy, seeing};
 use crate::plane::{LayerBlockMask, Planes, live_keys};
 use crate::ranges::Ranges;
 
@@ -163,7 +163,7 @@ fn doubled<T>(
     At::stage('b', last.rank, last.stage).contradicts("k", message)
 }
 
-/// Keys that arrive for an exchange are needed by a query of the rank.
+/// Keys that arrive for an exchange are needed by a query of the rank, and queries of its stages see some.
 fn needless(plan: &ShardPlan, planes: &Planes) -> Result<(), Contradiction> {
     let side = planes.tile().q as usize;
     for (rank, own) in plan.ranks.iter().enumerate() {
@@ -176,6 +176,24 @@ fn needless(plan: &ShardPlan, planes: &Planes) -> Result<(), Contradiction> {
             if !dead.is_empty() {
                 let message = format!("keys {dead} arrive, and no query of the rank sees them");
                 return At::stage('b', rank, number).contradicts("k", message);
+            }
+            if number == 0 || stage.compute.is_empty() {
+                continue;
+            }
+            let Cells { q, kv, .. } = &stage.compute;
+            let at = At::stage('b', rank, number);
+            let begun = own.stages.first().map_or(&own.own.q, |first| &first.compute.q);
+            let lost = q.difference(begun);
+            if !lost.is_empty() {
+                let message =
+                    format!("queries {lost} join a result that the first stage has not begun");
+                return at.contradicts("q", message);
+            }
+            let blind = q.difference(&seeing(planes, q, kv));
+            if !blind.is_empty() {
+                let message =
+                    format!("queries {blind} are computed, and see none of the stage's keys");
+                return at.contradicts("q", message);
             }
         }
     }
