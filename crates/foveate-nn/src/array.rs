@@ -48,6 +48,14 @@ pub struct PartMut<'a, A> {
     pub accumulate: bool,
 }
 
+impl<'a, A: Array> PartMut<'a, A> {
+    /// All of an array.
+    pub fn whole(array: &'a mut A, accumulate: bool) -> Self {
+        let place = 0..array.elems();
+        Self { array, place, accumulate }
+    }
+}
+
 /// All parameters of a model, each at its place in the layout.
 #[derive(Debug, Default)]
 pub struct Weights<A> {

@@ -138,6 +138,26 @@ pub struct BlockTime {
     pub seconds: f64,
 }
 
+/// A norm that was computed: what it read, and what it left to the backward pass.
+#[derive(Debug)]
+pub struct NormForward<'a, A> {
+    /// What was normalised.
+    pub x: &'a A,
+    /// The weight.
+    pub weight: Part<'a, A>,
+    /// Its numbers.
+    pub norm: Norm,
+    /// Reciprocal root mean squares, as [`Blocks::rms_norm`] or [`Blocks::head_norm`] wrote them.
+    pub inverse: &'a A,
+}
+
+impl<A: Array> NormForward<'_, A> {
+    /// The same.
+    pub fn again(&self) -> Self {
+        Self { weight: self.weight.again(), ..*self }
+    }
+}
+
 /// Operands of a loss, whose logits are `x · weightᵀ`.
 #[derive(Debug)]
 pub struct LossOperands<'a, A> {
@@ -510,24 +530,17 @@ pub trait Blocks: Sized {
     /// `out` of [`Blocks::rms_norm`] once more, to the bit.
     fn rms_norm_again(
         &mut self,
-        x: &Self::Array,
-        weight: Part<'_, Self::Array>,
-        norm: Norm,
-        inverse: &Self::Array,
+        forward: NormForward<'_, Self::Array>,
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// Adds the gradient of x to `d_x` (or overwrites it), and that of the weight to `d_weight`, where it
-    /// is trained.
+    /// The gradient of x to `d_x`, all of an array, and that of the weight to `d_weight`, where it is
+    /// trained.
     fn rms_norm_backward(
         &mut self,
-        x: &Self::Array,
-        weight: Part<'_, Self::Array>,
-        norm: Norm,
-        inverse: &Self::Array,
+        forward: NormForward<'_, Self::Array>,
         d_out: &Self::Array,
-        d_x: &mut Self::Array,
-        accumulate: bool,
+        d_x: PartMut<'_, Self::Array>,
         d_weight: Option<PartMut<'_, Self::Array>>,
     ) -> Result<(), NnError>;
 
@@ -544,15 +557,12 @@ pub trait Blocks: Sized {
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
 
-    /// In place: `d_qkv` becomes the gradient of what was normalised. That of the weights is added to
+    /// In place: `d_qkv` becomes the gradient of what was normalised. That of the weights goes to
     /// `d_weight`, where they are trained.
     fn head_norm_backward(
         &mut self,
         heads: PackedHeads,
-        qkv: &Self::Array,
-        weight: Part<'_, Self::Array>,
-        norm: Norm,
-        inverse: &Self::Array,
+        forward: NormForward<'_, Self::Array>,
         d_qkv: &mut Self::Array,
         d_weight: Option<PartMut<'_, Self::Array>>,
     ) -> Result<(), NnError>;

@@ -12,8 +12,8 @@ use foveate::DType;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
-    LossOperands, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers,
-    SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, Rotation,
+    StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
@@ -109,6 +109,10 @@ fn reads(array: &DryArray) -> Access {
 
 fn reads_part(part: &Part<'_, DryArray>) -> Access {
     (part.array.index, part.place.len(), Use::Reads)
+}
+
+fn reads_norm(forward: &NormForward<'_, DryArray>) -> [Access; 3] {
+    [reads(forward.x), reads_part(&forward.weight), reads(forward.inverse)]
 }
 
 fn updates(array: &DryArray) -> Access {
@@ -433,29 +437,24 @@ impl Blocks for Dry {
 
     fn rms_norm_again(
         &mut self,
-        x: &DryArray,
-        weight: Part<'_, DryArray>,
-        _: Norm,
-        inverse: &DryArray,
+        forward: NormForward<'_, DryArray>,
         out: &mut DryArray,
     ) -> Result<(), NnError> {
-        let accesses = [reads(x), reads_part(&weight), reads(inverse), overwrites(out)];
+        let [x, weight, inverse] = reads_norm(&forward);
+        let accesses = [x, weight, inverse, overwrites(out)];
         self.note("rms_norm again", &accesses)
     }
 
     fn rms_norm_backward(
         &mut self,
-        x: &DryArray,
-        weight: Part<'_, DryArray>,
-        _: Norm,
-        inverse: &DryArray,
+        forward: NormForward<'_, DryArray>,
         d_out: &DryArray,
-        d_x: &mut DryArray,
-        accumulate: bool,
+        d_x: PartMut<'_, DryArray>,
         d_weight: Option<PartMut<'_, DryArray>>,
     ) -> Result<(), NnError> {
-        let d_x = if accumulate { updates(d_x) } else { overwrites(d_x) };
-        let mut accesses = vec![reads(x), reads_part(&weight), reads(inverse), reads(d_out), d_x];
+        let d_x = if d_x.accumulate { updates(d_x.array) } else { overwrites(d_x.array) };
+        let mut accesses = reads_norm(&forward).to_vec();
+        accesses.extend([reads(d_out), d_x]);
         accesses.extend(d_weight.as_ref().map(updates_part));
         self.note("rms_norm backward", &accesses)
     }
@@ -499,14 +498,12 @@ impl Blocks for Dry {
     fn head_norm_backward(
         &mut self,
         _: PackedHeads,
-        qkv: &DryArray,
-        weight: Part<'_, DryArray>,
-        _: Norm,
-        inverse: &DryArray,
+        forward: NormForward<'_, DryArray>,
         d_qkv: &mut DryArray,
         d_weight: Option<PartMut<'_, DryArray>>,
     ) -> Result<(), NnError> {
-        let mut accesses = vec![reads(qkv), reads_part(&weight), reads(inverse), updates(d_qkv)];
+        let mut accesses = reads_norm(&forward).to_vec();
+        accesses.push(updates(d_qkv));
         accesses.extend(d_weight.as_ref().map(updates_part));
         self.note("head_norm backward", &accesses)
     }

@@ -89,9 +89,9 @@ pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, ContextOf, KvCache, LayerAttention, LayerProgram,
-    LinearShape, LossGradients, LossOperands, Moments, PackedHeads, Part, PartMut, PlanBytes,
-    ReplicaSumsOf, Rotation, StreamProduct, StreamTransfers, SumOverRanks, Sums, Transfers,
-    VocabularyPart, Weights,
+    LinearShape, LossGradients, LossOperands, Moments, NormForward, PackedHeads, Part, PartMut,
+    PlanBytes, ReplicaSumsOf, Rotation, StreamProduct, StreamTransfers, SumOverRanks, Sums,
+    Transfers, VocabularyPart, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{

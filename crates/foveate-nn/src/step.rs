@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::architecture::LayerRope;
 use crate::backend::{
     Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
-    PackedHeads, Part, Rotation, StreamProduct,
+    NormForward, PackedHeads, Part, PartMut, Rotation, StreamProduct,
 };
 use crate::config::ModelConfig;
 use crate::context::Context;
@@ -101,16 +101,11 @@ impl<'a, B: Blocks> Step<'a, B> {
             let to = LossGradients { d_x: &mut ws.d_normed, d_weight };
             self.blocks.loss(self.batch, operands, None, Some(to), totals)?;
         }
-        self.blocks.rms_norm_backward(
-            &ws.inputs[self.config.num_hidden_layers],
-            part(self.weights, &layout.norm),
-            self.config.norm(),
-            &ws.inverse,
-            &ws.d_normed,
-            &mut ws.d_x,
-            false,
-            gradients.part(layout, &layout.norm),
-        )
+        let x = &ws.inputs[self.config.num_hidden_layers];
+        let forward = self.norm_forward(x, &layout.norm, &ws.inverse);
+        let d_x = PartMut::whole(&mut ws.d_x, false);
+        let d_weight = gradients.part(layout, &layout.norm);
+        self.blocks.rms_norm_backward(forward, &ws.d_normed, d_x, d_weight)
     }
 
     /// From the gradient of a layer's output, in `ws.d_x`, to that of its input.
@@ -282,9 +277,9 @@ impl<'a, B: Blocks> Step<'a, B> {
     fn gate_up_again(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
         let tape = &ws.residual[ws.kept.residual.of(layer)];
         let gate_up = &mut ws.gate_up[ws.kept.gate_up.of(layer)];
-        let (norm, places) = (self.config.norm(), self.places(layer));
-        let weight = part(self.weights, &places.mlp_norm);
-        self.blocks.rms_norm_again(&tape.x, weight, norm, &tape.inverse, &mut ws.normed)?;
+        let places = self.places(layer);
+        let forward = self.norm_forward(&tape.x, &places.mlp_norm, &tape.inverse);
+        self.blocks.rms_norm_again(forward, &mut ws.normed)?;
         let (shape, weight) = (self.gate_up_shape(), part(self.weights, &places.gate_up));
         self.product_of_all(shape, &ws.normed, weight, None, &mut ws.whole, gate_up)
     }
@@ -323,39 +318,28 @@ impl<'a, B: Blocks> Step<'a, B> {
         let (wide, weights, places) =
             (self.config.intermediate_size, self.weights, self.places(layer));
         let (down, gate_up_shape) = (self.down_shape(), self.gate_up_shape());
-        let (norm, architecture) = (self.config.norm(), &self.config.architecture);
-        let blocks = &mut *self.blocks;
-        let d_output = if architecture.output_norms {
-            let (OutputTape { x, inverse }, weight) = (&tape.mlp, part(weights, &places.down_norm));
-            let d_weight = gradients.part(self.layout, &places.down_norm);
-            let d_output = &mut ws.d_normed;
-            blocks
-                .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
-            &ws.d_normed
-        } else {
-            &ws.d_x
-        };
+        let (d_x, d_normed) = (&ws.d_x, &mut ws.d_normed);
+        let d_output =
+            self.output_norm_backward(&tape.mlp, &places.down_norm, d_x, d_normed, gradients)?;
         let weight = part(weights, &places.down);
         let (whole, activated) = (&mut ws.whole, &mut ws.activated);
         let d_output = self.gradient_of_all(down, d_output, weight, whole, activated)?;
-        let weight = || part(weights, &places.mlp_norm);
-        let again = (&tape.x, &tape.inverse);
-        self.gather_ahead(again, weight(), &mut ws.normed, &mut ws.d_whole)?;
-        let blocks = &mut *self.blocks;
-        blocks.gated_backward(architecture.activation, wide, gate_up, &mut ws.activated)?;
+        let norm = self.norm_forward(&tape.x, &places.mlp_norm, &tape.inverse);
+        self.gather_ahead(norm.again(), &mut ws.normed, &mut ws.d_whole)?;
+        let activation = self.config.architecture.activation;
+        self.blocks.gated_backward(activation, wide, gate_up, &mut ws.activated)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.down) {
-            blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
+            self.blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
         }
-        let normed = self.normed_again(again, weight(), &mut ws.normed, &ws.d_whole)?;
+        let normed = self.normed_again(norm.again(), &mut ws.normed, &ws.d_whole)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.gate_up) {
             self.blocks.linear_backward_weight(gate_up_shape, gate_up, normed, d_weight)?;
         }
         let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
         self.summed_gradient(gate_up_shape, gate_up, part(weights, &places.gate_up), whole, to)?;
-        let blocks = &mut *self.blocks;
         let d_norm = gradients.part(self.layout, &places.mlp_norm);
-        let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
-        blocks.rms_norm_backward(&tape.x, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
+        let d_x = PartMut::whole(&mut ws.d_x, true);
+        self.blocks.rms_norm_backward(norm, &ws.d_normed, d_x, d_norm)
     }
 
     /// `ws.d_x` goes on to the gradient of the layer's input.
@@ -365,7 +349,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         layer: usize,
         gradients: &mut Target<'_, B::Array>,
     ) -> Result<(), NnError> {
-        let (weights, places, norm) = (self.weights, self.places(layer), self.config.norm());
+        let (weights, places) = (self.weights, self.places(layer));
         let (output, qkv_shape, heads) = (self.output_shape(), self.qkv_shape(), self.heads());
         let architecture = &self.config.architecture;
         let tape = &mut ws.attention[ws.kept.attention.of(layer)];
@@ -375,24 +359,15 @@ impl<'a, B: Blocks> Step<'a, B> {
             Turned::Apart => &ws.heads,
         };
         let call = self.context_call(layer, ws.kept.attention.of(layer));
-        let blocks = &mut *self.blocks;
-        let d_output = if architecture.output_norms {
-            let OutputTape { x, inverse } = &ws.residual[ws.kept.residual.of(layer)].attention;
-            let weight = part(weights, &places.o_norm);
-            let d_weight = gradients.part(self.layout, &places.o_norm);
-            let d_output = &mut ws.d_normed;
-            blocks
-                .rms_norm_backward(x, weight, norm, inverse, &ws.d_x, d_output, false, d_weight)?;
-            &ws.d_normed
-        } else {
-            &ws.d_x
-        };
+        let of_output = &ws.residual[ws.kept.residual.of(layer)].attention;
+        let (d_x, d_normed) = (&ws.d_x, &mut ws.d_normed);
+        let d_output =
+            self.output_norm_backward(of_output, &places.o_norm, d_x, d_normed, gradients)?;
         let weight = part(weights, &places.o);
         let (whole, d_attention) = (&mut ws.whole, &mut ws.d_attention);
         let d_output = self.gradient_of_all(output, d_output, weight, whole, d_attention)?;
-        let (input, weight) = (&ws.inputs[layer], || part(weights, &places.norm));
-        let again = (input, &tape.inverse);
-        self.gather_ahead(again, weight(), &mut ws.normed, &mut ws.d_whole)?;
+        let norm = self.norm_forward(&ws.inputs[layer], &places.norm, &tape.inverse);
+        self.gather_ahead(norm.again(), &mut ws.normed, &mut ws.d_whole)?;
         let blocks = &mut *self.blocks;
         if let Some(d_weight) = gradients.part(self.layout, &places.o) {
             blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
@@ -412,28 +387,44 @@ impl<'a, B: Blocks> Step<'a, B> {
             }
         }
         self.rotate(layer, Rotation::Backward, &mut ws.d_qkv)?;
-        let blocks = &mut *self.blocks;
         if architecture.head_norms {
-            let (weight, inverse) = (part(weights, &places.head_norms), &tape.heads_inverse);
             let d_weight = gradients.part(self.layout, &places.head_norms);
-            let d_qkv = &mut ws.d_qkv;
-            blocks.head_norm_backward(heads, &tape.qkv, weight, norm, inverse, d_qkv, d_weight)?;
+            let of_heads = self.norm_forward(&tape.qkv, &places.head_norms, &tape.heads_inverse);
+            self.blocks.head_norm_backward(heads, of_heads, &mut ws.d_qkv, d_weight)?;
         }
         if architecture.qkv_bias
             && let Some(d_bias) = gradients.part(self.layout, &places.qkv_bias)
         {
-            blocks.bias_backward(&ws.d_qkv, d_bias)?;
+            self.blocks.bias_backward(&ws.d_qkv, d_bias)?;
         }
-        let normed = self.normed_again(again, weight(), &mut ws.normed, &ws.d_whole)?;
+        let normed = self.normed_again(norm.again(), &mut ws.normed, &ws.d_whole)?;
         if let Some(d_weight) = gradients.part(self.layout, &places.qkv) {
             self.blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, normed, d_weight)?;
         }
         let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
         self.summed_gradient(qkv_shape, &ws.d_qkv, part(weights, &places.qkv), whole, to)?;
-        let blocks = &mut *self.blocks;
         let d_norm = gradients.part(self.layout, &places.norm);
-        let (d_in, d_x) = (&ws.d_normed, &mut ws.d_x);
-        blocks.rms_norm_backward(input, weight(), norm, &tape.inverse, d_in, d_x, true, d_norm)
+        let d_x = PartMut::whole(&mut ws.d_x, true);
+        self.blocks.rms_norm_backward(norm, &ws.d_normed, d_x, d_norm)
+    }
+
+    /// The gradient of what attention or the feed-forward part gave before its own norm: `d_out`, where the
+    /// model has none, and otherwise `d_x`, which is overwritten.
+    fn output_norm_backward<'w>(
+        &mut self,
+        tape: &OutputTape<B::Array>,
+        weight: &Range<usize>,
+        d_out: &'w B::Array,
+        d_x: &'w mut B::Array,
+        gradients: &mut Target<'_, B::Array>,
+    ) -> Result<&'w B::Array, NnError> {
+        if !self.config.architecture.output_norms {
+            return Ok(d_out);
+        }
+        let forward = self.norm_forward(&tape.x, weight, &tape.inverse);
+        let (into, d_weight) = (PartMut::whole(d_x, false), gradients.part(self.layout, weight));
+        self.blocks.rms_norm_backward(forward, d_out, into, d_weight)?;
+        Ok(d_x)
     }
 
     /// The stream of all tokens, `own` being that of this rank's, in `whole` where other ranks have some.
@@ -491,17 +482,15 @@ impl<'a, B: Blocks> Step<'a, B> {
         Ok(whole)
     }
 
-    /// Begins to gather the norm of a stream, computed once more from it and its reciprocal root mean squares,
-    /// where other ranks have some of its tokens.
+    /// Begins to gather the norm of a stream, computed once more, where other ranks have some of its tokens.
     fn gather_ahead(
         &mut self,
-        (x, inverse): (&B::Array, &B::Array),
-        weight: Part<'_, B::Array>,
+        norm: NormForward<'_, B::Array>,
         normed: &mut B::Array,
         whole: &mut B::Array,
     ) -> Result<(), NnError> {
         let Some(stream) = &mut self.stream else { return Ok(()) };
-        self.blocks.rms_norm_again(x, weight, self.config.norm(), inverse, normed)?;
+        self.blocks.rms_norm_again(norm, normed)?;
         stream.gather(self.blocks, normed, self.config.hidden_size, whole)
     }
 
@@ -509,8 +498,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     /// computed now.
     fn normed_again<'w>(
         &mut self,
-        (x, inverse): (&B::Array, &B::Array),
-        weight: Part<'_, B::Array>,
+        norm: NormForward<'_, B::Array>,
         normed: &'w mut B::Array,
         whole: &'w B::Array,
     ) -> Result<&'w B::Array, NnError> {
@@ -518,7 +506,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             stream.gathered(self.blocks)?;
             return Ok(whole);
         }
-        self.blocks.rms_norm_again(x, weight, self.config.norm(), inverse, normed)?;
+        self.blocks.rms_norm_again(norm, normed)?;
         Ok(normed)
     }
 
@@ -568,6 +556,18 @@ impl<'a, B: Blocks> Step<'a, B> {
         let operands = self.loss_operands(x, logits);
         let vocabulary = self.stream.as_mut().and_then(Stream::vocabulary);
         self.blocks.loss_part(self.batch, operands, vocabulary, gradients, totals)
+    }
+
+    fn norm_forward<'x>(
+        &self,
+        x: &'x B::Array,
+        weight: &Range<usize>,
+        inverse: &'x B::Array,
+    ) -> NormForward<'x, B::Array>
+    where
+        'a: 'x,
+    {
+        NormForward { x, weight: self.part(weight), norm: self.config.norm(), inverse }
     }
 
     fn loss_operands<'x>(

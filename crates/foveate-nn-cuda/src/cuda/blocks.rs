@@ -10,9 +10,10 @@ use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
     Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients, LossOperands, Moment,
-    MomentDtype, Moments, NnError, NnErrorKind, Norm, OptimizerStep, PackedHeads, Part, PartMut,
-    Peers, PlanBytes, Precision, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing, Span,
-    StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
+    MomentDtype, Moments, NnError, NnErrorKind, Norm, NormForward, OptimizerStep, PackedHeads,
+    Part, PartMut, Peers, PlanBytes, Precision, ReplicaSumsOf, RopePairing, RopeTable, Rotation,
+    Sharing, Span, StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart,
+    Weights,
 };
 use foveate_tensor::DType;
 
@@ -423,10 +424,7 @@ impl Blocks for Cuda {
 
     fn rms_norm_again(
         &mut self,
-        x: &CudaArray,
-        weight: Part<'_, CudaArray>,
-        norm: Norm,
-        inverse: &CudaArray,
+        NormForward { x, weight, norm, inverse }: NormForward<'_, CudaArray>,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
         let width = weight.place.len();
@@ -444,13 +442,9 @@ impl Blocks for Cuda {
 
     fn rms_norm_backward(
         &mut self,
-        x: &CudaArray,
-        weight: Part<'_, CudaArray>,
-        norm: Norm,
-        inverse: &CudaArray,
+        NormForward { x, weight, norm, inverse }: NormForward<'_, CudaArray>,
         d_out: &CudaArray,
-        d_x: &mut CudaArray,
-        accumulate: bool,
+        d_x: PartMut<'_, CudaArray>,
         d_weight: Option<PartMut<'_, CudaArray>>,
     ) -> Result<(), NnError> {
         let width = weight.place.len();
@@ -466,7 +460,7 @@ impl Blocks for Cuda {
                 inverse: inverse.vector(),
                 d_out: d_out.rows(width),
                 d_x: d_x.rows(width),
-                accumulate,
+                accumulate: d_x.accumulate,
                 d_weight: d_weight.map(|d_weight| d_weight.vector()),
                 accumulate_weight,
                 partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),
@@ -537,10 +531,7 @@ impl Blocks for Cuda {
     fn head_norm_backward(
         &mut self,
         heads: PackedHeads,
-        qkv: &CudaArray,
-        weight: Part<'_, CudaArray>,
-        norm: Norm,
-        inverse: &CudaArray,
+        NormForward { x: qkv, weight, norm, inverse }: NormForward<'_, CudaArray>,
         d_qkv: &mut CudaArray,
         d_weight: Option<PartMut<'_, CudaArray>>,
     ) -> Result<(), NnError> {

@@ -15,8 +15,8 @@ use foveate_nn::{
     Activation as NnActivation, AdamW, Architecture, Array, AttentionProgram, AttentionShape,
     Batch, Blocks, Cpu, CpuBatch, Gradients, LayerAttention, LayerProgram, LayerRope,
     LearnedBuffer, LinearShape, LossGradients, LossOperands, Model, ModelConfig, Moment, Moments,
-    Norm, OptimizerStep, PackedHeads, Parameter, ParameterState, Part, ProgramConfig, Recompute,
-    RopePairing, RopeTable, Rotary, Rule, Sampling, Sgd, Span, Treatment, Weights,
+    Norm, NormForward, OptimizerStep, PackedHeads, Parameter, ParameterState, Part, ProgramConfig,
+    Recompute, RopePairing, RopeTable, Rotary, Rule, Sampling, Sgd, Span, Treatment, Weights,
 };
 use foveate_tensor::random::Random;
 
@@ -43,6 +43,21 @@ struct Both {
 struct Twin {
     cpu: Vec<f32>,
     cuda: CudaArray,
+}
+
+impl Twin {
+    fn norm_forward<'a>(
+        x: &'a Self,
+        weight: &'a Self,
+        norm: Norm,
+        inverse: &'a Self,
+    ) -> (NormForward<'a, Vec<f32>>, NormForward<'a, CudaArray>) {
+        let (cpu, cuda) = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
+        (
+            NormForward { x: &x.cpu, weight: cpu, norm, inverse: &inverse.cpu },
+            NormForward { x: &x.cuda, weight: cuda, norm, inverse: &inverse.cuda },
+        )
+    }
 }
 
 impl Both {
@@ -224,17 +239,16 @@ fn norms_and_gates_are_those_of_the_cpu() {
         both!(both.rms_norm(&x.cpu, w.0, norm, &mut inverse.cpu, &mut out.cpu;
             &x.cuda, w.1, norm, &mut inverse.cuda, &mut out.cuda));
         let mut again = both.activations(TOKENS * WIDTH);
-        let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
-        both!(both.rms_norm_again(&x.cpu, w.0, norm, &inverse.cpu, &mut again.cpu;
-            &x.cuda, w.1, norm, &inverse.cuda, &mut again.cuda));
+        let forward = Twin::norm_forward(&x, &weight, norm, &inverse);
+        both!(both.rms_norm_again(forward.0.again(), &mut again.cpu;
+            forward.1.again(), &mut again.cuda));
         both.check("again", &again, 1e-5);
         let d_out = both.normal(TOKENS * WIDTH);
         let (mut d_x, mut d_weight) = (both.normal(TOKENS * WIDTH), both.sums(WIDTH));
         for accumulate in [true, false] {
-            let w = (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
             both!(both.rms_norm_backward(
-                &x.cpu, w.0, norm, &inverse.cpu, &d_out.cpu, &mut d_x.cpu, accumulate, Some(whole(&mut d_weight.cpu));
-                &x.cuda, w.1, norm, &inverse.cuda, &d_out.cuda, &mut d_x.cuda, accumulate, Some(whole(&mut d_weight.cuda))));
+                forward.0.again(), &d_out.cpu, PartMut::whole(&mut d_x.cpu, accumulate), Some(whole(&mut d_weight.cpu));
+                forward.1.again(), &d_out.cuda, PartMut::whole(&mut d_x.cuda, accumulate), Some(whole(&mut d_weight.cuda))));
             both.check("d_x", &d_x, 1e-5);
             both.check("d_weight", &d_weight, 1e-5);
         }
@@ -325,9 +339,10 @@ fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
         both.check("normalised heads", &out, 1e-5);
         let (mut d_qkv, mut d_weight) =
             (both.normal(TOKENS * HEADS.width()), both.sums(2 * HEADS.dim));
+        let forward = Twin::norm_forward(&qkv, &weight, norm, &inverse);
         both!(both.head_norm_backward(
-            HEADS, &qkv.cpu, w().0, norm, &inverse.cpu, &mut d_qkv.cpu, Some(whole(&mut d_weight.cpu));
-            HEADS, &qkv.cuda, w().1, norm, &inverse.cuda, &mut d_qkv.cuda, Some(whole(&mut d_weight.cuda))));
+            HEADS, forward.0, &mut d_qkv.cpu, Some(whole(&mut d_weight.cpu));
+            HEADS, forward.1, &mut d_qkv.cuda, Some(whole(&mut d_weight.cuda))));
         both.check("d_qkv of the norm of heads", &d_qkv, 1e-5);
         both.check("d_weight of the norm of heads", &d_weight, 1e-5);
 

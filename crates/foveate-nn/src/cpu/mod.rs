@@ -26,8 +26,8 @@ use rayon::prelude::*;
 use crate::architecture::Activation;
 use crate::backend::{
     Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
-    LossOperands, Moments, PackedHeads, Part, PartMut, PlanBytes, Rotation, StreamTransfers,
-    SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, Rotation,
+    StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -445,29 +445,21 @@ impl Blocks for Cpu {
 
     fn rms_norm_again(
         &mut self,
-        x: &Vec<f32>,
-        weight: Part<'_, Vec<f32>>,
-        norm: Norm,
-        inverse: &Vec<f32>,
+        forward: NormForward<'_, Vec<f32>>,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        norm::again(x, weight.values(), norm, inverse, out);
+        norm::again(&forward, out);
         Ok(())
     }
 
     fn rms_norm_backward(
         &mut self,
-        x: &Vec<f32>,
-        weight: Part<'_, Vec<f32>>,
-        norm: Norm,
-        inverse: &Vec<f32>,
+        forward: NormForward<'_, Vec<f32>>,
         d_out: &Vec<f32>,
-        d_x: &mut Vec<f32>,
-        accumulate: bool,
+        d_x: PartMut<'_, Vec<f32>>,
         d_weight: Option<PartMut<'_, Vec<f32>>>,
     ) -> Result<(), NnError> {
-        let (weight, d_weight) = (weight.values(), d_weight.map(PartMut::sums));
-        norm::backward(x, weight, norm, inverse, d_out, d_x, accumulate, d_weight);
+        norm::backward(&forward, d_out, d_x, d_weight.map(PartMut::sums));
         Ok(())
     }
 
@@ -534,15 +526,11 @@ impl Blocks for Cpu {
     fn head_norm_backward(
         &mut self,
         heads: PackedHeads,
-        qkv: &Vec<f32>,
-        weight: Part<'_, Vec<f32>>,
-        norm: Norm,
-        inverse: &Vec<f32>,
+        forward: NormForward<'_, Vec<f32>>,
         d_qkv: &mut Vec<f32>,
         d_weight: Option<PartMut<'_, Vec<f32>>>,
     ) -> Result<(), NnError> {
-        let (weight, d_weight) = (weight.values(), d_weight.map(PartMut::sums));
-        norm::heads_backward(heads, qkv, weight, norm, inverse, d_qkv, d_weight);
+        norm::heads_backward(heads, &forward, d_qkv, d_weight.map(PartMut::sums));
         Ok(())
     }
 

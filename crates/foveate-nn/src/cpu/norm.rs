@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::TASK;
 use super::level::for_each_level;
 use super::math::sum;
-use crate::backend::PackedHeads;
+use crate::backend::{NormForward, PackedHeads, PartMut};
 use crate::config::Norm;
 
 pub(super) fn forward(x: &[f32], weight: &[f32], norm: Norm, inverse: &mut [f32], out: &mut [f32]) {
@@ -91,7 +91,9 @@ fn add_forward_body(
     }
 }
 
-pub(super) fn again(x: &[f32], weight: &[f32], norm: Norm, inverse: &[f32], out: &mut [f32]) {
+pub(super) fn again(forward: &NormForward<'_, Vec<f32>>, out: &mut [f32]) {
+    let &NormForward { x, ref weight, norm, inverse } = forward;
+    let weight = weight.values();
     let chunk = weight.len() * TASK;
     let tasks = out.par_chunks_mut(chunk).zip(inverse.par_chunks(TASK)).zip(x.par_chunks(chunk));
     tasks.for_each(|((out, inverse), x)| again_task(x, weight, norm, inverse, out));
@@ -117,19 +119,18 @@ fn again_body(x: &[f32], weight: &[f32], norm: Norm, inverse: &[f32], out: &mut 
 }
 
 pub(super) fn backward(
-    x: &[f32],
-    weight: &[f32],
-    norm: Norm,
-    inverse: &[f32],
+    forward: &NormForward<'_, Vec<f32>>,
     d_out: &[f32],
-    d_x: &mut [f32],
-    accumulate: bool,
+    d_x: PartMut<'_, Vec<f32>>,
     d_weight: Option<&mut [f32]>,
 ) {
+    let &NormForward { x, ref weight, norm, inverse } = forward;
+    let (weight, accumulate) = (weight.values(), d_x.accumulate);
     // Tokens that one partial sum of d_weight covers: fixed, so that its order is.
     let tokens = 8 * TASK;
     let chunk = weight.len() * tokens;
     let partials: Vec<Vec<f32>> = d_x
+        .values()
         .par_chunks_mut(chunk)
         .zip(x.par_chunks(chunk))
         .zip(d_out.par_chunks(chunk))
@@ -138,10 +139,7 @@ pub(super) fn backward(
             backward_task(x, weight, norm.offset, inverse, d_out, d_x, accumulate)
         })
         .collect();
-    let Some(d_weight) = d_weight else { return };
-    for partial in partials {
-        d_weight.iter_mut().zip(partial).for_each(|(a, b)| *a += b);
-    }
+    add_all(partials, d_weight);
 }
 
 for_each_level! {
@@ -191,6 +189,14 @@ fn backward_body(
     d_weight
 }
 
+/// Adds the gradients of the weight that tasks found, where it is trained.
+fn add_all(partials: Vec<Vec<f32>>, d_weight: Option<&mut [f32]>) {
+    let Some(d_weight) = d_weight else { return };
+    for partial in partials {
+        d_weight.iter_mut().zip(partial).for_each(|(a, b)| *a += b);
+    }
+}
+
 /// The heads of one token, each with the weight and the place of its reciprocal root; those of values
 /// come last and have none.
 fn normalised(heads: PackedHeads) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> {
@@ -228,13 +234,12 @@ pub(super) fn heads_forward(
 
 pub(super) fn heads_backward(
     heads: PackedHeads,
-    qkv: &[f32],
-    weight: &[f32],
-    norm: Norm,
-    inverse: &[f32],
+    forward: &NormForward<'_, Vec<f32>>,
     d_qkv: &mut [f32],
     d_weight: Option<&mut [f32]>,
 ) {
+    let &NormForward { x: qkv, ref weight, norm, inverse } = forward;
+    let weight = weight.values();
     let (width, dim, turned) = (heads.width(), heads.dim, heads.heads_q + heads.heads_kv);
     let tokens = 8 * TASK;
     let partials: Vec<Vec<f32>> = d_qkv
@@ -257,10 +262,7 @@ pub(super) fn heads_backward(
             d_weight
         })
         .collect();
-    let Some(d_weight) = d_weight else { return };
-    for partial in partials {
-        d_weight.iter_mut().zip(partial).for_each(|(a, b)| *a += b);
-    }
+    add_all(partials, d_weight);
 }
 
 #[inline(always)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::architecture::Activation;
 use crate::backend::{
     AttentionShape, Blocks, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
-    PackedHeads, Part, PartMut, Rotation,
+    NormForward, PackedHeads, Part, PartMut, Rotation,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, ProgramConfig, RopePairing};
@@ -111,7 +111,8 @@ fn rms_norm_is_its_twin(cpu: &mut Cpu, shape: Norm) {
     let (mut inverse, mut out, mut again) = (nan(tokens), nan(x.len()), nan(x.len()));
     cpu.rms_norm(&x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
-    cpu.rms_norm_again(&x, Part::whole(&w), shape, &inverse, &mut again).unwrap();
+    let forward = NormForward { x: &x, weight: Part::whole(&w), norm: shape, inverse: &inverse };
+    cpu.rms_norm_again(forward, &mut again).unwrap();
     assert_eq!(out, again);
 
     let (mut sum, mut fused) = (x.clone(), nan(x.len()));
@@ -122,17 +123,16 @@ fn rms_norm_is_its_twin(cpu: &mut Cpu, shape: Norm) {
 
     cpu.rms_norm(&x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
     let (mut d_x, mut d_w) = (nan(x.len()), vec![1.0; width]);
-    let d_weight = Some(whole_mut(&mut d_w));
-    cpu.rms_norm_backward(&x, Part::whole(&w), shape, &inverse, &g, &mut d_x, false, d_weight)
-        .unwrap();
+    let forward = NormForward { x: &x, weight: Part::whole(&w), norm: shape, inverse: &inverse };
+    let (into, d_weight) = (PartMut::whole(&mut d_x, false), Some(whole_mut(&mut d_w)));
+    cpu.rms_norm_backward(forward.again(), &g, into, d_weight).unwrap();
     let gold_x = differences(&x, |x| dot(&gold(x, &wide(&w)), &g));
     let gold_w = differences(&w, |w| 1.0 * w.iter().sum::<f64>() + dot(&gold(&wide(&x), w), &g));
     assert_close(&d_x, &gold_x, "d_x");
     assert_close(&d_w, &gold_w, "d_weight, added to 1");
     let mut added = x.clone();
-    let d_weight = Some(whole_mut(&mut d_w));
-    cpu.rms_norm_backward(&x, Part::whole(&w), shape, &inverse, &g, &mut added, true, d_weight)
-        .unwrap();
+    let (into, d_weight) = (PartMut::whole(&mut added, true), Some(whole_mut(&mut d_w)));
+    cpu.rms_norm_backward(forward, &g, into, d_weight).unwrap();
     let gold_added: Vec<f64> = gold_x.iter().zip(&x).map(|(a, &b)| a + f64::from(b)).collect();
     assert_close(&added, &gold_added, "d_x, added to x");
 }
@@ -157,9 +157,8 @@ fn heads_are_normalised_one_by_one_and_values_are_not() {
     cpu.head_norm(heads, &x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
     let (mut d_x, mut d_w) = (g.clone(), vec![1.0; 12]);
-    let d_weight = Some(whole_mut(&mut d_w));
-    cpu.head_norm_backward(heads, &x, Part::whole(&w), shape, &inverse, &mut d_x, d_weight)
-        .unwrap();
+    let forward = NormForward { x: &x, weight: Part::whole(&w), norm: shape, inverse: &inverse };
+    cpu.head_norm_backward(heads, forward, &mut d_x, Some(whole_mut(&mut d_w))).unwrap();
     // Tokens do not mix, so that a token's gradient is its own.
     for t in [0, 1, 255, 389] {
         let at = t * width..(t + 1) * width;
