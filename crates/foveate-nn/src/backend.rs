@@ -485,10 +485,12 @@ pub trait Blocks: Sized {
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
-    /// `out[t] = scale · table[tokens[t]]`.
+    /// `out[t] = scale · table[tokens[t]]`. Of a part of the table `first` is the id of its first row;
+    /// `out[t]` is 0 where a token has no row.
     fn embed(
         &mut self,
         batch: &Self::Batch,
+        first: Option<usize>,
         table: Part<'_, Self::Array>,
         width: usize,
         scale: f32,
@@ -496,10 +498,11 @@ pub trait Blocks: Sized {
     ) -> Result<(), NnError>;
 
     /// Adds `scale · d_out[t]` to `d_table[tokens[t]]`, in order of `t`; rows of no token are 0 where
-    /// the gradient is not accumulated.
+    /// the gradient is not accumulated. `first` is as in [`Blocks::embed`].
     fn embed_backward(
         &mut self,
         batch: &Self::Batch,
+        first: Option<usize>,
         d_out: &Self::Array,
         width: usize,
         scale: f32,
@@ -677,28 +680,6 @@ pub trait Blocks: Sized {
         each: Option<&mut Self::Array>,
         gradients: Option<LossGradients<'_, Self::Array>>,
         totals: &mut Self::Totals,
-    ) -> Result<(), NnError>;
-
-    /// [`Blocks::embed`] of the rows of a table from that of id `first` on: 0 where a token has another id.
-    fn embed_part(
-        &mut self,
-        batch: &Self::Batch,
-        first: usize,
-        table: Part<'_, Self::Array>,
-        width: usize,
-        scale: f32,
-        out: &mut Self::Array,
-    ) -> Result<(), NnError>;
-
-    /// [`Blocks::embed_backward`] of the rows of a table from that of id `first` on.
-    fn embed_part_backward(
-        &mut self,
-        batch: &Self::Batch,
-        first: usize,
-        d_out: &Self::Array,
-        width: usize,
-        scale: f32,
-        d_table: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
     /// [`Blocks::loss`] of a rank that has a part of the vocabulary, and so of the weight: largest logits and

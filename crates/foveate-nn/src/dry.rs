@@ -387,6 +387,7 @@ impl Blocks for Dry {
     fn embed(
         &mut self,
         (): &(),
+        _: Option<usize>,
         _: Part<'_, DryArray>,
         _: usize,
         _: f32,
@@ -399,6 +400,7 @@ impl Blocks for Dry {
     fn embed_backward(
         &mut self,
         (): &(),
+        _: Option<usize>,
         d_out: &DryArray,
         _: usize,
         _: f32,
@@ -600,30 +602,6 @@ impl Blocks for Dry {
         d_out: &mut DryArray,
     ) -> Result<(), NnError> {
         self.note("gated backward", &[updates(gate_up), updates(d_out)])
-    }
-
-    fn embed_part(
-        &mut self,
-        batch: &(),
-        _: usize,
-        table: Part<'_, DryArray>,
-        width: usize,
-        scale: f32,
-        out: &mut DryArray,
-    ) -> Result<(), NnError> {
-        self.embed(batch, table, width, scale, out)
-    }
-
-    fn embed_part_backward(
-        &mut self,
-        batch: &(),
-        _: usize,
-        d_out: &DryArray,
-        width: usize,
-        scale: f32,
-        d_table: PartMut<'_, DryArray>,
-    ) -> Result<(), NnError> {
-        self.embed_backward(batch, d_out, width, scale, d_table)
     }
 
     fn loss_part(

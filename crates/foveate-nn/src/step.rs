@@ -146,23 +146,22 @@ impl<'a, B: Blocks> Step<'a, B> {
         let Some(table) = gradients.part(self.layout, &self.layout.embedding) else {
             return Ok(());
         };
-        if self.stream.is_none() {
-            return self.blocks.embed_backward(self.batch, &ws.d_x, width, scale, table);
-        }
-        let first = self.part.vocab.start;
         let d_x = self.all_tokens(&ws.d_x, &mut ws.whole)?;
-        self.blocks.embed_part_backward(self.batch, first, d_x, width, scale, table)
+        self.blocks.embed_backward(self.batch, self.first_id(), d_x, width, scale, table)
     }
 
     pub fn embed(&mut self, ws: &mut Workspace<B::Array>) -> Result<(), NnError> {
         let (width, table) = (self.config.hidden_size, self.part(&self.layout.embedding));
         let scale = self.config.embedding_scale();
-        if self.stream.is_none() {
-            return self.blocks.embed(self.batch, table, width, scale, &mut ws.inputs[0]);
-        }
-        let first = self.part.vocab.start;
-        self.blocks.embed_part(self.batch, first, table, width, scale, &mut ws.whole)?;
+        let (first, is_cut) = (self.first_id(), self.stream.is_some());
+        let out = if is_cut { &mut ws.whole } else { &mut ws.inputs[0] };
+        self.blocks.embed(self.batch, first, table, width, scale, out)?;
         self.scatter(&ws.whole, &mut ws.inputs[0])
+    }
+
+    /// The first id of the vocabulary that this rank has, where it has a part.
+    fn first_id(&self) -> Option<usize> {
+        self.stream.is_some().then_some(self.part.vocab.start)
     }
 
     pub fn layer(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {

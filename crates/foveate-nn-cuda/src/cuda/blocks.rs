@@ -331,47 +331,25 @@ impl Blocks for Cuda {
     fn embed(
         &mut self,
         batch: &CudaBatch,
+        first: Option<usize>,
         table: Part<'_, CudaArray>,
         width: usize,
         scale: f32,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
-        self.embed_rows(batch, None, table, width, scale, out)
-    }
-
-    fn embed_part(
-        &mut self,
-        batch: &CudaBatch,
-        first: usize,
-        table: Part<'_, CudaArray>,
-        width: usize,
-        scale: f32,
-        out: &mut CudaArray,
-    ) -> Result<(), NnError> {
-        self.embed_rows(batch, Some(first), table, width, scale, out)
+        self.embed_rows(batch, first, table, width, scale, out)
     }
 
     fn embed_backward(
         &mut self,
         batch: &CudaBatch,
+        first: Option<usize>,
         d_out: &CudaArray,
         width: usize,
         scale: f32,
         d_table: PartMut<'_, CudaArray>,
     ) -> Result<(), NnError> {
-        self.embed_rows_backward(batch, None, d_out, width, scale, d_table)
-    }
-
-    fn embed_part_backward(
-        &mut self,
-        batch: &CudaBatch,
-        first: usize,
-        d_out: &CudaArray,
-        width: usize,
-        scale: f32,
-        d_table: PartMut<'_, CudaArray>,
-    ) -> Result<(), NnError> {
-        self.embed_rows_backward(batch, Some(first), d_out, width, scale, d_table)
+        self.embed_rows_backward(batch, first, d_out, width, scale, d_table)
     }
 
     fn rms_norm(

@@ -320,12 +320,12 @@ fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
         let batch = both.upload(&texts.batch(), &tables);
         let words = both.normal(VOCAB * WIDTH);
         let mut out = both.activations(TOKENS * WIDTH);
-        both!(both.embed(&batch.0, Part::whole(&words.cpu), WIDTH, 2.0, &mut out.cpu;
-            &batch.1, Part::whole(&words.cuda), WIDTH, 2.0, &mut out.cuda));
+        both!(both.embed(&batch.0, None, Part::whole(&words.cpu), WIDTH, 2.0, &mut out.cpu;
+            &batch.1, None, Part::whole(&words.cuda), WIDTH, 2.0, &mut out.cuda));
         both.check("embedding", &out, 0.0);
         let (d_out, mut d_words) = (both.normal(TOKENS * WIDTH), both.sums(VOCAB * WIDTH));
-        both!(both.embed_backward(&batch.0, &d_out.cpu, WIDTH, 2.0, whole(&mut d_words.cpu);
-            &batch.1, &d_out.cuda, WIDTH, 2.0, whole(&mut d_words.cuda)));
+        both!(both.embed_backward(&batch.0, None, &d_out.cpu, WIDTH, 2.0, whole(&mut d_words.cpu);
+            &batch.1, None, &d_out.cuda, WIDTH, 2.0, whole(&mut d_words.cuda)));
         both.check("d_table", &d_words, 1e-5);
 
         let (qkv, weight) = (both.normal(TOKENS * HEADS.width()), both.normal(2 * HEADS.dim));

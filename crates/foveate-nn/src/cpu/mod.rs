@@ -369,52 +369,27 @@ impl Blocks for Cpu {
     fn embed(
         &mut self,
         batch: &CpuBatch,
+        first: Option<usize>,
         table: Part<'_, Vec<f32>>,
         width: usize,
         scale: f32,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        embed::gather(&batch.tokens, 0, table.values(), width, scale, out);
-        Ok(())
-    }
-
-    fn embed_part(
-        &mut self,
-        batch: &CpuBatch,
-        first: usize,
-        table: Part<'_, Vec<f32>>,
-        width: usize,
-        scale: f32,
-        out: &mut Vec<f32>,
-    ) -> Result<(), NnError> {
-        embed::gather(&batch.tokens, first, table.values(), width, scale, out);
-        Ok(())
-    }
-
-    fn embed_part_backward(
-        &mut self,
-        batch: &CpuBatch,
-        first: usize,
-        d_out: &Vec<f32>,
-        width: usize,
-        scale: f32,
-        d_table: PartMut<'_, Vec<f32>>,
-    ) -> Result<(), NnError> {
-        let d_table = d_table.sums();
-        embed::scatter_add(&batch.tokens, &batch.order, first, d_out, width, scale, d_table);
+        embed::gather(&batch.tokens, first.unwrap_or(0), table.values(), width, scale, out);
         Ok(())
     }
 
     fn embed_backward(
         &mut self,
         batch: &CpuBatch,
+        first: Option<usize>,
         d_out: &Vec<f32>,
         width: usize,
         scale: f32,
         d_table: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        let d_table = d_table.sums();
-        embed::scatter_add(&batch.tokens, &batch.order, 0, d_out, width, scale, d_table);
+        let (first, d_table) = (first.unwrap_or(0), d_table.sums());
+        embed::scatter_add(&batch.tokens, &batch.order, first, d_out, width, scale, d_table);
         Ok(())
     }
 

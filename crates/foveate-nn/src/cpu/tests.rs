@@ -394,11 +394,11 @@ fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
     let tokens: Vec<u32> = (0..90).map(|t| t * t % 53).collect();
     let mut out = nan(90 * width);
     let batch = uploaded(&tokens, &[0; 90], &[0; 90], RopeTable::default());
-    cpu.embed(&batch, Part::whole(&table), width, 3.0, &mut out).unwrap();
+    cpu.embed(&batch, None, Part::whole(&table), width, 3.0, &mut out).unwrap();
     let d = random(90 * width, 12);
     let mut gradient = vec![0.25; vocab * width];
     let mut plain = gradient.clone();
-    cpu.embed_backward(&batch, &d, width, 3.0, whole_mut(&mut gradient)).unwrap();
+    cpu.embed_backward(&batch, None, &d, width, 3.0, whole_mut(&mut gradient)).unwrap();
     for (t, &token) in tokens.iter().enumerate() {
         for i in 0..width {
             assert_eq!(out[t * width + i], 3.0 * table[token as usize * width + i]);
