@@ -18,7 +18,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use foveate_nn::{
-    Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep, PassingGradients, Recomputation,
+    Array, Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep, PassingGradients,
+    Recomputation,
 };
 use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
@@ -33,7 +34,7 @@ use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_
 use crate::pack::{PackOptions, Packed};
 use crate::ranks::{Ranks, end_with};
 use crate::recipe::Recipe;
-use evaluation::held_out_loss_on;
+use evaluation::HeldOut;
 pub use evaluation::{TokenLoss, TotalLoss, held_out_loss, token_losses};
 use folder::Folder;
 pub use mesh_model::MeshModel;
@@ -246,29 +247,8 @@ impl<B: Blocks> Setup<'_, B> {
         observer: &mut dyn Observer,
     ) -> Result<Summary, TrainError> {
         let (train, steps) = (&self.recipe.train, self.started.steps);
-        let wanted = Wanted {
-            documents: self.train.clone(),
-            packing: packing(self.recipe),
-            rows: train.batch_rows,
-            own: self.ranks.rows(train.batch_rows),
-            counts: self.counts.clone(),
-        };
-        let Some(mut loader) = Loader::start(&self.corpus, wanted, self.state.cursor)? else {
-            let message = "state.json has a cursor outside the documents; it was changed or \
-                           damaged, so remove this checkpoint and resume from an earlier one";
-            let last = checkpoint::latest(&self.folder.checkpoints());
-            return Err(TrainError::checkpoint(
-                &last.unwrap_or(self.recipe.run.dir.clone()),
-                message,
-            ));
-        };
-        let mut gradients = match self.recipe.optimizer.in_backward {
-            true => Room::Passing(self.model.passing_gradients()?),
-            false if self.recipe.train.accumulate == 1 => {
-                Room::Whole(self.model.gradients_of_one_batch()?)
-            }
-            false => Room::Whole(self.model.gradients()?),
-        };
+        let mut loader = self.loader()?;
+        let mut gradients = StepGradients::new(self.recipe, &self.model)?;
         let mut run = Progress::new(profile);
         let mut saved = None;
         let mut interrupted = false;
@@ -315,24 +295,35 @@ impl<B: Blocks> Setup<'_, B> {
             }
         }
         self.write_profile(&mut run, observer)?;
-        let Progress { sums, train_loss, .. } = run;
-        // Saved first: looking at all that is held out may take long.
-        let checkpoint = match saved.filter(|_| interrupted) {
-            Some(path) => path,
-            None => self.save(false, observer)?,
-        };
-        let held_out_loss = match interrupted {
-            true => None,
-            false => self.evaluate(usize::MAX, &mut gradients, observer)?.map(|m| m.held_out_loss),
+        self.end(&run, saved.filter(|_| interrupted), &mut gradients, observer)
+    }
+
+    /// Ends a run: one that was interrupted is `saved` already; of another the last checkpoint comes first, since
+    /// looking at all that is held out may take long.
+    fn end(
+        &mut self,
+        run: &Progress,
+        saved: Option<PathBuf>,
+        gradients: &mut StepGradients<B::Array>,
+        observer: &mut dyn Observer,
+    ) -> Result<Summary, TrainError> {
+        let interrupted = saved.is_some();
+        let (checkpoint, held_out_loss) = match saved {
+            Some(path) => (path, None),
+            None => {
+                let path = self.save(false, observer)?;
+                (path, self.evaluate(usize::MAX, gradients, observer)?.map(|m| m.held_out_loss))
+            }
         };
         if self.ranks.first() {
             let curve = self.folder.curve();
             curve::write_svg(&curve, "loss", &self.records)
                 .map_err(|e| TrainError::write(&curve, e))?;
         }
+        let sums = &run.sums;
         Ok(Summary {
             held_out_loss,
-            train_loss,
+            train_loss: run.train_loss,
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
@@ -344,14 +335,31 @@ impl<B: Blocks> Setup<'_, B> {
         })
     }
 
+    /// What loads the rows of the batches from the cursor on.
+    fn loader(&self) -> Result<Loader, TrainError> {
+        let rows = self.recipe.train.batch_rows;
+        let wanted = Wanted {
+            documents: self.train.clone(),
+            packing: packing(self.recipe),
+            rows,
+            own: self.ranks.rows(rows),
+            counts: self.counts.clone(),
+        };
+        Loader::start(&self.corpus, wanted, self.state.cursor)?.ok_or_else(|| {
+            let message = "state.json has a cursor outside the documents; it was changed or \
+                           damaged, so remove this checkpoint and resume from an earlier one";
+            let last = checkpoint::latest(&self.folder.checkpoints());
+            TrainError::checkpoint(last.as_deref().unwrap_or(&self.recipe.run.dir), message)
+        })
+    }
+
     /// Queues a step, the next one, and gives what is to be told of it.
     fn queue(
         &mut self,
         loader: &mut Loader,
-        gradients: &mut Room<B::Array>,
+        gradients: &mut StepGradients<B::Array>,
         run: &mut Progress,
     ) -> Result<QueuedStep<B>, TrainError> {
-        let train = &self.recipe.train;
         let (step, o) = (self.state.step + 1, &self.recipe.optimizer);
         let optimizer = OptimizerStep {
             rule: o.rule(),
@@ -360,83 +368,76 @@ impl<B: Blocks> Setup<'_, B> {
             clip_norm: o.clip_norm,
             seed: self.recipe.run.seed,
         };
-        if let Room::Whole(gradients) = gradients {
+        if let StepGradients::Whole(gradients) = gradients {
             self.model.clear(gradients);
         }
-        let mut totals = self.model.totals()?;
-        let (mut sums, mut pairs, mut data_seconds) = (Sums::default(), 0.0, 0.0);
-        let (mut labelled_here, mut passes, mut context_seconds) = (0, 0.0, 0.0);
-        for _ in 0..train.accumulate {
-            let reading = Instant::now();
-            let loaded = loader.take()?;
-            let (own, mut context) = match &mut self.context {
-                None => (loaded.own, None),
-                Some(context) => {
-                    context.part(self.ranks, &self.model, train.batch_rows, loaded.own)?
-                }
-            };
-            data_seconds += reading.elapsed().as_secs_f64();
-            run.did("wait for data", reading);
-            let queueing = Instant::now();
-            let (batch, again, moments) = (batch(&own), self.recompute, &mut self.moments);
-            labelled_here += own.labelled();
-            let queued = match gradients {
-                Room::Whole(all) => {
-                    let context = context.as_deref_mut().map(ContextBatch::attention);
-                    self.model.accumulate_over(&batch, context, all, again, &mut totals)?
-                }
-                Room::Passing(some) => {
-                    sums.labelled =
-                        count_labelled(self.ranks, &self.model, labelled_here, &mut totals)?;
-                    let (model, spans) = (&mut self.model, &self.spans);
-                    let context = context.as_deref_mut().map(ContextBatch::attention);
-                    model.step_in_backward(
-                        &batch,
-                        context,
-                        some,
-                        again,
-                        &optimizer,
-                        spans,
-                        moments,
-                        &mut totals,
-                    )?
-                }
-            };
-            run.did("queue", queueing);
-            // A device that counts none is told what the documents let through.
-            let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
-            pairs += queued.live_pairs.unwrap_or(told as f64);
-            context_seconds += context.map_or(0.0, ContextBatch::take_seconds);
-            sums.packed += loaded.places;
-            sums.padding += loaded.padding;
-            (self.state.cursor, passes) = (loaded.cursor, loaded.passes);
+        let mut queued = QueuedStep::new(step, optimizer.rate, self.model.totals()?);
+        for _ in 0..self.recipe.train.accumulate {
+            self.queue_batch(&mut queued, &optimizer, loader, gradients, run)?;
         }
-        if let Room::Whole(all) = gradients {
-            sums.labelled = count_labelled(self.ranks, &self.model, labelled_here, &mut totals)?;
+        if let StepGradients::Whole(all) = gradients {
+            queued.count_labelled(self.ranks, &self.model)?;
             sum_copies(&*self.copies, &mut self.model, all)?;
             let (moments, queueing) = (&mut self.moments, Instant::now());
-            self.model.update(&optimizer, &self.spans[0], all, moments, &mut totals)?;
+            self.model.update(&optimizer, &self.spans[0], all, moments, &mut queued.totals)?;
             run.did("queue the update", queueing);
         }
         self.state.step = step;
-        self.state.tokens += sums.labelled;
-        if self.state.tokens == 0 && passes >= 1.0 {
+        self.state.tokens += queued.sums.labelled;
+        queued.labelled = self.state.tokens;
+        if queued.labelled == 0 && queued.epoch >= 1.0 {
             let message = "no token of these documents is learned: every text is empty, or the \
                            chat template prints nothing of what assistants say";
             return Err(TrainError::recipe("data.files", message));
         }
-        let (epoch, rate, labelled) = (passes, optimizer.rate, self.state.tokens);
-        Ok(QueuedStep {
-            step,
-            totals,
-            sums,
-            pairs,
-            data_seconds,
-            context_seconds,
-            epoch,
-            rate,
-            labelled,
-        })
+        Ok(queued)
+    }
+
+    /// Queues the next batch of a step; the update, too, where it is made in the backward pass.
+    fn queue_batch(
+        &mut self,
+        step: &mut QueuedStep<B>,
+        optimizer: &OptimizerStep,
+        loader: &mut Loader,
+        gradients: &mut StepGradients<B::Array>,
+        run: &mut Progress,
+    ) -> Result<(), TrainError> {
+        let reading = Instant::now();
+        let loaded = loader.take()?;
+        let rows = self.recipe.train.batch_rows;
+        let (own, mut context) = match &mut self.context {
+            None => (loaded.own, None),
+            Some(context) => context.part(self.ranks, &self.model, rows, loaded.own)?,
+        };
+        step.data_seconds += reading.elapsed().as_secs_f64();
+        run.did("wait for data", reading);
+        let queueing = Instant::now();
+        step.labelled_here += own.labelled();
+        if let StepGradients::Passing(_) = gradients {
+            step.count_labelled(self.ranks, &self.model)?;
+        }
+        let (batch, again, totals) = (batch(&own), self.recompute, &mut step.totals);
+        let attention = context.as_deref_mut().map(ContextBatch::attention);
+        let queued = match gradients {
+            StepGradients::Whole(all) => {
+                self.model.accumulate_over(&batch, attention, all, again, totals)?
+            }
+            StepGradients::Passing(some) => {
+                let (spans, moments) = (&self.spans, &mut self.moments);
+                self.model.step_in_backward(
+                    &batch, attention, some, again, optimizer, spans, moments, totals,
+                )?
+            }
+        };
+        run.did("queue", queueing);
+        // A device that counts none is told what the documents let through.
+        let told = own.mean_kv_len().unwrap_or_default() * own.tokens.len();
+        step.pairs += queued.live_pairs.unwrap_or(told as f64);
+        step.context_seconds += context.map_or(0.0, ContextBatch::take_seconds);
+        step.sums.packed += loaded.places;
+        step.sums.padding += loaded.padding;
+        (self.state.cursor, step.epoch) = (loaded.cursor, loaded.passes);
+        Ok(())
     }
 
     /// Waits for a step, and tells of it.
@@ -446,17 +447,7 @@ impl<B: Blocks> Setup<'_, B> {
         run: &mut Progress,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
-        let QueuedStep {
-            step,
-            totals,
-            mut sums,
-            pairs,
-            data_seconds,
-            context_seconds,
-            epoch,
-            rate,
-            labelled,
-        } = queued;
+        let QueuedStep { step, totals, mut sums, pairs, .. } = queued;
         let waiting = Instant::now();
         let found = self.model.read(totals)?;
         run.did("wait", waiting);
@@ -466,18 +457,8 @@ impl<B: Blocks> Setup<'_, B> {
         let nats = if self.ranks.counts_tokens() { found.nats } else { 0.0 };
         let [nats, pairs] = self.ranks.sum([nats, pairs])?;
         let mean = nats * (1.0 / sums.labelled.max(1) as f64);
-        for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
-            if !value.is_finite() {
-                let message = format!("{what} is {value}");
-                // All ranks see the same number, and the first says so.
-                return Err(match self.ranks.first() {
-                    true if step == 1 => TrainErrorKind::NotFinite { message },
-                    true => TrainErrorKind::Diverged { step, message, earlier: None },
-                    false => TrainErrorKind::Elsewhere { message, lost: false },
-                }
-                .into());
-            }
-        }
+        self.check_finite(step, "the loss", mean)?;
+        self.check_finite(step, "the gradient norm", found.grad_norm)?;
         sums.seconds = run.since.elapsed().as_secs_f64();
         run.since = Instant::now();
         run.sums.add(&sums);
@@ -488,11 +469,11 @@ impl<B: Blocks> Setup<'_, B> {
         let metrics = StepMetrics {
             step,
             unix_time: unix_time(),
-            epoch,
+            epoch: queued.epoch,
             loss: mean,
             grad_norm: found.grad_norm,
-            lr: rate,
-            labelled_tokens: labelled,
+            lr: queued.rate,
+            labelled_tokens: queued.labelled,
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
@@ -500,16 +481,31 @@ impl<B: Blocks> Setup<'_, B> {
             tflops_live: tflops(pairs / cells),
             memory_bytes: machine::resident().unwrap_or(0),
             peak_memory_bytes: machine::peak_resident().unwrap_or(0),
-            attention_share: (found.attention_seconds + context_seconds) / sums.seconds,
+            attention_share: (found.attention_seconds + queued.context_seconds) / sums.seconds,
             linear_seconds: found.linear_seconds,
             loss_seconds: found.loss_seconds,
-            data_seconds,
+            data_seconds: queued.data_seconds,
             optimizer_seconds: found.optimizer_seconds,
             seconds: sums.seconds,
         };
         self.record(Record::Step(metrics.clone()))?;
         observer.step(&metrics);
         Ok(())
+    }
+
+    /// Ends the run at a number of a step that is not finite. All ranks see the same number, and the first says
+    /// so.
+    fn check_finite(&self, step: u64, what: &str, value: f64) -> Result<(), TrainError> {
+        if value.is_finite() {
+            return Ok(());
+        }
+        let message = format!("{what} is {value}");
+        Err(match self.ranks.first() {
+            true if step == 1 => TrainErrorKind::NotFinite { message },
+            true => TrainErrorKind::Diverged { step, message, earlier: None },
+            false => TrainErrorKind::Elsewhere { message, lost: false },
+        }
+        .into())
     }
 
     /// Ends the profile that is under way, if one is.
@@ -533,7 +529,7 @@ impl<B: Blocks> Setup<'_, B> {
     fn evaluate(
         &mut self,
         rows: usize,
-        gradients: &mut Room<B::Array>,
+        gradients: &mut StepGradients<B::Array>,
         observer: &mut dyn Observer,
     ) -> Result<Option<EvalMetrics>, TrainError> {
         if self.held_out.is_empty() {
@@ -541,24 +537,21 @@ impl<B: Blocks> Setup<'_, B> {
         }
         observer.begins("evaluating");
         let start = Instant::now();
-        let len = self.recipe.data.len;
-        let split = self.recipe.data.split_documents;
-        let between = match gradients {
-            Room::Whole(gradients) => Some(gradients),
-            Room::Passing(_) => None,
+        let held_out = HeldOut {
+            ranks: self.ranks,
+            context: self.context.as_mut(),
+            model: &self.model,
+            between: match gradients {
+                StepGradients::Whole(gradients) => Some(gradients),
+                StepGradients::Passing(_) => None,
+            },
+            corpus: &self.corpus,
+            documents: &self.held_out,
+            packing: PackOptions { shuffle: None, ..packing(self.recipe) },
+            counts: self.counts.clone(),
+            batch_rows: self.recipe.train.batch_rows,
         };
-        let found = held_out_loss_on(
-            self.ranks,
-            self.context.as_mut(),
-            &self.model,
-            between,
-            &self.corpus,
-            &self.held_out,
-            PackOptions { len, split, shuffle: None },
-            self.counts.clone(),
-            self.recipe.train.batch_rows,
-            rows,
-        )?;
+        let found = held_out.loss(rows)?;
         let metrics = EvalMetrics {
             step: self.state.step,
             unix_time: unix_time(),
@@ -612,6 +605,31 @@ struct QueuedStep<B: Blocks> {
     rate: f64,
     /// Labelled tokens of the run, this step's among them.
     labelled: u64,
+    /// Labelled tokens of this rank in the step.
+    labelled_here: usize,
+}
+
+impl<B: Blocks> QueuedStep<B> {
+    fn new(step: u64, rate: f64, totals: B::Totals) -> Self {
+        Self {
+            step,
+            totals,
+            sums: Sums::default(),
+            pairs: 0.0,
+            data_seconds: 0.0,
+            context_seconds: 0.0,
+            epoch: 0.0,
+            rate,
+            labelled: 0,
+            labelled_here: 0,
+        }
+    }
+
+    /// Counts the labelled tokens so far, those of other ranks among them.
+    fn count_labelled(&mut self, ranks: Ranks<'_>, model: &Model<B>) -> Result<(), TrainError> {
+        self.sums.labelled = count_labelled(ranks, model, self.labelled_here, &mut self.totals)?;
+        Ok(())
+    }
 }
 
 /// How far the steps of this process are.
@@ -636,12 +654,22 @@ impl Progress {
     }
 }
 
-/// Where gradients go.
-enum Room<A> {
+/// Where the gradients of a step go.
+enum StepGradients<A> {
     /// Those of all parameters, for the update behind the batches of a step.
     Whole(Gradients<A>),
     /// Those of a group at a time, for updates in the backward pass.
     Passing(PassingGradients<A>),
+}
+
+impl<A: Array> StepGradients<A> {
+    fn new<B: Blocks<Array = A>>(recipe: &Recipe, model: &Model<B>) -> Result<Self, TrainError> {
+        Ok(match (recipe.optimizer.in_backward, recipe.train.accumulate) {
+            (true, _) => Self::Passing(model.passing_gradients()?),
+            (false, 1) => Self::Whole(model.gradients_of_one_batch()?),
+            (false, _) => Self::Whole(model.gradients()?),
+        })
+    }
 }
 
 /// Tokens and time of some steps.

@@ -40,62 +40,78 @@ pub fn held_out_loss<B: Blocks>(
     batch_rows: usize,
     rows: usize,
 ) -> Result<TotalLoss, TrainError> {
-    let ranks = Ranks::one();
-    held_out_loss_on(ranks, None, model, None, corpus, documents, options, None, batch_rows, rows)
+    let held_out = HeldOut {
+        ranks: Ranks::one(),
+        context: None,
+        model,
+        between: None,
+        corpus,
+        documents,
+        packing: options,
+        counts: None,
+        batch_rows,
+    };
+    held_out.loss(rows)
 }
 
-/// [`held_out_loss`], each rank of a part of every batch, and of no other rows where `counts` are known;
-/// `between` are those of [`Model::loss_over`].
-#[expect(clippy::too_many_arguments, reason = "what a pass over documents is made of")]
-pub(super) fn held_out_loss_on<B: Blocks>(
-    ranks: Ranks<'_>,
-    mut context: Option<&mut ContextPlanner>,
-    model: &Model<B>,
-    mut between: Option<&mut Gradients<B::Array>>,
-    corpus: &Corpus,
-    documents: &[usize],
-    options: PackOptions,
-    counts: Option<Arc<TokenCounts>>,
-    batch_rows: usize,
-    rows: usize,
-) -> Result<TotalLoss, TrainError> {
-    let packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
-    let mut packer = packer.knowing(counts);
-    let mut total = TotalLoss::default();
-    let mut left = rows;
-    while left > 0
-        && let Some((all, packed)) =
-            packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?
-    {
-        left -= all;
-        let (packed, attention) = match &mut context {
-            None => (packed, None),
-            Some(context) => context.part(ranks, model, all, packed)?,
-        };
-        let (packed, attention) = match packed.rows {
-            // Other ranks gather the parameters of this one.
-            0 if model.is_cut() => (Packed::empty_row(options.len), None),
-            0 => continue,
-            _ => (packed, attention),
-        };
-        let here = attention.is_none() && !model.is_cut();
-        let attention = attention.map(ContextBatch::attention);
-        let loss = model.loss_over(&batch(&packed), attention, between.as_deref_mut())?;
-        if !loss.sum_nats.is_finite() {
-            // Which document it is of, where this rank can say so without the others.
-            if here {
-                let between = between.as_deref_mut();
-                of_tokens(model, between, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
+/// Documents that the ranks look at together, each at a part of every batch.
+pub(super) struct HeldOut<'a, B: Blocks> {
+    pub ranks: Ranks<'a>,
+    /// Where several ranks have the tokens of a row.
+    pub context: Option<&'a mut ContextPlanner>,
+    pub model: &'a Model<B>,
+    /// Those of [`Model::loss_over`].
+    pub between: Option<&'a mut Gradients<B::Array>>,
+    pub corpus: &'a Corpus,
+    pub documents: &'a [usize],
+    pub packing: PackOptions,
+    /// Where they are known, no rank reads the rows of others.
+    pub counts: Option<Arc<TokenCounts>>,
+    pub batch_rows: usize,
+}
+
+impl<B: Blocks> HeldOut<'_, B> {
+    /// [`held_out_loss`] of all ranks.
+    pub fn loss(self, rows: usize) -> Result<TotalLoss, TrainError> {
+        let Self { ranks, mut context, model, mut between, corpus, packing, batch_rows, .. } = self;
+        let packer = Packer::new(corpus, self.documents.to_vec(), packing, Cursor::default());
+        let mut packer = packer.knowing(self.counts);
+        let mut total = TotalLoss::default();
+        let mut left = rows;
+        while left > 0
+            && let Some((all, packed)) =
+                packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?
+        {
+            left -= all;
+            let (packed, attention) = match &mut context {
+                None => (packed, None),
+                Some(context) => context.part(ranks, model, all, packed)?,
+            };
+            let (packed, attention) = match packed.rows {
+                // Other ranks gather the parameters of this one.
+                0 if model.is_cut() => (Packed::empty_row(packing.len), None),
+                0 => continue,
+                _ => (packed, attention),
+            };
+            let here = attention.is_none() && !model.is_cut();
+            let attention = attention.map(ContextBatch::attention);
+            let loss = model.loss_over(&batch(&packed), attention, between.as_deref_mut())?;
+            if !loss.sum_nats.is_finite() {
+                // Which document it is of, where this rank can say so without the others.
+                if here {
+                    let between = between.as_deref_mut();
+                    of_tokens(model, between, corpus, &packed, |_| Ok::<_, TrainError>(()))?;
+                }
+                return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));
             }
-            return Err(TrainError::model(format!("the loss is {}", loss.sum_nats)));
+            if ranks.counts_tokens() {
+                total.nats += loss.sum_nats;
+                total.tokens += loss.tokens;
+            }
         }
-        if ranks.counts_tokens() {
-            total.nats += loss.sum_nats;
-            total.tokens += loss.tokens;
-        }
+        let [nats, tokens] = ranks.sum([total.nats, total.tokens as f64])?;
+        Ok(TotalLoss { nats, tokens: tokens as usize })
     }
-    let [nats, tokens] = ranks.sum([total.nats, total.tokens as f64])?;
-    Ok(TotalLoss { nats, tokens: tokens as usize })
 }
 
 /// A token with a target, and what the model thought of it.
