@@ -87,10 +87,23 @@ impl Tensors {
         };
         Self { _blocks: blocks, forward, backward }
     }
+
+    /// The backward of a program that captures nothing learned.
+    fn backward_alone(&self) -> DeviceBackward<'static> {
+        DeviceBackward { d_captures: Vec::new(), ..self.backward.clone() }
+    }
 }
 
 fn plan(spec: &Spec, dims: &Dims, options: CudaOptions) -> CudaPlan {
     CudaPlan::new(Engine::get(0).unwrap(), spec, dims, DType::BF16, options).unwrap()
+}
+
+/// Causal attention in documents of `len` keys each, and its operands.
+fn of_documents(len: i32) -> (CudaPlan, Tensors) {
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / len).collect());
+    let mask = masks::causal() & masks::document(&doc).unwrap();
+    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+    (plan, Tensors::new(&DIMS))
 }
 
 /// The launches since the last look: kernel, grid, threads.
@@ -335,11 +348,8 @@ fn passes_take_all_memory_from_the_allocator_of_their_queue() {
         return;
     }
     let engine = Engine::get(0).unwrap();
-    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
-    let mask = masks::causal() & masks::document(&doc).unwrap();
-    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
-    let tensors = Tensors::new(&DIMS);
-    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    let (plan, tensors) = of_documents(50);
+    let backward = tensors.backward_alone();
     let whole = engine.queue().pool().take(24 << 20).unwrap();
     let parts = Arc::new(Parts { whole, state: Mutex::default() });
     let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("allocations");
@@ -368,12 +378,9 @@ fn a_graphs_calls_may_be_the_first_of_their_queue_and_keep_nothing() {
         return;
     }
     let engine = Engine::get(0).unwrap();
-    // One captured buffer is the host's, and is bounded, so its range table is made too.
-    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
-    let mask = masks::causal() & masks::document(&doc).unwrap();
-    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
-    let tensors = Tensors::new(&DIMS);
-    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    // The captured buffer is the host's, and is bounded, so its range table is made too.
+    let (plan, tensors) = of_documents(50);
+    let backward = tensors.backward_alone();
     let both = |queue: &Queue| {
         plan.forward_on(queue, &tensors.forward)?;
         plan.backward_on(queue, &backward)
@@ -426,11 +433,8 @@ fn memory_that_is_lent_is_given_back_by_each_call() {
         return;
     }
     let engine = Engine::get(0).unwrap();
-    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
-    let mask = masks::causal() & masks::document(&doc).unwrap();
-    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
-    let tensors = Tensors::new(&DIMS);
-    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    let (plan, tensors) = of_documents(50);
+    let backward = tensors.backward_alone();
     let whole = engine.queue().pool().take(48 << 20).unwrap();
     let lender = Arc::new(Lender(Parts { whole, state: Mutex::default() }));
     let queue = engine.new_queue().unwrap().with_allocator(lender.clone());
@@ -451,11 +455,8 @@ fn threads_share_a_plan_and_queues() {
         return;
     }
     let engine = &Engine::get(0).unwrap();
-    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).collect());
-    let mask = masks::causal() & masks::document(&doc).unwrap();
-    let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
-    let tensors = Tensors::new(&DIMS);
-    let backward = DeviceBackward { d_captures: Vec::new(), ..tensors.backward.clone() };
+    let (plan, tensors) = of_documents(1);
+    let backward = tensors.backward_alone();
     const CALLS: usize = 25;
     std::thread::scope(|scope| {
         for own in [false, false, true, true] {
