@@ -28,9 +28,9 @@ use crate::operands::{array, count};
 use crate::params::{FactorParams, PieceParams, SquaresParams, UpdateParams};
 pub use crate::params::{StepConstants, Totals};
 
-/// f64 numbers that [`StepConstants`] take the room of.
+/// f64 numbers that are as long as [`StepConstants`].
 pub const CONSTANTS_LEN: usize = size_of::<StepConstants>() / 8;
-/// f64 numbers that [`Totals`] take the room of.
+/// f64 numbers that are as long as [`Totals`].
 pub const TOTALS_LEN: usize = size_of::<Totals>() / 8;
 
 impl StepConstants {

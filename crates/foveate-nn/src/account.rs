@@ -1,6 +1,6 @@
 //! What a step takes, noted by running it dry: arrays, blocks, memory, operations.
 
-use crate::arena::{Lent, Places};
+use crate::arena::{Idle, Places};
 use crate::backend::{Array, Blocks, LayerProgram};
 use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig};
 use crate::cpu::Cpu;
@@ -106,11 +106,11 @@ impl Account {
         }
     }
 
-    /// Where the arrays of a loss lie, in memory that is lent first.
-    fn places_of_loss(self, lent: Option<Lent>) -> Option<Places> {
-        match lent {
+    /// Where the arrays of a loss lie, in memory that is idle first.
+    fn places_of_loss(self, idle: Option<Idle>) -> Option<Places> {
+        match idle {
             None => self.places,
-            Some(lent) => self.places.map(|_| Places::new(&self.activations[OF_BATCH..], &[lent])),
+            Some(idle) => self.places.map(|_| Places::new(&self.activations[OF_BATCH..], &[idle])),
         }
     }
 
@@ -328,7 +328,7 @@ pub(crate) fn dry_run(
     let mut pass =
         Pass { config, layout, programs, batch: &(), shape, context: None, part, stream };
     let mut workspace = Workspace::default();
-    let mut lent = Vec::new();
+    let mut idle = Vec::new();
     match kind {
         StepKind::Training(Training { recompute, in_backward, one_batch, .. }) => {
             let [embedding, array] = &mut gradients;
@@ -337,15 +337,15 @@ pub(crate) fn dry_run(
             // Blocks write to the array of all gradients or to that of a group, whichever it is, as
             // those of a batch that is not the first of its step.
             let target = Target { array, first: 0, embedding: apart, accumulate: true };
-            let whole = Whole { weights: &weights, gradients: Some(target), lends: None };
+            let whole = Whole { weights: &weights, gradients: Some(target), reused: None };
             let mut parameters = Begun { whole, begins: Vec::new() };
             pass.forward_backward(&mut dry, &mut parameters, &mut workspace, recompute, &mut ())?;
             if one_batch && !in_backward && kind.has_all() {
-                lent = gradients_lent(layout, precision.gradients, &parameters.begins);
+                idle = idle_gradients(layout, precision.gradients, &parameters.begins);
             }
         }
         StepKind::Loss => {
-            let mut parameters = Whole { weights: &weights, gradients: None, lends: None };
+            let mut parameters = Whole { weights: &weights, gradients: None, reused: None };
             pass.loss(&mut dry, &mut parameters, &mut workspace, None, &mut ())?;
         }
     }
@@ -353,12 +353,12 @@ pub(crate) fn dry_run(
     let again = dry.again();
     let Dry { mut arrays, blocks, .. } = dry;
     let activations = arrays.split_off(states);
-    let mut places = shares_memory.then(|| Places::new(&activations[OF_BATCH..], &lent));
+    let mut places = shares_memory.then(|| Places::new(&activations[OF_BATCH..], &idle));
     if let (StepKind::Training(training), Some(places)) = (kind, &mut places) {
         // An evaluation between steps has the same arena.
-        let lends = training.one_batch && !training.in_backward;
+        let reuses = training.one_batch && !training.in_backward;
         let loss = dry_run(again, config, part, layout, learned, [rows, len], StepKind::Loss)?;
-        let loss = loss.places_of_loss(lends.then(|| all_gradients(layout, precision.gradients)));
+        let loss = loss.places_of_loss(reuses.then(|| all_gradients(layout, precision.gradients)));
         places.arena = places.arena.max(loss.map_or(0, |loss| loss.arena));
     }
     Ok(Account { state: arrays, activations, blocks, places })
@@ -395,33 +395,27 @@ impl Trained<Dry> for Begun<'_> {
     }
 }
 
-/// The memory of the gradients of each group, until they begin. That of a tied embedding begins with the
-/// head's.
-fn gradients_lent(layout: &ParameterLayout, dtype: DType, begins: &[(usize, usize)]) -> Vec<Lent> {
-    let size = dtype.bytes() as u64;
-    let tied = layout.head == layout.embedding;
-    let groups = layout.groups();
-    let of_group = |&(group, until): &(usize, usize)| {
-        let place = &groups[group].place;
-        let bytes = |elems: usize| (elems as u64).saturating_mul(size);
-        Lent { place: bytes(place.start)..bytes(place.end), until }
+/// The memory of the gradients of each group, until they begin.
+fn idle_gradients(layout: &ParameterLayout, dtype: DType, begins: &[(usize, usize)]) -> Vec<Idle> {
+    let bytes = |elems: usize| (elems as u64).saturating_mul(dtype.bytes() as u64);
+    let idle = |group: usize, until: usize| {
+        let place = &layout.groups()[group].place;
+        Idle { place: bytes(place.start)..bytes(place.end), until }
     };
-    let mut lent: Vec<Lent> = begins.iter().map(of_group).collect();
-    let head = begins.iter().find(|(group, _)| *group + 1 == groups.len());
-    if let (true, Some(&(_, until))) = (tied, head) {
-        lent.push(of_group(&(0, until)));
-    }
-    lent
+    let begun = begins.iter().flat_map(|&(group, until)| {
+        layout.begun_with(group).into_iter().map(move |group| (group, until))
+    });
+    begun.map(|(group, until)| idle(group, until)).collect()
 }
 
 /// The memory of all gradients, which nothing needs between steps of one batch.
-fn all_gradients(layout: &ParameterLayout, dtype: DType) -> Lent {
+fn all_gradients(layout: &ParameterLayout, dtype: DType) -> Idle {
     let bytes = (layout.trained() as u64).saturating_mul(dtype.bytes() as u64);
-    Lent { place: 0..bytes, until: usize::MAX }
+    Idle { place: 0..bytes, until: usize::MAX }
 }
 
 /// Where the arrays of a pass over `[rows, len]` tokens lie, by `blocks` whose arrays may share memory;
-/// those of a loss alone in memory of gradients, too, where it is lent.
+/// those of a loss alone in memory of gradients, too, where it is idle.
 pub(crate) fn places<B: Blocks>(
     blocks: &B,
     config: &ModelConfig,
@@ -430,14 +424,14 @@ pub(crate) fn places<B: Blocks>(
     learned: &[&[(String, LearnedBuffer)]],
     shape: [usize; 2],
     kind: StepKind,
-    lends: bool,
+    reuses: bool,
 ) -> Result<Option<Places>, NnError> {
     let dry = Dry::of(blocks, part.most_vocab);
     let gradients = all_gradients(layout, blocks.precision().gradients);
     let account = dry_run(dry, config, part, layout, learned, shape, kind)?;
     Ok(match kind {
         StepKind::Training(_) => account.places,
-        StepKind::Loss => account.places_of_loss(lends.then_some(gradients)),
+        StepKind::Loss => account.places_of_loss(reuses.then_some(gradients)),
     })
 }
 
@@ -586,12 +580,12 @@ mod tests {
                 let learned = vec![&[][..]; config.num_hidden_layers];
                 let layout = ParameterLayout::new(config, &learned, frozen).unwrap();
                 let gradients = all_gradients(&layout, dry.precision().gradients);
-                let lent = (training.one_batch && !training.in_backward).then_some(gradients);
-                let [lent, apart] = [lent, None].map(|lent| {
+                let idle = (training.one_batch && !training.in_backward).then_some(gradients);
+                let [idle, apart] = [idle, None].map(|idle| {
                     let loss = account(StepKind::Loss);
-                    sum(&loss.activations[..OF_BATCH]) + loss.places_of_loss(lent).unwrap().arena
+                    sum(&loss.activations[..OF_BATCH]) + loss.places_of_loss(idle).unwrap().arena
                 });
-                assert!(lent <= told, "{training:?} takes {told}, its evaluation {lent}");
+                assert!(idle <= told, "{training:?} takes {told}, its evaluation {idle}");
                 larger += usize::from(apart > told);
             };
             for (what, [one_batch, in_backward]) in

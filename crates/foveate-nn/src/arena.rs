@@ -17,14 +17,14 @@ const ALIGN: u64 = 512;
 
 /// Memory that holds something else from a block of the pass on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Lent {
+pub(crate) struct Idle {
     /// Its bytes.
     pub place: Range<u64>,
     /// The first block that uses it for what it is.
     pub until: usize,
 }
 
-/// Where the arrays of a pass lie: in memory that is lent, and behind its end in an arena.
+/// Where the arrays of a pass lie: in memory that is idle, and behind its end in an arena.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Places {
     /// The bytes of each array, in the order in which they are made.
@@ -36,12 +36,12 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// Of `arrays`, some of which may lie in memory that is `lent`.
+    /// Of `arrays`, some of which may lie in memory that is `idle`.
     ///
-    /// Those that are done with first are placed first, and as high in what is lent as they fit: the
+    /// Those that are done with first are placed first, and as high in what is idle as they fit: the
     /// gradients of later groups are needed first, too.
-    pub fn new(arrays: &[NotedArray], lent: &[Lent]) -> Self {
-        let border = lent.iter().map(|lent| lent.place.end).max().unwrap_or(0);
+    pub fn new(arrays: &[NotedArray], idle: &[Idle]) -> Self {
+        let border = idle.iter().map(|idle| idle.place.end).max().unwrap_or(0);
         let border = border - border % ALIGN;
         let mut order: Vec<usize> = (0..arrays.len()).collect();
         let end = |array: &NotedArray| array.needed.last().map_or(0, |needed| needed.end);
@@ -49,39 +49,39 @@ impl Places {
         let mut of_arrays = vec![0..0; arrays.len()];
         for (count, &i) in order.iter().enumerate() {
             let NotedArray { bytes, needed, .. } = &arrays[i];
-            let room = bytes.checked_next_multiple_of(ALIGN).unwrap_or(*bytes);
+            let size = bytes.checked_next_multiple_of(ALIGN).unwrap_or(*bytes);
             let meets = |other: &Range<usize>| {
                 needed.iter().any(|own| own.start < other.end && other.start < own.end)
             };
             let others = order[..count].iter().filter(|&&i| arrays[i].needed.iter().any(meets));
-            let lent = lent.iter().filter(|lent| meets(&(lent.until..usize::MAX)));
+            let idle = idle.iter().filter(|idle| meets(&(idle.until..usize::MAX)));
             let mut taken: Vec<Range<u64>> = others.map(|&i| of_arrays[i].clone()).collect();
-            taken.extend(lent.map(|Lent { place, .. }| {
+            taken.extend(idle.map(|Idle { place, .. }| {
                 let start = place.start - place.start % ALIGN;
                 let end = place.end.checked_next_multiple_of(ALIGN).unwrap_or(u64::MAX);
                 start.min(border)..end.min(border)
             }));
-            let start = gap(taken, room, border);
-            of_arrays[i] = start..start.saturating_add(room);
+            let start = gap(taken, size, border);
+            of_arrays[i] = start..start.saturating_add(size);
         }
         let end = of_arrays.iter().map(|place| place.end).max().unwrap_or(0);
         Self { of_arrays, border, arena: end.saturating_sub(border) }
     }
 }
 
-/// Where `room` bytes fit between `taken` ranges: in the highest place that ends at `border` or before it,
+/// Where `size` bytes fit between `taken` ranges: in the highest place that ends at `border` or before it,
 /// or in the lowest behind it.
-fn gap(mut taken: Vec<Range<u64>>, room: u64, border: u64) -> u64 {
+fn gap(mut taken: Vec<Range<u64>>, size: u64, border: u64) -> u64 {
     // Nothing lies on both sides of the border.
     taken.push(border..border);
     taken.sort_unstable_by_key(|place| (place.start, place.end));
     let (mut end, mut before) = (0, None);
     for place in taken {
-        if place.start.saturating_sub(end) >= room {
+        if place.start.saturating_sub(end) >= size {
             if place.start > border {
                 break;
             }
-            before = Some(place.start - room);
+            before = Some(place.start - size);
         }
         end = place.end.max(end);
     }
@@ -92,7 +92,7 @@ fn gap(mut taken: Vec<Range<u64>>, room: u64, border: u64) -> u64 {
 #[derive(Debug, Default)]
 pub(crate) struct Arena<A> {
     own: A,
-    lent: A,
+    idle: A,
     places: Option<Places>,
     next: usize,
 }
@@ -109,29 +109,29 @@ impl<A: Array> Arena<A> {
     }
 
     /// Gives the arrays that are made from here on their `places`, those below the border in the memory of
-    /// `lent`; without places each has memory of its own.
+    /// `idle`; without places each has memory of its own.
     pub fn begin<B: Blocks<Array = A>>(
         &mut self,
         blocks: &mut B,
         places: Option<&Places>,
-        lent: Option<&A>,
+        idle: Option<&A>,
     ) -> Result<(), NnError> {
         self.next = 0;
         if self.places.as_ref() != places {
             self.places = places.cloned();
         }
         let Some(Places { arena, .. }) = places else {
-            self.lent = A::default();
+            self.idle = A::default();
             return Ok(());
         };
         if self.bytes() < *arena {
             let elems = usize::try_from(arena.div_ceil(4)).unwrap_or(usize::MAX);
             blocks.resize("activations", &mut self.own, DType::F32, elems)?;
         }
-        match lent {
-            None => self.lent = A::default(),
-            Some(lent) => {
-                blocks.resize_within(&mut self.lent, lent.dtype(), lent.elems(), (lent, 0))?;
+        match idle {
+            None => self.idle = A::default(),
+            Some(idle) => {
+                blocks.resize_within(&mut self.idle, idle.dtype(), idle.elems(), (idle, 0))?;
             }
         }
         Ok(())
@@ -154,7 +154,7 @@ impl<A: Array> Arena<A> {
         };
         self.next += 1;
         let within = match place.start < border {
-            true => (&self.lent, place.start),
+            true => (&self.idle, place.start),
             false => (&self.own, place.start - border),
         };
         blocks.resize_within(array, dtype, elems, (within.0, within.1 as usize))
@@ -177,8 +177,8 @@ mod tests {
 
     /// No two arrays that are needed at once lie in one place, nor one in memory that is needed for what it
     /// is, nor on both sides of the border.
-    fn check(arrays: &[NotedArray], lent: &[Lent]) -> Places {
-        let places = Places::new(arrays, lent);
+    fn check(arrays: &[NotedArray], idle: &[Idle]) -> Places {
+        let places = Places::new(arrays, idle);
         let meet = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
         let share = |a: &Range<u64>, b: &Range<u64>| a.start < b.end && b.start < a.end;
         for (i, place) in places.of_arrays.iter().enumerate() {
@@ -190,11 +190,11 @@ mod tests {
                 let at_once = needed.iter().any(|a| arrays[j].needed.iter().any(|b| meet(a, b)));
                 assert!(!(at_once && share(place, other)), "{i} {place:?} and {j} {other:?}");
             }
-            for lent in lent {
-                let at_once = needed.iter().any(|a| a.end > lent.until);
+            for idle in idle {
+                let at_once = needed.iter().any(|a| a.end > idle.until);
                 // Behind the border begins the arena.
-                let held = lent.place.start..lent.place.end.min(places.border);
-                assert!(!(at_once && share(place, &held)), "{i} {place:?} in {lent:?}");
+                let held = idle.place.start..idle.place.end.min(places.border);
+                assert!(!(at_once && share(place, &held)), "{i} {place:?} in {idle:?}");
             }
         }
         places
@@ -205,9 +205,9 @@ mod tests {
         // The second is done with when the third begins.
         let arrays = [needed_once(1024, 0..9), needed_once(2048, 1..4), needed_once(1536, 4..8)];
         assert_eq!(check(&arrays, &[]).arena, 1024 + 2048);
-        // What is lent until block 4 takes the second.
-        let lent = [Lent { place: 0..3000, until: 4 }];
-        assert_eq!(check(&arrays, &lent).arena, 1024 + 1536);
+        // What is idle until block 4 takes the second.
+        let idle = [Idle { place: 0..3000, until: 4 }];
+        assert_eq!(check(&arrays, &idle).arena, 1024 + 1536);
         assert_eq!(check(&[], &[]), Places::default());
     }
 
@@ -226,13 +226,13 @@ mod tests {
                     array(random.below(9000) as u64, needed)
                 })
                 .collect();
-            let (mut lent, mut at) = (Vec::new(), 0);
+            let (mut idle, mut at) = (Vec::new(), 0);
             for _ in 0..random.below(5) {
                 let end = at + random.below(20_000) as u64;
-                lent.push(Lent { place: at..end, until: random.below(50) });
+                idle.push(Idle { place: at..end, until: random.below(50) });
                 at = end;
             }
-            check(&arrays, &lent);
+            check(&arrays, &idle);
         }
     }
 }

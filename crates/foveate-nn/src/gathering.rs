@@ -287,14 +287,6 @@ impl ParameterLayout {
         }
         most
     }
-
-    /// The groups that are used with `group`: the head has the embedding where they are tied.
-    fn used_with(&self, group: usize) -> Vec<usize> {
-        match self.head == self.embedding && group + 1 == self.groups().len() {
-            true => vec![0, group],
-            false => vec![group],
-        }
-    }
 }
 
 #[cfg(test)]
@@ -309,7 +301,7 @@ mod tests {
         for layout in layouts() {
             let groups: Vec<usize> = layout.groups().iter().map(ParameterGroup::elems).collect();
             let layers = &groups[1..groups.len() - 1];
-            let tied = layout.head == layout.embedding;
+            let tied = layout.is_tied();
             let head = groups[groups.len() - 1] + if tied { groups[0] } else { 0 };
             let last = head + layers[layers.len() - 1];
             let most = last.max(groups[0] + layers[0]).max(layers.iter().sum());

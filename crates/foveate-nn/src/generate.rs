@@ -215,7 +215,7 @@ impl<B: Blocks> Generator<'_, B> {
         let (batch, shape) = (&batch, [1, n]);
         let (part, context, stream) = (&model.part, None, None);
         let mut pass = Pass { config, layout, programs, batch, shape, context, part, stream };
-        let mut parameters = Whole { weights: &model.weights.array, gradients: None, lends: None };
+        let mut parameters = Whole { weights: &model.weights.array, gradients: None, reused: None };
         let cache = Some(&mut self.cache);
         pass.forward(blocks, &mut parameters, &mut self.workspace, cache)?;
         self.cache.position += n;

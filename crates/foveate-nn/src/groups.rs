@@ -35,8 +35,7 @@ impl<A: Array> PassingGradients<A> {
         blocks.resize("gradients of a group", &mut self.group, dtype, group)
     }
 
-    /// Makes room for the gradients of a group, which are written over; what belongs to no parameter is
-    /// 0.
+    /// Begins the gradients of a group, which are written over; what belongs to no parameter is 0.
     fn begin<B: Blocks<Array = A>>(
         &mut self,
         blocks: &mut B,
@@ -44,30 +43,26 @@ impl<A: Array> PassingGradients<A> {
         group: usize,
     ) -> Result<(), NnError> {
         self.fit(blocks, layout)?;
-        let tied = layout.head == layout.embedding;
-        // That of a tied embedding begins with the head.
-        if tied && group + 1 == layout.groups().len() {
-            clear_between(blocks, layout, 0, (&mut self.embedding, 0))?;
+        let dtype = blocks.precision().gradients;
+        for group in layout.begun_with(group) {
+            let (array, place) = (self.of(layout, group), &layout.groups()[group].place);
+            // As long as the group, whose norm is that of all elements.
+            blocks.resize("gradients of a group", array, dtype, place.len())?;
+            clear_between(blocks, layout, group, (array, place.start))?;
         }
-        if tied && group == 0 {
-            return Ok(());
-        }
-        // As long as the group, whose norm is that of all elements.
-        let (dtype, place) = (blocks.precision().gradients, &layout.groups()[group].place);
-        blocks.resize("gradients of a group", &mut self.group, dtype, place.len())?;
-        clear_between(blocks, layout, group, (&mut self.group, place.start))
+        Ok(())
     }
 
     fn target(&mut self, layout: &ParameterLayout, group: usize) -> Target<'_, A> {
-        let (groups, tied) = (layout.groups(), layout.head == layout.embedding);
-        let embedding = tied.then_some((&mut self.embedding, groups[0].place.end));
+        let groups = layout.groups();
+        let embedding = layout.is_tied().then_some((&mut self.embedding, groups[0].place.end));
         let (array, first) = (&mut self.group, groups[group].place.start);
         Target { array, first, embedding, accumulate: false }
     }
 
     /// Those of a group, which begin the array.
     fn of(&mut self, layout: &ParameterLayout, group: usize) -> &mut A {
-        match layout.head == layout.embedding && group == 0 {
+        match layout.is_tied() && group == 0 {
             true => &mut self.embedding,
             false => &mut self.group,
         }
@@ -96,7 +91,7 @@ impl<B: Blocks> Parameters<B> for Cut<'_, B> {
 /// [`Cut`], with the own part of the sum of the gradients of all ranks.
 pub(crate) struct Summed<'a, B: Blocks> {
     pub cut: Cut<'a, B>,
-    pub room: &'a mut PassingGradients<B::Array>,
+    pub passing: &'a mut PassingGradients<B::Array>,
     /// The group that the pass is at.
     pub at: usize,
     /// The own part.
@@ -118,18 +113,19 @@ impl<B: Blocks> Parameters<B> for Summed<'_, B> {
 impl<B: Blocks> Trained<B> for Summed<'_, B> {
     fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError> {
         self.at = group;
-        self.room.begin(blocks, self.cut.layout, group)
+        self.passing.begin(blocks, self.cut.layout, group)
     }
 
     fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>) {
         let Cut { layout, gathering, .. } = &self.cut;
-        (Held::Groups(layout, gathering.held()), self.room.target(layout, self.at))
+        (Held::Groups(layout, gathering.held()), self.passing.target(layout, self.at))
     }
 
     fn complete(&mut self, blocks: &mut B, group: usize, _: &mut B::Totals) -> Result<(), NnError> {
-        let Self { cut: Cut { layout, share, gathering, .. }, room, into, accumulate, .. } = self;
+        let Self { cut: Cut { layout, share, gathering, .. }, passing, into, accumulate, .. } =
+            self;
         let first = |group: usize| share.groups()[group].first_trained();
-        let gradients = room.of(layout, group);
+        let gradients = passing.of(layout, group);
         gathering.reduce(blocks, group, gradients, (into, first(group), *accumulate))?;
         while let Some(summed) = gathering.summed(usize::from(group > 0)) {
             gathering.reduced(blocks, (into, first(summed), *accumulate))?;
@@ -180,7 +176,7 @@ pub(crate) struct Updated<'a, B: Blocks> {
     pub gathering: Option<&'a mut Gathering<B>>,
     /// The own parts of gradients that are being summed, in order.
     pub summing: VecDeque<B::Array>,
-    pub room: &'a mut PassingGradients<B::Array>,
+    pub passing: &'a mut PassingGradients<B::Array>,
     /// The group that the pass is at.
     pub at: usize,
     pub step: &'a OptimizerStep,
@@ -213,7 +209,7 @@ impl<B: Blocks> Parameters<B> for Updated<'_, B> {
 impl<B: Blocks> Trained<B> for Updated<'_, B> {
     fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError> {
         self.at = group;
-        self.room.begin(blocks, self.layout, group)
+        self.passing.begin(blocks, self.layout, group)
     }
 
     fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>) {
@@ -221,7 +217,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             Some(gathering) => Held::Groups(self.layout, gathering.held()),
             None => Held::All(&self.weights.array),
         };
-        (held, self.room.target(self.layout, self.at))
+        (held, self.passing.target(self.layout, self.at))
     }
 
     fn complete(
@@ -236,7 +232,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             weights,
             gathering,
             summing,
-            room,
+            passing,
             step,
             spans,
             moments,
@@ -249,7 +245,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             if place.is_empty() {
                 return Ok(());
             }
-            let gradients = room.of(layout, group);
+            let gradients = passing.of(layout, group);
             let owners = Owners { layout, share, gathering: None, tensor: *tensor };
             owners.clip(blocks, step, (gradients, place.start), *more, totals)?;
             *more = true;
@@ -260,7 +256,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
         let (mut own, dtype) = (B::Array::default(), blocks.precision().gradients);
         let elems = share.groups()[group].trained.len();
         blocks.resize("gradients of a part", &mut own, dtype, elems)?;
-        gathering.reduce(blocks, group, room.of(layout, group), (&mut own, 0, false))?;
+        gathering.reduce(blocks, group, passing.of(layout, group), (&mut own, 0, false))?;
         if !layout.groups()[group].place.is_empty() {
             summing.push_back(own);
         }

@@ -67,12 +67,12 @@ pub(crate) struct Running<B: Blocks> {
     context: Option<ContextOf<B>>,
     /// Over ranks that hold the same parameters, where the device sums.
     replicas: Option<ReplicaSumsOf<B>>,
-    /// Room for gradients of groups whose sums are kept.
-    room: PassingGradients<B::Array>,
+    /// Gradients of a group at a time, whose sums are kept.
+    passing: PassingGradients<B::Array>,
 }
 
 /// What the places of arrays depend on: rows of a batch and tokens of a row, what is run, and whether
-/// the memory of gradients is lent.
+/// the memory of gradients is idle.
 type Passed = ([usize; 2], StepKind, bool);
 
 /// The gradients of all parameters of a model, each at its parameter's place.
@@ -244,7 +244,7 @@ impl<B: Blocks> Model<B> {
             tensor: None,
             context: None,
             replicas: None,
-            room: Default::default(),
+            passing: Default::default(),
         };
         let (weights, running) = (Weights::default(), Mutex::new(running));
         let share = layout.share(0, 1);
@@ -580,10 +580,10 @@ impl<B: Blocks> Model<B> {
         Ok(Gradients { cleared: true, one_batch: true, ..self.gradients()? })
     }
 
-    /// Room for the gradients of a group of parameters at a time, of [`Model::step_in_backward`].
+    /// The gradients of a group of parameters at a time, of [`Model::step_in_backward`].
     ///
     /// # Errors
-    /// When the device has no memory for it.
+    /// When the device has no memory for them.
     pub fn passing_gradients(&self) -> Result<PassingGradients<B::Array>, NnError> {
         let mut gradients = PassingGradients::default();
         gradients.fit(&mut self.running().blocks, &self.layout)?;

@@ -228,7 +228,7 @@ impl ParameterLayout {
     /// Elements of the gradients that are held at once where groups are updated in the backward pass:
     /// of the embedding, where it is the output projection, too, and of any other group.
     pub(crate) fn passing(&self) -> [usize; 2] {
-        let tied = self.head == self.embedding;
+        let tied = self.is_tied();
         let others = self.groups.iter().skip(usize::from(tied)).map(|group| group.place.len());
         [if tied { self.groups[0].place.len() } else { 0 }, others.max().unwrap_or(0)]
     }
@@ -246,6 +246,28 @@ impl ParameterLayout {
     /// The groups, in the order of their places.
     pub fn groups(&self) -> &[ParameterGroup] {
         &self.groups
+    }
+
+    /// Whether the embedding is the output projection, too.
+    pub(crate) fn is_tied(&self) -> bool {
+        self.head == self.embedding
+    }
+
+    /// The groups that are used with `group`: the head has the embedding where they are tied.
+    pub(crate) fn used_with(&self, group: usize) -> Vec<usize> {
+        match self.is_tied() && group + 1 == self.groups.len() {
+            true => vec![0, group],
+            false => vec![group],
+        }
+    }
+
+    /// The groups whose gradients begin where the backward pass comes to `group`: those of a tied embedding
+    /// begin with the head's.
+    pub(crate) fn begun_with(&self, group: usize) -> Vec<usize> {
+        match self.is_tied() && group == 0 {
+            true => Vec::new(),
+            false => self.used_with(group),
+        }
     }
 
     /// Elements of all groups together.

@@ -217,7 +217,7 @@ pub(crate) trait Trained<B: Blocks>: Parameters<B> {
     /// The gradients of a group come next.
     fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError>;
 
-    /// Parameters, and room for the gradients of the group that has begun.
+    /// Parameters, and where the gradients of the group go that has begun.
     fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>);
 
     /// The gradients of a group are complete.
@@ -229,13 +229,13 @@ pub(crate) trait Trained<B: Blocks>: Parameters<B> {
     ) -> Result<(), NnError>;
 }
 
-/// A model whose parameters are all there, and room for all gradients.
+/// A model whose parameters are all there, and all gradients.
 pub(crate) struct Whole<'a, A> {
     pub weights: &'a A,
     /// Where gradients go; none without a backward pass.
     pub gradients: Option<Target<'a, A>>,
     /// The places of the gradients, where other arrays lie in their memory before they begin.
-    pub lends: Option<&'a ParameterLayout>,
+    pub reused: Option<&'a ParameterLayout>,
 }
 
 impl<B: Blocks> Parameters<B> for Whole<'_, B::Array> {
@@ -250,22 +250,17 @@ impl<B: Blocks> Parameters<B> for Whole<'_, B::Array> {
 
 impl<B: Blocks> Trained<B> for Whole<'_, B::Array> {
     fn begin(&mut self, blocks: &mut B, group: usize) -> Result<(), NnError> {
-        let (Some(layout), Some(gradients)) = (self.lends, &mut self.gradients) else {
+        let (Some(layout), Some(gradients)) = (self.reused, &mut self.gradients) else {
             return Ok(());
         };
-        let tied = layout.head == layout.embedding;
-        // That of a tied embedding begins with the head.
-        if tied && group + 1 == layout.groups().len() {
-            clear_between(blocks, layout, 0, (gradients.array, 0))?;
+        for group in layout.begun_with(group) {
+            clear_between(blocks, layout, group, (gradients.array, 0))?;
         }
-        match tied && group == 0 {
-            true => Ok(()),
-            false => clear_between(blocks, layout, group, (gradients.array, 0)),
-        }
+        Ok(())
     }
 
     fn split(&mut self) -> (Held<'_, B::Array>, Target<'_, B::Array>) {
-        let gradients = self.gradients.as_mut().expect("a backward pass has room for gradients");
+        let gradients = self.gradients.as_mut().expect("a backward pass has gradients");
         (Held::All(self.weights), gradients.again())
     }
 

@@ -142,7 +142,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     ) -> Result<(), NnError> {
         let (width, scale) = (self.config.hidden_size, self.config.embedding_scale());
         // A tied table has the gradient of the head already.
-        gradients.accumulate |= self.layout.embedding == self.layout.head;
+        gradients.accumulate |= self.layout.is_tied();
         let Some(table) = gradients.part(self.layout, &self.layout.embedding) else {
             return Ok(());
         };

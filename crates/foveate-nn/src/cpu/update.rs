@@ -51,32 +51,32 @@ fn pieces(
 }
 
 impl Piece<'_> {
-    /// The numbers, in `room` where they are kept otherwise.
-    fn open<'b>(&'b mut self, moment: Moment, room: &'b mut [f32]) -> &'b mut [f32] {
+    /// The numbers, in `scratch` where they are kept otherwise.
+    fn open<'b>(&'b mut self, moment: Moment, scratch: &'b mut [f32]) -> &'b mut [f32] {
         match self {
             Self::Numbers(numbers) => numbers,
             Self::Codes(codes, scales) => {
-                moments::decode(moment, codes, scales, room);
-                room
+                moments::decode(moment, codes, scales, scratch);
+                scratch
             }
             Self::Nothing => &mut [],
         }
     }
 
-    /// Keeps what is in `room`; `origin` is the index among all parameters of the first element of
+    /// Keeps what is in `scratch`; `origin` is the index among all parameters of the first element of
     /// each block.
     fn close(
         &mut self,
         moment: Moment,
-        room: &[f32],
+        scratch: &[f32],
         origin: impl Fn(usize) -> usize,
         random: u64,
     ) {
         let Self::Codes(codes, scales) = self else { return };
         let rounding = Rounding::Stochastic(random);
-        let blocks = room.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales.chunks_mut(1));
-        for (block, ((room, codes), scale)) in blocks.enumerate() {
-            moments::encode(moment, room, origin(block), rounding, codes, scale);
+        let blocks = scratch.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales.chunks_mut(1));
+        for (block, ((scratch, codes), scale)) in blocks.enumerate() {
+            moments::encode(moment, scratch, origin(block), rounding, codes, scale);
         }
     }
 }
@@ -105,11 +105,11 @@ pub(super) fn update(
         let start = (chunks.start + i) * CHUNK;
         let len = parameters.len().min(elems.saturating_sub(start));
         let parameters = &mut parameters[..len];
-        let mut room = match dtype {
+        let mut scratch = match dtype {
             MomentDtype::F32 => [Vec::new(), Vec::new()],
             _ => [vec![0.0; len], vec![0.0; len]],
         };
-        let [of_mean, of_square] = &mut room;
+        let [of_mean, of_square] = &mut scratch;
         {
             let m = mean.open(Moment::Mean, of_mean);
             let v = square.open(Moment::Square, of_square);

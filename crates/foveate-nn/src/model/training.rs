@@ -75,9 +75,10 @@ impl<B: Blocks> Model<B> {
         let shares = context.is_none() && running.has_all(sizes.part);
         let one_batch = *one_batch && shares;
         let kind = StepKind::Training(Training { one_batch, ..recompute.into() });
-        let lent = one_batch.then_some(&*array);
-        running.place(sizes, &self.layout, &self.programs, prepared.shape, (shares, kind), lent)?;
-        let Running { blocks, workspace, gathering, room, tensor, context: device, .. } = running;
+        let idle = one_batch.then_some(&*array);
+        running.place(sizes, &self.layout, &self.programs, prepared.shape, (shares, kind), idle)?;
+        let Running { blocks, workspace, gathering, passing, tensor, context: device, .. } =
+            running;
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
         let context = Context::of(context, device, blocks, &self.programs, heads)?;
@@ -90,15 +91,15 @@ impl<B: Blocks> Model<B> {
                     leave_to_first(blocks, &self.layout, array)?;
                 }
                 let gradients = Some(Target::whole(array, accumulate));
-                let lends = one_batch.then_some(&self.layout);
-                let mut all = Whole { weights: &self.weights.array, gradients, lends };
+                let reused = one_batch.then_some(&self.layout);
+                let mut all = Whole { weights: &self.weights.array, gradients, reused };
                 pass.forward_backward(blocks, &mut all, workspace, recompute, totals)?;
             }
             Some(gathering) => {
-                room.fit(blocks, &self.layout)?;
+                passing.fit(blocks, &self.layout)?;
                 gathering.start(&self.layout, true);
                 let cut = self.cut_by(gathering);
-                let mut sums = Summed { cut, room, at: 0, into: array, accumulate };
+                let mut sums = Summed { cut, passing, at: 0, into: array, accumulate };
                 pass.forward_backward(blocks, &mut sums, workspace, recompute, totals)?;
                 gathering.end();
             }
@@ -153,7 +154,7 @@ impl<B: Blocks> Model<B> {
     }
 
     /// Queues a step on one batch in which each group of parameters is updated as soon as its
-    /// gradients are there, in the backward pass: gradients take the room of the largest group, and of
+    /// gradients are there, in the backward pass: gradients take the memory of the largest group, and of
     /// the embedding where it is the output projection, too. `step.clip_norm` must be 0: the norm of
     /// all gradients is known only at the end. Where the norm of a group is not finite, neither it nor
     /// a later one is updated. `spans` are [`Model::group_spans`].
@@ -200,7 +201,7 @@ impl<B: Blocks> Model<B> {
             weights,
             gathering: gathering.as_mut(),
             summing: VecDeque::new(),
-            room: gradients,
+            passing: gradients,
             at: 0,
             step,
             spans,
@@ -328,11 +329,11 @@ impl<B: Blocks> Model<B> {
         let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
         let shares = context.is_none() && running.has_all(sizes.part);
         let kind = (shares, StepKind::Loss);
-        let lent = between.filter(|gradients| shares && gradients.one_batch).map(|gradients| {
+        let idle = between.filter(|gradients| shares && gradients.one_batch).map(|gradients| {
             gradients.cleared = true;
             &gradients.array
         });
-        running.place(sizes, &self.layout, &self.programs, prepared.shape, kind, lent)?;
+        running.place(sizes, &self.layout, &self.programs, prepared.shape, kind, idle)?;
         let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
@@ -342,7 +343,7 @@ impl<B: Blocks> Model<B> {
         match gathering {
             None => {
                 let weights = &self.weights.array;
-                let mut all = Whole { weights, gradients: None, lends: None };
+                let mut all = Whole { weights, gradients: None, reused: None };
                 pass.loss(blocks, &mut all, workspace, each, totals)?;
             }
             Some(gathering) => {
@@ -366,7 +367,7 @@ impl<B: Blocks> Running<B> {
     }
 
     /// Gives the arrays of the next pass their places, some of them in the memory of gradients that is
-    /// `lent`; where they do not share memory, each has its own.
+    /// `idle`; where they do not share memory, each has its own.
     fn place(
         &mut self,
         Sizes { local, part, .. }: Sizes<'_>,
@@ -374,16 +375,16 @@ impl<B: Blocks> Running<B> {
         programs: &Programs,
         shape: [usize; 2],
         (shares, kind): (bool, StepKind),
-        lent: Option<&B::Array>,
+        idle: Option<&B::Array>,
     ) -> Result<(), NnError> {
         let Self { blocks, workspace, places, .. } = self;
         if !shares || !blocks.shares_memory() {
             return workspace.arena.begin(blocks, None, None);
         }
-        let lends = lent.is_some();
+        let reuses = idle.is_some();
         // Fewer rows lie where more do, so that the last of an evaluation take no more memory.
-        let holds = |&([rows, len], of, lent): &Passed| {
-            rows >= shape[0] && len == shape[1] && of == kind && lent == lends
+        let holds = |&([rows, len], of, reused): &Passed| {
+            rows >= shape[0] && len == shape[1] && of == kind && reused == reuses
         };
         let known = places.iter().position(|(of, _)| holds(of));
         let index = match known {
@@ -391,9 +392,9 @@ impl<B: Blocks> Running<B> {
             None => {
                 let learned = programs.learned();
                 let made =
-                    account::places(blocks, local, part, layout, &learned, shape, kind, lends)?;
+                    account::places(blocks, local, part, layout, &learned, shape, kind, reuses)?;
                 places.truncate(PLACES - 1);
-                places.insert(0, ((shape, kind, lends), made));
+                places.insert(0, ((shape, kind, reuses), made));
                 0
             }
         };
@@ -402,7 +403,7 @@ impl<B: Blocks> Running<B> {
             // Nothing keeps the memory of the smaller one.
             *workspace = Workspace::default();
         }
-        workspace.arena.begin(blocks, places, lent)
+        workspace.arena.begin(blocks, places, idle)
     }
 }
 

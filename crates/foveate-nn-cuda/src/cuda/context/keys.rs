@@ -209,7 +209,7 @@ impl Keys {
         })
     }
 
-    /// Room for what stages give.
+    /// Scratch for what stages give.
     fn sums(&self, blocks: &Cuda, dtype: DType) -> Result<Sums, NnError> {
         let PackedHeads { rows, len, heads_q, dim, .. } = self.heads;
         let stages = self.rows.stages.iter().filter(|keys| !keys.is_empty()).count();
