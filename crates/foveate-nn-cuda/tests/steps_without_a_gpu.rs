@@ -110,7 +110,7 @@ impl Steps {
     fn of_rank(rank: &TestRank) -> Self {
         let mut model = unfilled(cuda());
         let cutting =
-            Cutting { parts: rank.ranks(), tensor: 1, copies: false, reshard: Reshard::Always };
+            Cutting { parts: rank.ranks(), tensor: 1, replicated: false, reshard: Reshard::Always };
         model.cut(cutting, rank.rank(), rank).unwrap();
         model.draw_missing(1).unwrap();
         Self::of(model)
@@ -128,7 +128,7 @@ impl Steps {
     fn of_part(rank: &TestRank) -> Self {
         let (config, attention) = sizes();
         let part = TensorPart::of(&config, rank.rank(), rank.ranks()).unwrap();
-        let rank = rank.with_kv_copies(part.kv_copies.clone());
+        let rank = rank.with_kv_holders(part.kv_holders.clone());
         let mut model = Model::unfilled_part(cuda(), config, &attention, &|_| false, part).unwrap();
         model.tensor(&rank).unwrap();
         model.draw_missing(1).unwrap();

@@ -261,10 +261,10 @@ impl StepKind {
     }
 
     /// Whether a rank passes through its layers without other ranks, which is when arrays of a pass share
-    /// memory: parameters are whole, and no gradients of copies are summed on the way.
+    /// memory: parameters are whole, and no gradients of replicas are summed on the way.
     fn has_all(self) -> bool {
-        let Cutting { parts, tensor, copies, .. } = self.cutting();
-        let summed = matches!(self, Self::Training(training) if training.in_backward) && copies;
+        let Cutting { parts, tensor, replicated, .. } = self.cutting();
+        let summed = matches!(self, Self::Training(training) if training.in_backward) && replicated;
         parts == 1 && tensor == 1 && !summed
     }
 }
@@ -617,9 +617,9 @@ mod tests {
                 model.config().dry_run_on(&dry, &attention, &|_| false, 1, 16, kind).unwrap();
             account.activation_bytes() < sum(&account.activations)
         };
-        let copied = Cutting { copies: true, ..Cutting::WHOLE };
+        let replicated = Cutting { replicated: true, ..Cutting::WHOLE };
         assert!(shares(Cutting::WHOLE, false) && shares(Cutting::WHOLE, true));
-        assert!(shares(copied, false) && !shares(copied, true));
+        assert!(shares(replicated, false) && !shares(replicated, true));
         assert!(!shares(Cutting { parts: 2, ..Cutting::WHOLE }, false));
         assert!(!shares(Cutting { tensor: 2, ..Cutting::WHOLE }, false));
     }

@@ -121,5 +121,5 @@ pub use sharing::{
     Carrier, CutGroup, HostTransfers, Peers, ReplicaSums, Sharing, TensorSharing, TensorTransfers,
 };
 pub use tape::{Recomputation, Recompute};
-pub use tensor::{Copied, Copies, StreamCut, TensorPart};
+pub use tensor::{Copied, Holders, StreamCut, TensorPart};
 pub use through_host::{StreamThroughHost, ThroughHost};

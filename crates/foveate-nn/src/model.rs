@@ -31,7 +31,7 @@ use crate::share::{Cutting, Share};
 use crate::sharing::{Carrier, Peers, Sharing, TensorSharing};
 use crate::stream::Links;
 use crate::tape::Workspace;
-use crate::tensor::{Copies, TensorPart};
+use crate::tensor::{Holders, TensorPart};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
 pub struct Model<B: Blocks = Cpu> {
@@ -280,7 +280,7 @@ impl<B: Blocks> Model<B> {
     pub fn tensor(&mut self, ranks: &dyn TensorSharing) -> Result<(), NnError> {
         let mut running = lock(&self.running);
         let stream = running.blocks.stream_transfers(ranks)?;
-        running.tensor = Some(Links { stream, ranks: ranks.holders(Copies::All)? });
+        running.tensor = Some(Links { stream, ranks: ranks.holders(Holders::All)? });
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use std::ops::Range;
 use crate::config::{LearnedBuffer, ModelConfig};
 use crate::error::NnError;
 use crate::moments::BLOCK;
-use crate::tensor::{Copied, Copies, TensorPart};
+use crate::tensor::{Copied, Holders, TensorPart};
 use foveate::tensor::random::Random;
 use rayon::prelude::*;
 
@@ -458,7 +458,7 @@ impl<'a> Builder<'a> {
         let place = first..first.saturating_add(shape.elems());
         let end = place.end;
         if self.part.is_cut() && shape.cut.is_none() {
-            self.copy(place.clone(), Copies::All);
+            self.copy(place.clone(), Holders::All);
         }
         let Shape { all: shape, cut } = shape;
         self.parameters.push(Parameter { name, shape, place, cut });
@@ -467,10 +467,10 @@ impl<'a> Builder<'a> {
     }
 
     /// Notes elements that other ranks of `tensor` hold, too.
-    fn copy(&mut self, place: Range<usize>, among: Copies) {
+    fn copy(&mut self, place: Range<usize>, among: Holders) {
         let first = match among {
-            Copies::All => 0,
-            Copies::KvHeads => self.part.kv_copies.start,
+            Holders::All => 0,
+            Holders::KvHeads => self.part.kv_holders.start,
         };
         self.copied.push(Copied { place, among, first: self.part.part == first });
     }
@@ -506,10 +506,10 @@ impl<'a> Builder<'a> {
         } else {
             Range::default()
         };
-        if part.kv_copies.len() > 1 {
+        if part.kv_holders.len() > 1 {
             for (place, width) in [(&qkv, hidden), (&qkv_bias, 1)] {
                 if !place.is_empty() {
-                    self.copy(place.start + of_q.len() * width..place.end, Copies::KvHeads);
+                    self.copy(place.start + of_q.len() * width..place.end, Holders::KvHeads);
                 }
             }
         }

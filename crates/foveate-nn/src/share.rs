@@ -30,14 +30,15 @@ pub struct Cutting {
     /// Ranks of `tensor`, which have other parameters: each of them is one of so many that share its own.
     pub tensor: usize,
     /// Whether other ranks hold the same parameters, with gradients of their own.
-    pub copies: bool,
+    pub replicated: bool,
     /// How long gathered groups stay.
     pub reshard: Reshard,
 }
 
 impl Cutting {
     /// Nothing is cut.
-    pub const WHOLE: Self = Self { parts: 1, tensor: 1, copies: false, reshard: Reshard::Always };
+    pub const WHOLE: Self =
+        Self { parts: 1, tensor: 1, replicated: false, reshard: Reshard::Always };
 }
 
 /// What a rank owns of a group of parameters.

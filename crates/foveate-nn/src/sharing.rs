@@ -9,7 +9,7 @@ use crate::array::PartMut;
 use crate::error::NnError;
 use crate::parameters::{ParameterGroup, ParameterLayout};
 use crate::share::{Owned, owned};
-use crate::tensor::Copies;
+use crate::tensor::Holders;
 
 /// A group of parameters that is cut over ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -217,7 +217,7 @@ pub trait TensorTransfers: Send {
     ///
     /// # Errors
     /// When the ranks cannot go on.
-    fn sum_copies(&mut self, among: Copies, gradients: &mut [f32]) -> Result<(), NnError>;
+    fn sum_copies(&mut self, among: Holders, gradients: &mut [f32]) -> Result<(), NnError>;
 }
 
 /// The ranks of `tensor`, before a device says how the stream moves between them.
@@ -226,7 +226,7 @@ pub trait TensorSharing {
     ///
     /// # Errors
     /// When the ranks cannot go on.
-    fn holders(&self, among: Copies) -> Result<Box<dyn Peers>, NnError>;
+    fn holders(&self, among: Holders) -> Result<Box<dyn Peers>, NnError>;
 
     /// What carries the stream between GPUs.
     fn carrier(&self) -> Carrier;

@@ -8,7 +8,7 @@ use crate::error::NnError;
 use crate::parameters::ParameterLayout;
 use crate::share::Share;
 use crate::sharing::Peers;
-use crate::tensor::{Copied, Copies, StreamCut, TensorPart};
+use crate::tensor::{Copied, Holders, StreamCut, TensorPart};
 
 /// The stream between products, in a pass.
 pub(crate) struct Stream<'a, B: Blocks> {
@@ -112,7 +112,7 @@ impl<B: Blocks> Stream<'_, B> {
         first: usize,
     ) -> Result<(), NnError> {
         let Some(transfers) = &mut self.transfers else { return Ok(()) };
-        for among in [Copies::All, Copies::KvHeads] {
+        for among in [Holders::All, Holders::KvHeads] {
             let places: Vec<Range<usize>> = copied
                 .iter()
                 .filter(|copied| copied.among == among && !copied.place.is_empty())

@@ -27,7 +27,7 @@ pub struct TensorPart {
     /// Its key/value heads: those of its query heads.
     pub kv_heads: Range<usize>,
     /// The ranks of `tensor` that hold the same key/value heads, it among them.
-    pub kv_copies: Range<usize>,
+    pub kv_holders: Range<usize>,
     /// Its columns of the feed-forward block.
     pub ffn: Range<usize>,
     /// Its token ids.
@@ -45,7 +45,7 @@ impl TensorPart {
             heads: 0..config.num_attention_heads,
             all_heads: config.num_attention_heads,
             kv_heads: 0..config.kv_heads(),
-            kv_copies: 0..1,
+            kv_holders: 0..1,
             ffn: 0..config.intermediate_size,
             vocab: 0..config.vocab_size,
             most_vocab: config.vocab_size,
@@ -78,7 +78,7 @@ impl TensorPart {
             }
         }
         let group = heads / kv_heads.max(1);
-        let (of_heads, of_kv, copies) = if kv_heads >= parts {
+        let (of_heads, of_kv, kv_holders) = if kv_heads >= parts {
             let own = even(kv_heads, part, parts);
             (own.start * group..own.end * group, own, part..part + 1)
         } else {
@@ -94,7 +94,7 @@ impl TensorPart {
             heads: of_heads,
             all_heads: heads,
             kv_heads: of_kv,
-            kv_copies: copies,
+            kv_holders,
             ffn: even(config.intermediate_size, part, parts),
             vocab: even(config.vocab_size, part, parts),
             most_vocab: config.vocab_size.div_ceil(parts),
@@ -138,7 +138,7 @@ pub(crate) fn even(len: usize, part: usize, parts: usize) -> Range<usize> {
 
 /// The ranks of `tensor` that hold the same elements of parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Copies {
+pub enum Holders {
     /// All of them.
     All,
     /// Those with the same key/value heads.
@@ -151,7 +151,7 @@ pub struct Copied {
     /// The elements, in the arrays of all parameters that the rank holds.
     pub place: Range<usize>,
     /// The ranks.
-    pub among: Copies,
+    pub among: Holders,
     /// Whether this rank is the first of them: it counts them in norms, and saves them.
     pub first: bool,
 }

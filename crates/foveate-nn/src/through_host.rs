@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::backend::{Blocks, Part, PartMut, StreamTransfers, Transfers};
 use crate::error::NnError;
 use crate::sharing::{CutGroup, HostTransfers, TensorTransfers};
-use crate::tensor::{Copies, StreamCut};
+use crate::tensor::{Holders, StreamCut};
 
 /// Transfers of any device through the memory of the host.
 pub struct ThroughHost(Box<dyn HostTransfers>);
@@ -167,7 +167,7 @@ impl<B: Blocks> StreamTransfers<B> for StreamThroughHost {
     fn sum_copies(
         &mut self,
         blocks: &mut B,
-        among: Copies,
+        among: Holders,
         gradients: &mut B::Array,
         places: &[Range<usize>],
     ) -> Result<(), NnError> {

@@ -96,8 +96,9 @@ impl Ranks<'_> {
     /// its share of each group, in order, of which the ranks that hold the same one have a part each. What
     /// several ranks of `tensor` hold, the first of them saves.
     pub fn owned(self, layout: &ParameterLayout) -> Vec<Range<usize>> {
-        let (part, copy) = (self.coordinate(&PARAMETERS), self.coordinate(&[MeshAxis::Replicate]));
-        let copies = self.mesh.size(MeshAxis::Replicate);
+        let (part, replica) =
+            (self.coordinate(&PARAMETERS), self.coordinate(&[MeshAxis::Replicate]));
+        let replicas = self.mesh.size(MeshAxis::Replicate);
         let share = layout.share(part, self.mesh.size_of(&PARAMETERS));
         let groups = share.groups();
         let trained = groups.iter().map(|group| &group.trained);
@@ -105,7 +106,7 @@ impl Ranks<'_> {
         let elsewhere = layout.copied().iter().filter(|copied| !copied.first);
         let elsewhere = Ranges::of(elsewhere.map(|copied| copied.place.clone()));
         let own = |place: &Range<usize>| {
-            let cut = Cut::even(place.len(), copies).range(copy);
+            let cut = Cut::even(place.len(), replicas).range(replica);
             Ranges::one(place.start + cut.start..place.start + cut.end).difference(&elsewhere)
         };
         all.flat_map(|place| own(place).as_slice().to_vec()).collect()

@@ -4,7 +4,7 @@
 
 use foveate::tensor::count::Count;
 use foveate_nn::{
-    Carrier, Copies, ModelConfig, NnError, Peers, TensorPart, TensorSharing, TensorTransfers,
+    Carrier, Holders, ModelConfig, NnError, Peers, TensorPart, TensorSharing, TensorTransfers,
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{Cut, MeshAxis};
@@ -40,19 +40,19 @@ pub(crate) struct TensorRanks<'a> {
 }
 
 impl TensorRanks<'_> {
-    fn group(&self, among: Copies) -> Result<Box<dyn Collectives>, TrainError> {
+    fn group(&self, among: Holders) -> Result<Box<dyn Collectives>, TrainError> {
         let all = self.ranks.group(&[MeshAxis::Tensor])?;
         match among {
-            Copies::All => Ok(all),
-            Copies::KvHeads => {
-                Ok(all.subgroup(&self.part.kv_copies.clone().collect::<Vec<usize>>())?)
+            Holders::All => Ok(all),
+            Holders::KvHeads => {
+                Ok(all.subgroup(&self.part.kv_holders.clone().collect::<Vec<usize>>())?)
             }
         }
     }
 }
 
 impl TensorSharing for TensorRanks<'_> {
-    fn holders(&self, among: Copies) -> Result<Box<dyn Peers>, NnError> {
+    fn holders(&self, among: Holders) -> Result<Box<dyn Peers>, NnError> {
         Ok(Box::new(GroupPeers(self.group(among).map_err(|e| of_group(&e))?)))
     }
 
@@ -62,7 +62,10 @@ impl TensorSharing for TensorRanks<'_> {
 
     fn through_host(&self) -> Result<Box<dyn TensorTransfers>, NnError> {
         let group = |among| self.group(among).map_err(|e| of_group(&e));
-        Ok(Box::new(TensorGroup { all: group(Copies::All)?, kv_copies: group(Copies::KvHeads)? }))
+        Ok(Box::new(TensorGroup {
+            all: group(Holders::All)?,
+            kv_holders: group(Holders::KvHeads)?,
+        }))
     }
 }
 
@@ -70,7 +73,7 @@ impl TensorSharing for TensorRanks<'_> {
 struct TensorGroup {
     all: Box<dyn Collectives>,
     /// Those with the same key/value heads.
-    kv_copies: Box<dyn Collectives>,
+    kv_holders: Box<dyn Collectives>,
 }
 
 impl TensorTransfers for TensorGroup {
@@ -84,10 +87,10 @@ impl TensorTransfers for TensorGroup {
         self.all.reduce_scatter(partial, &cut).map_err(|e| of_ranks(&e))
     }
 
-    fn sum_copies(&mut self, among: Copies, gradients: &mut [f32]) -> Result<(), NnError> {
+    fn sum_copies(&mut self, among: Holders, gradients: &mut [f32]) -> Result<(), NnError> {
         let group = match among {
-            Copies::All => &self.all,
-            Copies::KvHeads => &self.kv_copies,
+            Holders::All => &self.all,
+            Holders::KvHeads => &self.kv_holders,
         };
         group.all_reduce(gradients).map_err(|e| of_ranks(&e))
     }

@@ -38,7 +38,7 @@ use evaluation::HeldOut;
 pub use evaluation::{TokenLoss, TotalLoss, held_out_loss, token_losses};
 use folder::Folder;
 pub use mesh_model::MeshModel;
-use mesh_model::sum_copies;
+use mesh_model::sum_replicas;
 use profile::Profile;
 use setup::{Setup, packing};
 
@@ -377,7 +377,7 @@ impl<B: Blocks> Setup<'_, B> {
         }
         if let StepGradients::Whole(all) = gradients {
             queued.count_labelled(self.ranks, &self.model)?;
-            sum_copies(&*self.copies, &mut self.model, all)?;
+            sum_replicas(&*self.replicas, &mut self.model, all)?;
             let (moments, queueing) = (&mut self.moments, Instant::now());
             self.model.update(&optimizer, &self.spans[0], all, moments, &mut queued.totals)?;
             run.did("queue the update", queueing);

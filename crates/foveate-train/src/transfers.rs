@@ -22,8 +22,8 @@ pub(crate) struct ParameterRanks<'a> {
     pub ranks: Ranks<'a>,
     /// What gradients travel as, and by what.
     pub mesh: &'a MeshSection,
-    /// Whether gradients of ranks that hold copies are summed with those of a group.
-    pub copies: bool,
+    /// Whether gradients of ranks that hold the same parameters are summed with those of a group.
+    pub replicated: bool,
 }
 
 impl Sharing for ParameterRanks<'_> {
@@ -45,7 +45,7 @@ impl Sharing for ParameterRanks<'_> {
     }
 
     fn replicas(&self) -> Result<Option<Box<dyn Peers>>, NnError> {
-        let group = self.copies.then(|| GroupPeers::new(self.ranks, &[MeshAxis::Replicate]));
+        let group = self.replicated.then(|| GroupPeers::new(self.ranks, &[MeshAxis::Replicate]));
         let group = group.transpose().map_err(|e| of_group(&e))?;
         Ok(group.map(|group| Box::new(group) as Box<dyn Peers>))
     }
@@ -55,7 +55,7 @@ impl Sharing for ParameterRanks<'_> {
     }
 
     fn through_host(&self) -> Result<Box<dyn HostTransfers>, NnError> {
-        let host = GroupTransfers::new(self.ranks, self.mesh.reduce_dtype, self.copies);
+        let host = GroupTransfers::new(self.ranks, self.mesh.reduce_dtype, self.replicated);
         Ok(Box::new(host.map_err(|e| of_group(&e))?))
     }
 }
@@ -93,24 +93,24 @@ pub(crate) struct GroupTransfers {
 }
 
 impl GroupTransfers {
-    /// Those of `ranks`. Gradients travel as `dtype`; those of ranks that hold copies are summed, too,
-    /// where `copies` says so.
-    pub fn new(ranks: Ranks<'_>, dtype: ReduceDtype, copies: bool) -> Result<Self, TrainError> {
+    /// Those of `ranks`. Gradients travel as `dtype`; those of replicas are summed, too, where
+    /// parameters are `replicated`.
+    pub fn new(ranks: Ranks<'_>, dtype: ReduceDtype, replicated: bool) -> Result<Self, TrainError> {
         let gathering = ranks.group(&PARAMETERS)?;
         let gather = move |own: Vec<f32>| {
             let parts = gathering.all_gather(bytemuck::cast_slice(&own))?;
             Ok(parts.iter().map(|part| values(part)).collect())
         };
         let summing = ranks.group(&PARAMETERS)?;
-        let copies = copies.then(|| ranks.group(&[MeshAxis::Replicate])).transpose()?;
+        let replicas = replicated.then(|| ranks.group(&[MeshAxis::Replicate])).transpose()?;
         let sum = move |(gradients, lengths): (Vec<f32>, Vec<usize>)| {
             let cut = Cut::of_lengths(&lengths)?;
             let mut own = match dtype {
                 ReduceDtype::F32 => summing.reduce_scatter(&gradients, &cut)?,
                 ReduceDtype::Bf16 => reduce_scatter_bf16(&*summing, &gradients, &cut)?,
             };
-            if let Some(copies) = copies.as_ref().filter(|copies| copies.ranks() > 1) {
-                copies.all_reduce(&mut own)?;
+            if let Some(replicas) = replicas.as_ref().filter(|replicas| replicas.ranks() > 1) {
+                replicas.all_reduce(&mut own)?;
             }
             Ok(own)
         };

@@ -2,7 +2,7 @@
 
 use foveate::tensor::ElementType;
 use foveate_nn::{
-    AttentionConfig, Copies, Cpu, GroupTransfer, GroupTransferKind, MemoryEstimate, Model,
+    AttentionConfig, Cpu, GroupTransfer, GroupTransferKind, Holders, MemoryEstimate, Model,
     ModelConfig, Recompute, Reshard, TensorPart, Training,
 };
 use foveate_shard::{
@@ -287,7 +287,7 @@ fn of_stream(
         Edge { what, kind, from, to, bytes, beside: None, on_gpus, times }
     };
     let layers = config.num_hidden_layers;
-    let copies = |what: &str, among: Copies, ranks: usize| {
+    let copies = |what: &str, among: Holders, ranks: usize| {
         let copied = model.layout().copied().iter().filter(|copied| copied.among == among);
         let elems: usize = copied.map(|copied| copied.place.len()).sum();
         (elems > 0).then(|| Edge {
@@ -302,8 +302,8 @@ fn of_stream(
         })
     };
     let summed = [
-        copies("norms, learned buffers", Copies::All, part.parts),
-        copies("copies of key/value heads", Copies::KvHeads, part.kv_copies.len()),
+        copies("norms, learned buffers", Holders::All, part.parts),
+        copies("copies of key/value heads", Holders::KvHeads, part.kv_holders.len()),
     ];
     let product = Some("the product, rank by rank");
     let again = recipe.train.recomputation().unwrap_or_default();

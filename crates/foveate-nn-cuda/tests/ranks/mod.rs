@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use foveate_nn::{
-    Carrier, Copies, HostTransfers, NnError, NnErrorKind, Peers, Sharing, TensorSharing,
+    Carrier, Holders, HostTransfers, NnError, NnErrorKind, Peers, Sharing, TensorSharing,
     TensorTransfers,
 };
 use foveate_tensor::DType;
@@ -29,7 +29,7 @@ pub struct TestRank {
     /// Parts of the ranks, by the first of each.
     groups: Arc<Mutex<HashMap<usize, Vec<TestRank>>>>,
     /// Those with the same key/value heads, of ranks of `tensor`.
-    kv_copies: Range<usize>,
+    kv_holders: Range<usize>,
     rank: usize,
     ranks: usize,
     pub carrier: Carrier,
@@ -37,9 +37,9 @@ pub struct TestRank {
 }
 
 impl TestRank {
-    /// A rank of `tensor` that has the same key/value heads as `kv_copies`.
-    pub fn with_kv_copies(&self, kv_copies: Range<usize>) -> Self {
-        Self { kv_copies, ..self.clone() }
+    /// A rank of `tensor` that has the same key/value heads as `kv_holders`.
+    pub fn with_kv_holders(&self, kv_holders: Range<usize>) -> Self {
+        Self { kv_holders, ..self.clone() }
     }
 
     /// The ranks `members` alone, of which this is one.
@@ -58,7 +58,7 @@ impl TestRank {
         let rank = |rank| Self {
             place: Arc::clone(&place),
             groups: Arc::clone(&groups),
-            kv_copies: 0..ranks,
+            kv_holders: 0..ranks,
             rank,
             ranks,
             carrier,
@@ -122,10 +122,10 @@ impl Sharing for TestRank {
 }
 
 impl TensorSharing for TestRank {
-    fn holders(&self, among: Copies) -> Result<Box<dyn Peers>, NnError> {
+    fn holders(&self, among: Holders) -> Result<Box<dyn Peers>, NnError> {
         Ok(Box::new(match among {
-            Copies::All => self.clone(),
-            Copies::KvHeads => self.among(self.kv_copies.clone()),
+            Holders::All => self.clone(),
+            Holders::KvHeads => self.among(self.kv_holders.clone()),
         }))
     }
 
@@ -135,7 +135,7 @@ impl TensorSharing for TestRank {
 
     fn through_host(&self) -> Result<Box<dyn TensorTransfers>, NnError> {
         let group = |peers: Self| Host { peers, gathered: VecDeque::new(), sums: VecDeque::new() };
-        let kv_heads = group(self.among(self.kv_copies.clone()));
+        let kv_heads = group(self.among(self.kv_holders.clone()));
         Ok(Box::new(HostStream { all: group(self.clone()), kv_heads }))
     }
 }
@@ -161,10 +161,10 @@ impl TensorTransfers for HostStream {
         Ok(sums)
     }
 
-    fn sum_copies(&mut self, among: Copies, gradients: &mut [f32]) -> Result<(), NnError> {
+    fn sum_copies(&mut self, among: Holders, gradients: &mut [f32]) -> Result<(), NnError> {
         let group = match among {
-            Copies::All => &self.all,
-            Copies::KvHeads => &self.kv_heads,
+            Holders::All => &self.all,
+            Holders::KvHeads => &self.kv_heads,
         };
         let all = group.all(gradients)?;
         gradients.fill(0.0);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{Array, Blocks, LinearShape, Part};
 use crate::error::NnError;
-use crate::tensor::{Copies, StreamCut};
+use crate::tensor::{Holders, StreamCut};
 
 /// A product of the stream and this rank's part of a weight: [`Blocks::linear`], or
 /// [`Blocks::linear_backward_input`].
@@ -132,7 +132,7 @@ pub trait StreamTransfers<B: Blocks>: Send {
     fn sum_copies(
         &mut self,
         blocks: &mut B,
-        among: Copies,
+        among: Holders,
         gradients: &mut B::Array,
         places: &[Range<usize>],
     ) -> Result<(), NnError>;

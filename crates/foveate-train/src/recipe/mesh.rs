@@ -83,8 +83,8 @@ impl MeshSection {
     /// How parameters are cut over the ranks of `mesh`.
     pub fn cutting(&self, mesh: &Mesh) -> Cutting {
         let (parts, tensor) = (Map::new(*mesh).parts(Axis::Elements), mesh.size(MeshAxis::Tensor));
-        let copies = mesh.size(MeshAxis::Replicate) > 1;
-        Cutting { parts, tensor, copies, reshard: self.reshard }
+        let replicated = mesh.size(MeshAxis::Replicate) > 1;
+        Cutting { parts, tensor, replicated, reshard: self.reshard }
     }
 
     /// What is wrong without knowing the number of ranks: the key, and why.

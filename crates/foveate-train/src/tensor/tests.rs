@@ -40,7 +40,7 @@ fn part_on(
     let mut model = Model::unfilled_part(blocks, config.clone(), &attention, &|_| false, part)?;
     let part = model.tensor_part().clone();
     model.tensor(&TensorRanks { ranks, part: &part, carrier: Carrier::Auto })?;
-    let sharing = ParameterRanks { ranks, mesh: section, copies: false };
+    let sharing = ParameterRanks { ranks, mesh: section, replicated: false };
     let cutting: Cutting = section.cutting(&ranks.mesh());
     if cutting.parts > 1 {
         model.cut(cutting, ranks.coordinate(&PARAMETERS), &sharing)?;
@@ -345,7 +345,7 @@ fn what_a_rank_has_is_what_the_map_gives() {
                 let of_map = |axis| sharding.range(axis, rank);
                 assert_eq!(part.heads, of_map(Axis::Heads), "{heads} {kv_heads} {tensor} {rank}");
                 assert_eq!(part.kv_heads, of_map(Axis::KvHeads));
-                assert_eq!(part.kv_copies, sharding.cut(Axis::KvHeads).copies(rank));
+                assert_eq!(part.kv_holders, sharding.cut(Axis::KvHeads).copies(rank));
                 assert_eq!(part.ffn, of_map(Axis::Ffn));
                 assert_eq!(part.vocab, of_map(Axis::Vocab));
                 assert_eq!(part.stream(11), of_map(Axis::Stream));

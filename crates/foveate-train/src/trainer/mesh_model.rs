@@ -21,7 +21,7 @@ pub struct MeshModel<'a, B: Blocks> {
     pub model: Model<B>,
     ranks: Ranks<'a>,
     /// The ranks that hold the same parameters.
-    copies: Box<dyn Collectives>,
+    replicas: Box<dyn Collectives>,
     context: Option<ContextPlanner>,
     /// Tokens with a label that this rank's part of the step has.
     labelled: usize,
@@ -47,8 +47,8 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         let mut model = Model::unfilled_part(blocks, config, attention, &|_| false, part)?;
         share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &mut model, gpu)?;
-        let copies = ranks.group(&[MeshAxis::Replicate])?;
-        Ok(Self { model, ranks, copies, context, labelled: 0 })
+        let replicas = ranks.group(&[MeshAxis::Replicate])?;
+        Ok(Self { model, ranks, replicas, context, labelled: 0 })
     }
 
     /// The mesh.
@@ -95,18 +95,18 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
     ) -> Result<(), TrainError> {
         let labelled = std::mem::take(&mut self.labelled);
         count_labelled(self.ranks, &self.model, labelled, totals)?;
-        sum_copies(&*self.copies, &mut self.model, gradients)
+        sum_replicas(&*self.replicas, &mut self.model, gradients)
     }
 }
 
 /// Sums the gradients of ranks that hold the same parameters, in order of rank.
-pub(super) fn sum_copies<B: Blocks>(
-    copies: &dyn Collectives,
+pub(super) fn sum_replicas<B: Blocks>(
+    replicas: &dyn Collectives,
     model: &mut Model<B>,
     gradients: &mut Gradients<B::Array>,
 ) -> Result<(), TrainError> {
-    if copies.ranks() > 1 {
-        model.reduce(gradients, |values| Ok::<_, TrainError>(copies.all_reduce(values)?))?;
+    if replicas.ranks() > 1 {
+        model.reduce(gradients, |values| Ok::<_, TrainError>(replicas.all_reduce(values)?))?;
     }
     Ok(())
 }

@@ -45,7 +45,7 @@ pub(super) struct Setup<'a, B: Blocks> {
     /// Where several ranks have the tokens of a row.
     pub context: Option<ContextPlanner>,
     /// The ranks that hold the same parameters.
-    pub copies: Box<dyn Collectives>,
+    pub replicas: Box<dyn Collectives>,
     /// Of the rank that writes.
     pub logs: Option<Logs>,
     pub corpus: Arc<Corpus>,
@@ -230,7 +230,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             recipe,
             ranks,
             context,
-            copies: ranks.group(&[MeshAxis::Replicate])?,
+            replicas: ranks.group(&[MeshAxis::Replicate])?,
             logs: None,
             folder,
             corpus,
@@ -539,10 +539,10 @@ pub(super) fn share_parameters<B: Blocks>(
     model: &mut Model<B>,
 ) -> Result<(), TrainError> {
     let (cutting, in_backward) = (recipe.mesh.cutting(&ranks.mesh()), recipe.optimizer.in_backward);
-    let copies = in_backward && ranks.mesh().size(MeshAxis::Replicate) > 1;
+    let replicated = in_backward && ranks.mesh().size(MeshAxis::Replicate) > 1;
     share_tensor(ranks, recipe, model)?;
-    if cutting.parts > 1 || copies {
-        let sharing = ParameterRanks { ranks, mesh: &recipe.mesh, copies };
+    if cutting.parts > 1 || replicated {
+        let sharing = ParameterRanks { ranks, mesh: &recipe.mesh, replicated };
         let part = ranks.coordinate(&PARAMETERS);
         model.cut(cutting, part, &sharing)?;
     }

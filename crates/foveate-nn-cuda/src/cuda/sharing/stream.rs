@@ -10,7 +10,7 @@ use foveate_gpu::abi::Address;
 use foveate_gpu::blas::Matmul;
 use foveate_gpu::driver::{Allocation, Event};
 use foveate_nn::{
-    Carrier, Copies, NnError, PartMut, Peers, StreamCut, StreamProduct, StreamThroughHost,
+    Carrier, Holders, NnError, PartMut, Peers, StreamCut, StreamProduct, StreamThroughHost,
     StreamTransfers, TensorSharing,
 };
 use foveate_tensor::DType;
@@ -40,7 +40,7 @@ pub(in crate::cuda) fn stream_transfers(
     if ranks.carrier() == Carrier::Host {
         return Ok(Box::new(StreamThroughHost::new(ranks.through_host()?)));
     }
-    let (all, kv_heads) = (ranks.holders(Copies::All)?, ranks.holders(Copies::KvHeads)?);
+    let (all, kv_heads) = (ranks.holders(Holders::All)?, ranks.holders(Holders::KvHeads)?);
     let places = [all.rank(), kv_heads.rank()];
     let way = |peers: Box<dyn Peers>| Way::new(peers, ordinal, ranks.carrier());
     let kv_heads = (kv_heads.ranks() > 1).then_some(kv_heads);
@@ -284,13 +284,13 @@ impl StreamTransfers<Cuda> for GpuStream {
     fn sum_copies(
         &mut self,
         blocks: &mut Cuda,
-        among: Copies,
+        among: Holders,
         gradients: &mut CudaArray,
         places: &[Range<usize>],
     ) -> Result<(), NnError> {
         let (way, rank) = match among {
-            Copies::All => (Some(&mut self.all), self.ranks[0]),
-            Copies::KvHeads => (self.kv_heads.as_mut(), self.ranks[1]),
+            Holders::All => (Some(&mut self.all), self.ranks[0]),
+            Holders::KvHeads => (self.kv_heads.as_mut(), self.ranks[1]),
         };
         let Some(way) = way else { return Ok(()) };
         let given: Vec<Span> = places.iter().map(|place| span(gradients, place.clone())).collect();

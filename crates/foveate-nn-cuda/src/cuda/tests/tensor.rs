@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use foveate_gpu::driver::Device;
-use foveate_nn::{Carrier, Copies, LayerRope, Peers, TensorPart};
+use foveate_nn::{Carrier, Holders, LayerRope, Peers, TensorPart};
 
 use super::sharing::{ADAMW, STEPS, ranks::TestRank};
 use super::*;
@@ -49,11 +49,11 @@ fn steps(state: ParameterState, rank: Option<TestRank>, all: bool) -> Came {
     };
     let config = ModelConfig { architecture: architecture(all), ..config(all) };
     let part = TensorPart::of(&config, part, parts).unwrap();
-    let copies = part.kv_copies.clone();
+    let holders = part.kv_holders.clone();
     let mut model =
         Model::unfilled_part(cuda, config, &attention.into(), &|_| false, part).unwrap();
     if let Some(rank) = &rank {
-        model.tensor(&rank.with_kv_copies(copies)).unwrap();
+        model.tensor(&rank.with_kv_holders(holders)).unwrap();
     }
     model.draw_missing(9).unwrap();
     let (mut gradients, mut moments) = (model.gradients().unwrap(), model.moments(&ADAMW).unwrap());
@@ -81,7 +81,7 @@ fn steps(state: ParameterState, rank: Option<TestRank>, all: bool) -> Came {
         values.into_iter().map(f32::to_bits)
     };
     came.masters = model.parameters().iter().flat_map(|p| masters(&p.place)).collect();
-    let of_all = model.layout().copied().iter().filter(|copied| copied.among == Copies::All);
+    let of_all = model.layout().copied().iter().filter(|copied| copied.among == Holders::All);
     came.copies = of_all.flat_map(|copied| masters(&copied.place)).collect();
     // No rank goes while another reads what it has.
     rank.map(|rank| rank.all_gather(&[]).unwrap());

@@ -569,7 +569,7 @@ fn held(parts: usize, reshard: Reshard) -> Vec<[usize; 2]> {
     let section = crate::recipe::MeshSection { reshard, ..Default::default() };
     run_threads(parts, Duration::from_secs(60), |world| {
         let ranks = Ranks::in_mesh(world, &section).unwrap();
-        let sharing = ParameterRanks { ranks, mesh: &section, copies: false };
+        let sharing = ParameterRanks { ranks, mesh: &section, replicated: false };
         let mut model = wide();
         model.cut(section.cutting(&ranks.mesh()), world.rank(), &sharing).unwrap();
         model.draw_missing(3).unwrap();
@@ -629,7 +629,7 @@ fn a_rank_holds_its_share_and_two_gathered_groups() {
             assert_eq!(gathered, two);
         }
         let training = Training {
-            cutting: Cutting { parts, tensor: 1, copies: false, reshard: Reshard::Always },
+            cutting: Cutting { parts, tensor: 1, replicated: false, reshard: Reshard::Always },
             ..Recompute::None.into()
         };
         let planned = model.dry_run(1, 8, StepKind::Training(training)).unwrap().memory();
