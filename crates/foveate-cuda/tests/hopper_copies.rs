@@ -1,5 +1,6 @@
-//! The row-by-row copies of `kernels/hopper/copies.cuh`, compiled for the host: a warp puts every element of a tile where a
-//! copy by tensor map in the 128-byte swizzle puts it, zeros beside them, and nothing else anywhere.
+//! The row-by-row copies of `kernels/hopper/copies.cuh`, compiled for the host: a warp puts every element
+//! of a tile where a copy by tensor map in the 128-byte swizzle puts it, zeros beside them, and nothing
+//! else anywhere.
 
 use std::process::Command;
 

@@ -60,8 +60,8 @@ int main() {
 }
 ";
 
-/// Reads items of a forward: queries and keys of the sequence, the tile, and its runs. Prints the tiles of keys, from the
-/// last one, and the cell of each consumer.
+/// Reads items of a forward: queries and keys of the sequence, the tile, and its runs. Prints the tiles of
+/// keys, from the last one, and the cell of each consumer.
 const FORWARD_MAIN: &str = "
 static int number() { int x; if (std::scanf(\"%d\", &x) != 1) std::abort(); return x; }
 int main() {

@@ -85,8 +85,8 @@ impl Cache {
     /// `source` compiled for `arch`, from memory, from disk, or by the compiler.
     ///
     /// # Errors
-    /// [`GpuErrorKind::Compile`] and [`GpuErrorKind::UnknownArchitecture`], and those of writing with [`Self::to_fill`]. They are kept like
-    /// results.
+    /// [`GpuErrorKind::Compile`] and [`GpuErrorKind::UnknownArchitecture`], and those of writing with
+    /// [`Self::to_fill`]. They are kept like results.
     pub fn compile(
         &self,
         compiler: &Compiler,

@@ -94,7 +94,8 @@ pub fn block_table(
 ///
 /// # Errors
 /// When a tile side is not positive, a list is in device memory, the shapes do not fit each other,
-/// a count exceeds the last axis of the tiles, an index is negative, or the table of tiles would have over `i32::MAX` of them.
+/// a count exceeds the last axis of the tiles, an index is negative, or the table of tiles would have over
+/// `i32::MAX` of them.
 pub fn blocks(tile: (i32, i32), list: BlockLists<'_>) -> Result<MaskMod, ModError> {
     let of = "blocks";
     if tile.0 < 1 || tile.1 < 1 {

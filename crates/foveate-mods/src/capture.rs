@@ -118,7 +118,8 @@ impl AnyBuffer {
     }
 
     /// A row-major buffer of `shape` whose elements, of a [`Type`] or any [`ElementType`], are not in
-    /// host memory: each call on a GPU says where in its memory they lie. On the host they read as 0, and nothing can be computed with them.
+    /// host memory: each call on a GPU says where in its memory they lie. On the host they read as 0, and
+    /// nothing can be computed with them.
     ///
     /// # Errors
     /// When the shape has no axis or too many elements to count, or a buffer that is not f32, f16 or

@@ -52,8 +52,8 @@ pub struct KeyStage {
     pub receives: Vec<Vec<Range<usize>>>,
 }
 
-/// Attention over several ranks by the blocks `B` of a device, on its arrays `A`. Every rank that shares the rows calls the same methods in the
-/// same order.
+/// Attention over several ranks by the blocks `B` of a device, on its arrays `A`. Every rank that shares
+/// the rows calls the same methods in the same order.
 pub trait DeviceContext<B, A>: Send {
     /// Takes the plan of the batches that come next, `heads` being the packed projection of the rank's
     /// tokens. The same one costs nothing.

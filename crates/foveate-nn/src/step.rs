@@ -3,8 +3,8 @@
 //! For a layer with input x: `n = norm(x)`, `qkv = rope(n·Wqkv)`, `a = attention(qkv)`,
 //! `y = x + a·Wo`, `m = norm(y)`, `g, u = m·Wgate_up`, `s = f(g)·u`, output `y + s·Wdown`. Some
 //! families add a bias to qkv, normalise each of its heads before they are turned, or normalise `a·Wo`
-//! and `s·Wdown` before they are added ([`crate::Architecture`]). Normalised streams and `s` are cheap and are computed again in the backward pass in every
-//! mode. See the tape for what is kept.
+//! and `s·Wdown` before they are added ([`crate::Architecture`]). Normalised streams and `s` are cheap and
+//! are computed again in the backward pass in every mode. See the tape for what is kept.
 
 use std::ops::Range;
 

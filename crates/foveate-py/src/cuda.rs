@@ -133,8 +133,8 @@ pub struct Plan {
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on tensors of one
 /// CUDA device and dtype, of any strides. `sink` is f32 `[Hq]`; `dropout` a probability and a seed,
 /// int32 `[2]` on the device; `varlen` offsets of sequences; `pages` the table `[B, entries]`,
-/// contiguous int32 on the device, and the lengths, a list or int32 `[B]` on the device; `learned` takes the place of the score's captured
-/// tensors that want a gradient, unless it is empty.
+/// contiguous int32 on the device, and the lengths, a list or int32 `[B]` on the device; `learned` takes
+/// the place of the score's captured tensors that want a gradient, unless it is empty.
 #[pyfunction]
 #[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, forward_only, deterministic))]
 pub fn cuda_plan(
@@ -284,9 +284,9 @@ pub fn tile_runs(
     })
 }
 
-/// Queues the making of a block mask's tables on their device, contiguous int32: `kv_num_blocks [B, H, rows]`, `kv_indices
-/// [B, H, rows, columns]`, `q_num_blocks [B, H, columns]` and `q_indices [B, H, columns, rows]`, and of full tiles the same
-/// four, unless these are left out.
+/// Queues the making of a block mask's tables on their device, contiguous int32:
+/// `kv_num_blocks [B, H, rows]`, `kv_indices [B, H, rows, columns]`, `q_num_blocks [B, H, columns]` and
+/// `q_indices [B, H, columns, rows]`, and of full tiles the same four, unless these are left out.
 #[pyfunction]
 pub fn tile_tables(
     py: Python<'_>,
@@ -308,8 +308,9 @@ pub fn tile_tables(
     })
 }
 
-/// Queues the making of the table of tiles `kinds`, contiguous uint8 `[B, H, rows, columns]`, from lists on its device:
-/// `kv_num_blocks` and `kv_indices`, and those of full tiles where there are four, int32 of any strides.
+/// Queues the making of the table of tiles `kinds`, contiguous uint8 `[B, H, rows, columns]`, from lists on
+/// its device: `kv_num_blocks` and `kv_indices`, and those of full tiles where there are four, int32 of any
+/// strides.
 #[pyfunction]
 pub fn tile_kinds(
     py: Python<'_>,

@@ -3,8 +3,8 @@
 //! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
 //! (`value`, `expr`), captured tensors (`capture`), borrowed operands (`tensor`), plans that are kept by
-//! structure (`plan`, and `cuda` for device tensors) and the threads that run them (`threads`). Nothing here is public: it changes
-//! with the Python sources.
+//! structure (`plan`, and `cuda` for device tensors) and the threads that run them (`threads`). Nothing
+//! here is public: it changes with the Python sources.
 //!
 //! ```python
 //! from foveate import flex_attention

@@ -518,7 +518,8 @@ impl Plan {
     }
 
     /// Writes those of `dq`, `dk` and `dv` that are given, of the shapes of q, k and v, and for each capture of
-    /// the score that has a contiguous destination in `captures` its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
+    /// the score that has a contiguous destination in `captures` its gradient, and that of the sink.
+    /// `d_lse` is `[B, Hq, Sq]`, f32.
     #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures, d_sink))]
     fn backward(
         &self,

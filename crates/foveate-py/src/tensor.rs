@@ -2,8 +2,8 @@
 //!
 //! A [`Borrowed`] says where a tensor's elements lie. It is taken from the Python object and
 //! used only while that object is held: the functions of this module that make slices of it are
-//! unsafe for this reason, and only for tensors in host memory ([`Borrowed::of`]). Torch lets other threads write to a tensor that is being read; whoever
-//! does has a race here as in any operation of torch's.
+//! unsafe for this reason, and only for tensors in host memory ([`Borrowed::of`]). Torch lets other threads
+//! write to a tensor that is being read; whoever does has a race here as in any operation of torch's.
 
 use foveate::tensor::{Slice, SliceMut};
 use foveate::{Layout, TensorMut, TensorRef};

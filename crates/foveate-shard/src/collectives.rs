@@ -1,9 +1,10 @@
 //! What ranks send each other.
 //!
 //! [`Collectives`] is the trait; [`OneRank`] and [`Rank`] implement it on host memory. A [`Rank`] is a
-//! thread of [`run_threads`], or a process that met the others over TCP ([`connect`]). An implementation gives [`Collectives::exchange`] (uneven parts, all to all) and
-//! [`Collectives::send_receive`]; the other collectives follow from the first one, and their sums
-//! are in order of rank, so every rank gets the same bits.
+//! thread of [`run_threads`], or a process that met the others over TCP ([`connect`]). An implementation
+//! gives [`Collectives::exchange`] (uneven parts, all to all) and [`Collectives::send_receive`]; the other
+//! collectives follow from the first one, and their sums are in order of rank, so every rank gets the same
+//! bits.
 //!
 //! Nothing hangs: a rank that waits gives up when its deadline has passed, a rank has left, another
 //! rank aborted, or the ranks of a group do different things. Then all ranks get an error, and

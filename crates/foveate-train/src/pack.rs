@@ -230,7 +230,8 @@ pub(crate) struct Part {
 }
 
 impl<'a> Packer<'a> {
-    /// A stream over `documents` (at least one, indices into `corpus`) from `cursor` on; `options.len` is at least one.
+    /// A stream over `documents` (at least one, indices into `corpus`) from `cursor` on; `options.len` is
+    /// at least one.
     pub fn new(
         corpus: &'a Corpus,
         documents: Vec<usize>,

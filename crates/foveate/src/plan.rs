@@ -34,8 +34,8 @@ pub struct Plan {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Forward {
-    /// `[B, Hq, Sq, Dv]` in the dtype of the operands, bf16 where that is f8e4m3. Rows of varlen operands that belong to no
-    /// sequence are 0.
+    /// `[B, Hq, Sq, Dv]` in the dtype of the operands, bf16 where that is f8e4m3. Rows of varlen operands
+    /// that belong to no sequence are 0.
     pub out: Tensor,
     /// Natural log of the softmax's denominator, `[B, Hq, Sq]`, f32; `-∞` for an empty row.
     pub lse: Tensor<3>,

@@ -282,8 +282,9 @@ impl Sizes {
     }
 
     /// What candidates are ranked at. Each other tile is a kernel to compile, between two tokens or two steps; so
-    /// lengths are told apart by powers of four: 16 to 63 are 32, and 4096 to 16,383 are 8192. Of few queries, as in decoding, whose keys are what takes the
-    /// time, these are told apart by powers of two, and those of a few tiles not at all.
+    /// lengths are told apart by powers of four: 16 to 63 are 32, and 4096 to 16,383 are 8192. Of few
+    /// queries, as in decoding, whose keys are what takes the time, these are told apart by powers of two,
+    /// and those of a few tiles not at all.
     pub(super) fn ranked(&self) -> Self {
         const FEW_KEYS: usize = 256;
         let rung = |n: usize| 2 * 4usize.pow(n.max(16).ilog2() / 2);

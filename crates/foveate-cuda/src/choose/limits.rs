@@ -15,8 +15,8 @@ const MOST_HEADS: usize = 65535;
 /// Whether a device can run problems of these sizes, and its name for their dtype.
 ///
 /// # Errors
-/// When the device is older than Ampere, the dtype is not f16, bf16, f32 or, on compute capability 9.0, f8e4m3, or there are more
-/// queries or heads than a launch counts.
+/// When the device is older than Ampere, the dtype is not f16, bf16, f32 or, on compute capability 9.0,
+/// f8e4m3, or there are more queries or heads than a launch counts.
 pub fn admit(profile: &Profile, dims: &Dims, dtype: DType) -> Result<Elem, CudaError> {
     check_rows(dims)?;
     profile.check_capability()?;

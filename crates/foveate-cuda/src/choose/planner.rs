@@ -415,8 +415,8 @@ fn hopper_candidates(
     all
 }
 
-/// Every candidate of the portable family for so many `rows` of queries, of which one tile holds `heads` or more. A value
-/// that the user gives stands in for all of its kind.
+/// Every candidate of the portable family for so many `rows` of queries, of which one tile holds `heads` or
+/// more. A value that the user gives stands in for all of its kind.
 pub(super) fn candidates(
     kernel: Kernel,
     asked: &TileOptions,

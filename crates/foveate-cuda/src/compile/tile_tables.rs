@@ -1,4 +1,5 @@
-//! The kernel that makes the tables of other libraries' block masks: it evaluates no mods, so one serves all programs.
+//! The kernel that makes the tables of other libraries' block masks: it evaluates no mods, so one serves
+//! all programs.
 
 use foveate_gpu::Arch;
 use foveate_gpu::kernel::{Expected, KernelSource};

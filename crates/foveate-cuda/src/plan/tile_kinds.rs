@@ -63,8 +63,8 @@ pub fn tile_kinds_on(
         *kernel = Some(engine.kernel(&source, &tile_kinds::EXPECTED)?);
     }
     let kernel = kernel.clone().expect("it was just loaded");
-    // SAFETY: the arrays have the shapes that the kernel goes by, checked above, and are the caller's until the work is
-    // done.
+    // SAFETY: the arrays have the shapes that the kernel goes by, checked above, and are the caller's until
+    // the work is done.
     unsafe { kernel.launch(queue, &launch, (params,))? };
     Ok(())
 }

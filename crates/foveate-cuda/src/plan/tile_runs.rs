@@ -22,9 +22,10 @@ use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Queue};
 
 impl CudaPlan {
     /// Queues the making of the runs of live tiles of every row of tiles, `[heads, batch, rows]`,
-    /// where heads and batch are 1 if the mask does not tell them apart: their number to `counts`, i32, and to `runs`, i32 `[.., columns, 2]`, the
-    /// first tile of each and twice its tiles, plus 1 where the mask hides some pair of them. Tiles that the
-    /// lengths cut are judged by the pairs that there are. Nothing waits.
+    /// where heads and batch are 1 if the mask does not tell them apart: their number to `counts`, i32, and
+    /// to `runs`, i32 `[.., columns, 2]`, the first tile of each and twice its tiles, plus 1 where the mask
+    /// hides some pair of them. Tiles that the lengths cut are judged by the pairs that there are. Nothing
+    /// waits.
     ///
     /// # Errors
     /// When there is no mask, a captured buffer is missing, or the arrays do not fit.
@@ -161,8 +162,8 @@ impl CudaPlan {
 }
 
 /// The tables of a block mask, each row-major: of rows of tiles the number of tiles `[batch, heads, rows]` and tiles
-/// `[batch, heads, rows, columns]`, of columns `[batch, heads, columns]` and `[batch, heads, columns, rows]`. A line's tiles
-/// come first, and behind them all others, both in order.
+/// `[batch, heads, rows, columns]`, of columns `[batch, heads, columns]` and
+/// `[batch, heads, columns, rows]`. A line's tiles come first, and behind them all others, both in order.
 #[derive(Clone, Copy, Debug)]
 pub struct TileTables<'a> {
     /// Tiles of which the mask hides some pairs, and those that the lengths cut.

@@ -205,8 +205,8 @@ impl Function {
     /// Queues a launch with its parameters' bytes.
     ///
     /// # Errors
-    /// When the stream is of another device, a parameter has not the size that the kernel declares, the grid or the attributes are
-    /// outside the device's limits, the driver is too old for an attribute
+    /// When the stream is of another device, a parameter has not the size that the kernel declares, the
+    /// grid or the attributes are outside the device's limits, the driver is too old for an attribute
     /// ([`GpuErrorKind::Symbol`]), or earlier work on the device failed.
     ///
     /// # Safety

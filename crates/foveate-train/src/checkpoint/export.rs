@@ -97,9 +97,10 @@ pub fn contents(
     Ok(Contents { folder: folder.to_owned(), state, sharded, tensors })
 }
 
-/// Writes the weights of the checkpoint in `folder` to the new folder `to`, in Hugging Face's layout: `config.json`, tokenizer
-/// files, `model.safetensors` or shards of at most 5 GB with an index, in `dtype`. Tensors are read and written in
-/// pieces, so memory does not grow with the model. The folder is whole or absent.
+/// Writes the weights of the checkpoint in `folder` to the new folder `to`, in Hugging Face's layout:
+/// `config.json`, tokenizer files, `model.safetensors` or shards of at most 5 GB with an index, in `dtype`.
+/// Tensors are read and written in pieces, so memory does not grow with the model. The folder is whole or
+/// absent.
 ///
 /// # Errors
 /// When `to` is there already or cannot be written, a tensor is missing, damaged or not finite, or a value has no

@@ -60,8 +60,8 @@ pub(super) fn is_derived(name: &str, tied: bool) -> bool {
     name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")
 }
 
-/// Reads weights into `model`; of parameters that are cut over ranks, the elements of its share. Learned attention buffers that the files do not have stay as they
-/// are; their names are returned.
+/// Reads weights into `model`; of parameters that are cut over ranks, the elements of its share. Learned
+/// attention buffers that the files do not have stay as they are; their names are returned.
 ///
 /// # Errors
 /// Names the file, and the tensor, that is missing, damaged, not finite, of another shape or not
