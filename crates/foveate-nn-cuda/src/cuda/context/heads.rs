@@ -39,6 +39,24 @@ struct Kept {
     lse: CudaArray,
 }
 
+/// What of a token moves.
+#[derive(Clone, Copy)]
+struct Moved {
+    dtype: DType,
+    /// Whether keys and values lie behind the query heads.
+    packed: bool,
+}
+
+impl Moved {
+    fn queries(dtype: DType) -> Self {
+        Self { dtype, packed: false }
+    }
+
+    fn packed(dtype: DType) -> Self {
+        Self { dtype, packed: true }
+    }
+}
+
 impl Heads {
     pub fn new(
         blocks: &mut Cuda,
@@ -91,7 +109,7 @@ impl Heads {
         blocks.resize("attention of all tokens", all_out, dtype, all * q_width)?;
         blocks.resize("logs of denominators", all_lse, DType::F32, all * own.heads_q)?;
         let (from, to) = (qkv.vector().start(), all_qkv.vector().start());
-        self.give(blocks, moving, [from, to], dtype, true)?;
+        self.give(blocks, moving, [from, to], Moved::packed(dtype))?;
         if all > 0 {
             let operands = packed(own, to, dtype);
             let to = output(own, all_out.vector().start(), dtype);
@@ -100,7 +118,7 @@ impl Heads {
             plan.forward(&blocks.queue, operands, &pass.learned, to, lse)?;
         }
         let (from, to) = (all_out.vector().start(), out.vector().start());
-        self.give_back(blocks, moving, [from, to], dtype, false)?;
+        self.give_back(blocks, moving, [from, to], Moved::queries(dtype))?;
         self.kept[pass.slot] = kept;
         Ok(())
     }
@@ -119,7 +137,7 @@ impl Heads {
         let all_d_out = blocks.scratch("gradients of all tokens", bytes * q_width)?;
         let all_d_qkv = blocks.scratch("gradients of all tokens", bytes * own.width())?;
         let (from, to) = (d_out.vector().start(), all_d_out.address());
-        self.give(blocks, moving, [from, to], dtype, false)?;
+        self.give(blocks, moving, [from, to], Moved::queries(dtype))?;
         if all > 0 {
             let Kept { qkv, out, lse } = &self.kept[pass.slot];
             let of_rows = (
@@ -133,7 +151,7 @@ impl Heads {
             plan.backward(&blocks.queue, operands, &pass.learned, of_rows, gradients)?;
         }
         let (from, to) = (all_d_qkv.address(), d_qkv.vector().start());
-        self.give_back(blocks, moving, [from, to], dtype, true)
+        self.give_back(blocks, moving, [from, to], Moved::packed(dtype))
     }
 
     fn plan(&self, pass: &Pass<'_>) -> super::AttentionPlan {
@@ -144,15 +162,14 @@ impl Heads {
         ])
     }
 
-    /// Elements of a token here, and which of them are a rank's: its query heads, and its keys and values
-    /// where these are `packed` behind.
-    fn columns(&self, rank: usize, packed: bool) -> (usize, Vec<Range<usize>>) {
+    /// Elements of a token here, and which of them are a rank's.
+    fn columns(&self, rank: usize, of: Moved) -> (usize, Vec<Range<usize>>) {
         let PackedHeads { heads_q, heads_kv, dim, .. } = self.heads;
         let [q, kv] = &self.of_ranks[rank];
         let piece = |first: usize, heads: &Range<usize>| {
             (first + heads.start) * dim..(first + heads.end) * dim
         };
-        match packed {
+        match of.packed {
             false => (heads_q * dim, vec![piece(0, q)]),
             true => {
                 let keys = [heads_q, heads_q + heads_kv].map(|first| piece(first, kv));
@@ -167,16 +184,15 @@ impl Heads {
         blocks: &Cuda,
         moving: &mut Moving,
         [from, to]: [Address; 2],
-        dtype: DType,
-        packed: bool,
+        of: Moved,
     ) -> Result<(), NnError> {
-        let staged = self.staged(blocks, to, dtype, packed)?;
+        let staged = self.staged(blocks, to, of)?;
         for (rank, (apart, _)) in staged.iter().enumerate() {
-            for [from, to] in self.pairs(rank, [from, *apart], dtype, packed) {
+            for [from, to] in self.pairs(rank, [from, *apart], of) {
                 blocks.run(&CopyRows { from, to })?;
             }
         }
-        let [of_ranks, of_all] = self.spans(&staged, to, dtype, packed);
+        let [of_ranks, of_all] = self.spans(&staged, to, of);
         moving.begin(blocks.queue.stream(), of_ranks, &of_all)?;
         moving.end(blocks.queue.stream())
     }
@@ -187,15 +203,14 @@ impl Heads {
         blocks: &Cuda,
         moving: &mut Moving,
         [from, to]: [Address; 2],
-        dtype: DType,
-        packed: bool,
+        of: Moved,
     ) -> Result<(), NnError> {
-        let staged = self.staged(blocks, from, dtype, packed)?;
-        let [of_ranks, of_all] = self.spans(&staged, from, dtype, packed);
+        let staged = self.staged(blocks, from, of)?;
+        let [of_ranks, of_all] = self.spans(&staged, from, of);
         moving.begin(blocks.queue.stream(), of_all, &of_ranks)?;
         moving.end(blocks.queue.stream())?;
         for (rank, (apart, _)) in staged.iter().enumerate() {
-            for [to, from] in self.pairs(rank, [to, *apart], dtype, packed) {
+            for [to, from] in self.pairs(rank, [to, *apart], of) {
                 blocks.run(&CopyRows { from, to })?;
             }
         }
@@ -207,15 +222,14 @@ impl Heads {
         &self,
         blocks: &Cuda,
         all: Address,
-        dtype: DType,
-        packed: bool,
+        of: Moved,
     ) -> Result<Vec<(Address, Option<Allocation>)>, NnError> {
         let PackedHeads { rows, len, .. } = self.heads;
         let staged = |rank: usize| {
             if rank == self.rank {
                 return Ok((all, None));
             }
-            let bytes = rows * len * self.width(rank, packed) * dtype.bytes();
+            let bytes = rows * len * self.width(rank, of) * of.dtype.bytes();
             let memory = blocks.scratch("heads of other ranks", bytes)?;
             Ok((memory.address(), Some(memory)))
         };
@@ -223,8 +237,8 @@ impl Heads {
     }
 
     /// Elements of a token that are a rank's.
-    fn width(&self, rank: usize, packed: bool) -> usize {
-        self.columns(rank, packed).1.iter().map(Range::len).sum()
+    fn width(&self, rank: usize, of: Moved) -> usize {
+        self.columns(rank, of).1.iter().map(Range::len).sum()
     }
 
     /// A rank's heads of this rank's tokens: among all heads at `here`, and side by side at `apart`.
@@ -232,25 +246,24 @@ impl Heads {
         &self,
         rank: usize,
         [here, apart]: [Address; 2],
-        dtype: DType,
-        packed: bool,
+        of: Moved,
     ) -> Vec<[DeviceTensor<2>; 2]> {
         let PackedHeads { rows, len, .. } = self.heads;
-        let (all, width) = (self.own_heads().len, self.width(rank, packed));
+        let (all, width) = (self.own_heads().len, self.width(rank, of));
         let own = self.tokens[rank].start;
         let groups: Vec<[usize; 3]> = match rank == self.rank {
             true => (0..rows).map(|row| [row * len, row * all + own, len]).collect(),
             false => vec![[0, 0, rows * len]],
         };
-        let (stride, pieces) = self.columns(rank, packed);
+        let (stride, pieces) = self.columns(rank, of);
         let mut pairs = Vec::new();
         for [first, first_apart, tokens] in groups.into_iter().filter(|group| group[2] > 0) {
             let mut column = 0;
             for piece in &pieces {
                 let shape = [tokens, piece.len()];
                 pairs.push([
-                    columns(here, dtype, shape, stride, first * stride + piece.start),
-                    columns(apart, dtype, shape, width, first_apart * width + column),
+                    columns(here, of.dtype, shape, stride, first * stride + piece.start),
+                    columns(apart, of.dtype, shape, width, first_apart * width + column),
                 ]);
                 column += piece.len();
             }
@@ -264,16 +277,15 @@ impl Heads {
         &self,
         staged: &[(Address, Option<Allocation>)],
         all: Address,
-        dtype: DType,
-        packed: bool,
+        of: Moved,
     ) -> [Spans; 2] {
         let PackedHeads { rows, len, .. } = self.heads;
         let others = |rank: usize| if rank == self.rank { 0..0 } else { 0..rows };
         let of_ranks = staged.iter().enumerate().map(|(rank, (address, _))| {
-            let at = RowsAt::new(*address, self.width(rank, packed), dtype);
+            let at = RowsAt::new(*address, self.width(rank, of), of.dtype);
             others(rank).map(|row| at.span(&(row * len..(row + 1) * len))).collect()
         });
-        let at = RowsAt::new(all, self.width(self.rank, packed), dtype);
+        let at = RowsAt::new(all, self.width(self.rank, of), of.dtype);
         let len = self.own_heads().len;
         let of_all = self.tokens.iter().enumerate().map(|(rank, own)| {
             let place = |row: usize| row * len + own.start..row * len + own.end;
