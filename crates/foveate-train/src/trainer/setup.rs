@@ -26,7 +26,7 @@ use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::context::{ContextPlanner, Described, is_needed};
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
-use crate::machine::{self};
+use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
@@ -154,6 +154,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<(Self, String), TrainError> {
+        let chat_template = texts.chat_template().to_owned();
         let Texts { folder, last, origin, from, template_source, corpus } = texts;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
@@ -181,31 +182,6 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let depends = depends.map_err(|e| wrong(e.to_string()))?;
         let (other_device, changed) = moved(&mut state, last.is_some(), gpu.clone(), depends);
         model.choose(&state.choices);
-        let source = template_source
-            .as_deref()
-            .or(from.as_ref().and_then(|from| from.chat_template.as_deref()))
-            .unwrap_or(DEFAULT_TEMPLATE);
-        let ends = corpus.tokenizer();
-        let resolved = Resolved {
-            steps,
-            checkpoint: origin.as_deref().map(absolute),
-            root: absolute(&place.join(&recipe.data.root)),
-            fingerprint: format!("{fingerprint:016x}"),
-            train_documents: train.len(),
-            held_out_documents: held_out.len(),
-            tokenizer: ends.path().map(absolute),
-            opening_tokens: ends.opening().to_vec(),
-            closing_tokens: ends.closing().to_vec(),
-            stop_tokens: ends.stops().to_vec(),
-            chat_template: source.to_owned(),
-            model: ModelConfig {
-                num_key_value_heads: Some(model.config().kv_heads()),
-                head_dim: Some(model.config().dim()),
-                ..model.config().clone()
-            },
-            attention: attention.clone(),
-        };
-        let resolved = saved(recipe, &resolved)?;
         let started = Started {
             step: state.step,
             steps,
@@ -251,7 +227,37 @@ impl<'a, B: Blocks> Setup<'a, B> {
             saving: None,
             schedule: recipe.learning_rate(steps),
         };
+        let resolved = run.resolved(place, chat_template)?;
         Ok((run, resolved))
+    }
+
+    /// The recipe as the run saves it. Its paths are relative to `place`.
+    fn resolved(&self, place: &Path, chat_template: String) -> Result<String, TrainError> {
+        let (recipe, tokenizer, model) =
+            (self.recipe, self.corpus.tokenizer(), self.model.config());
+        let resolved = Resolved {
+            steps: self.started.steps,
+            checkpoint: self.origin.as_deref().map(absolute),
+            root: absolute(&place.join(&recipe.data.root)),
+            fingerprint: format!("{:016x}", self.corpus.fingerprint()),
+            train_documents: self.train.len(),
+            held_out_documents: self.held_out.len(),
+            tokenizer: tokenizer.path().map(absolute),
+            opening_tokens: tokenizer.opening().to_vec(),
+            closing_tokens: tokenizer.closing().to_vec(),
+            stop_tokens: tokenizer.stops().to_vec(),
+            chat_template,
+            model: ModelConfig {
+                num_key_value_heads: Some(model.kv_heads()),
+                head_dim: Some(model.dim()),
+                ..model.clone()
+            },
+            attention: self.attention.clone(),
+        };
+        let unwritable =
+            |e: toml::ser::Error| TrainError::recipe("recipe", format!("cannot be written: {e}"));
+        let resolved = Some(toml::Table::try_from(resolved).map_err(unwritable)?);
+        Recipe { resolved, ..recipe.clone() }.to_toml()
     }
 }
 
@@ -295,6 +301,12 @@ impl<'a> Texts<'a> {
         let read = named.map(|file| place.join(file)).chain(origin.clone());
         folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
         Ok(Self { folder, last, origin, from, template_source, corpus })
+    }
+
+    /// The source of the chat template: the recipe's, the checkpoint's, or the default.
+    fn chat_template(&self) -> &str {
+        let of_checkpoint = || self.from.as_ref().and_then(|from| from.chat_template.as_deref());
+        self.template_source.as_deref().or_else(of_checkpoint).unwrap_or(DEFAULT_TEMPLATE)
     }
 }
 
@@ -419,14 +431,6 @@ struct Resolved {
     chat_template: String,
     model: ModelConfig,
     attention: AttentionConfig,
-}
-
-/// The recipe as the run saves it.
-fn saved(recipe: &Recipe, resolved: &Resolved) -> Result<String, TrainError> {
-    let unwritable =
-        |e: toml::ser::Error| TrainError::recipe("recipe", format!("cannot be written: {e}"));
-    let resolved = Some(toml::Table::try_from(resolved).map_err(unwritable)?);
-    Recipe { resolved, ..recipe.clone() }.to_toml()
 }
 
 fn absolute(path: &Path) -> PathBuf {

@@ -1,7 +1,8 @@
 //! The model of a run, and whether there is memory for its steps.
 
 use foveate_nn::{
-    AttentionConfig, Blocks, MemoryEstimate, Model, Recomputation, Recompute, StepKind, Training,
+    AttentionConfig, Blocks, MemoryEstimate, Model, ModelConfig, Recomputation, Recompute,
+    StepKind, Training,
 };
 use foveate_shard::MeshAxis;
 
@@ -32,29 +33,9 @@ pub(super) fn model<B: Blocks>(
     tokenizer: &Tokenizer,
     mut blocks: B,
 ) -> Result<Made<B>, String> {
-    let vocab = tokenizer.vocab_size();
-    let config = match (from, recipe.model_config(vocab)?) {
-        (Some(from), _) => from.model.clone(),
-        (None, Some(config)) => config,
-        (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
-    };
-    let (len, longest, known) =
-        (recipe.data.len, config.max_position_embeddings, config.vocab_size);
-    if len > longest {
-        return Err(format!("data.len is {len}, but the model takes {longest} tokens at most"));
-    }
-    if vocab > known {
-        return Err(format!(
-            "the tokenizer has {vocab} tokens, but the model knows {known}; leave data.tokenizer \
-             out to take the checkpoint's own"
-        ));
-    }
-    let attention = recipe.attention.as_ref().or(from.map(|f| &f.attention));
-    let attention = attention
-        .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?
-        .clone();
+    let (config, attention) = sizes(recipe, from, tokenizer)?;
     let rows = recipe.train.batch_rows.div_ceil(ranks.mesh().size_of(&ROWS));
-    let len = len.div_ceil(ranks.mesh().size(MeshAxis::Context));
+    let len = recipe.data.len.div_ceil(ranks.mesh().size(MeshAxis::Context));
     let training = |recompute| Training {
         recompute,
         in_backward: recipe.optimizer.in_backward,
@@ -81,10 +62,9 @@ pub(super) fn model<B: Blocks>(
             most_again(ranks, own).map_err(|e| e.to_string())?
         }
     };
-    let (of_recipe, of_model) = (Setting::of(recipe), config.clone());
-    let from = Setting { recompute, ..of_recipe };
+    let (setting, of_model) = (Setting { recompute, ..Setting::of(recipe) }, config.clone());
     let planned = Planned { recipe, config: &of_model, attention: &attention };
-    let nearest = |there| planned.nearest(&from, there).ok().flatten();
+    let nearest = |there| planned.nearest(&setting, there).ok().flatten();
     fits(&bytes(recompute)?, free, nearest)?;
     let part = part_of(ranks, &config).map_err(|e| e.to_string())?;
     let model = Model::unfilled_part(blocks, config, &attention, &frozen, part);
@@ -102,26 +82,58 @@ pub(super) fn model<B: Blocks>(
         model.layout(),
         ranks.count() / ranks.mesh().size(MeshAxis::Tensor),
     );
-    let saves_beside = match (recipe.train.async_save, free) {
-        (Some(beside), None) => beside,
-        (None, None) => false,
-        (said, Some(_)) => {
-            let holds = machine::free().is_none_or(|host| host.bytes >= copy);
-            if said == Some(true) && !holds {
-                return Err(format!(
-                    "train.async_save = true takes {} of host memory for a copy of what is \
-                     saved, which is not free; leave it out, or set it to false",
-                    size(copy)
-                ));
-            }
-            said.unwrap_or(holds)
-        }
-    };
+    let saves_beside = saves_beside(recipe.train.async_save, free.is_some(), copy)?;
     if free.is_none() && saves_beside {
         memory.process += copy;
     }
     fits(&memory, free, nearest)?;
     Ok(Made { model, attention, memory, recompute, saves_beside })
+}
+
+/// The sizes of the model and its attention programs: the checkpoint's, or the recipe's.
+fn sizes(
+    recipe: &Recipe,
+    from: Option<&CheckpointConfig>,
+    tokenizer: &Tokenizer,
+) -> Result<(ModelConfig, AttentionConfig), String> {
+    let vocab = tokenizer.vocab_size();
+    let config = match (from, recipe.model_config(vocab)?) {
+        (Some(from), _) => from.model.clone(),
+        (None, Some(config)) => config,
+        (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
+    };
+    let (len, longest, known) =
+        (recipe.data.len, config.max_position_embeddings, config.vocab_size);
+    if len > longest {
+        return Err(format!("data.len is {len}, but the model takes {longest} tokens at most"));
+    }
+    if vocab > known {
+        return Err(format!(
+            "the tokenizer has {vocab} tokens, but the model knows {known}; leave data.tokenizer \
+             out to take the checkpoint's own"
+        ));
+    }
+    let attention = recipe.attention.as_ref().or(from.map(|from| &from.attention));
+    let attention = attention
+        .ok_or("the section [attention] is missing; write mask = \"causal & document\"")?;
+    Ok((config, attention.clone()))
+}
+
+/// Whether steps go on while a checkpoint is written: as the recipe says it in `asked`, or else on a GPU where the
+/// host has memory for a copy of what is saved, of `copy` bytes.
+fn saves_beside(asked: Option<bool>, on_gpu: bool, copy: u64) -> Result<bool, String> {
+    if !on_gpu {
+        return Ok(asked.unwrap_or(false));
+    }
+    let holds = machine::free().is_none_or(|host| host.bytes >= copy);
+    if asked == Some(true) && !holds {
+        return Err(format!(
+            "train.async_save = true takes {} of host memory for a copy of what is saved, which is not \
+             free; leave it out, or set it to false",
+            size(copy)
+        ));
+    }
+    Ok(asked.unwrap_or(holds))
 }
 
 /// What the rank with the least memory computes again, which all do: they meet in the passes.
