@@ -23,6 +23,7 @@ cp -r conformance/cases "$into/cases"
 cp -r benches "$into/benches"
 cp scripts/gpu-run.sh "$into/run.sh"
 cp scripts/gpu-measure.sh "$into/measure.sh"
+cp scripts/gpu_runs.py "$into/gpu_runs.py"
 cp scripts/gpu_train.py "$into/train.py"
 cp scripts/gpu_shard.py "$into/shard.py"
 

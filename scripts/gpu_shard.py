@@ -10,13 +10,13 @@ FAILED or the reason why it was skipped; fails when one fails. Without a GPU it 
 """
 
 import hashlib
-import json
-import random
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from gpu_runs import losses, status, tell, write_texts
 
 SECONDS = 100  # a command's limit: kernels can hang
 RECIPE = """
@@ -86,13 +86,6 @@ TENSOR = [
     ("exact", 4, ("mesh.tensor=2", "mesh.context=2")),
 ]
 STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16"]
-failures = 0
-
-
-def tell(name, ok, detail=""):
-    global failures
-    failures += not ok
-    print(f"{name}: {detail + ' ' if detail else ''}{'passed' if ok else 'FAILED'}", flush=True)
 
 
 class Place:
@@ -102,11 +95,7 @@ class Place:
         self.foveate, self.folder = foveate, Path(folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        letters = random.Random(3)
-        words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(1, 8))) for _ in range(400)]
-        for i in range(40):
-            text = " ".join(letters.choices(words, k=letters.randint(30, 700)))
-            (self.folder / f"{i:02}.txt").write_text(text)
+        write_texts(self.folder, 40, 700)
         for name, program in PROGRAMS.items():
             (self.folder / f"{name}.toml").write_text(RECIPE.replace("PROGRAM", program))
 
@@ -120,14 +109,11 @@ class Place:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
             raise RuntimeError(" | ".join(done.stderr.strip().splitlines()[-3:]))
-        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines if line.startswith("{")]
-        losses = {r["step"]: r["loss"] for r in records if "grad_norm" in r}
         last = sorted((self.folder / run / "checkpoints").glob("step-*"))[-1]
         hashed = hashlib.sha256()
         for file in sorted(last.rglob("*.safetensors")):
             hashed.update(file.read_bytes())
-        return [loss for _, loss in sorted(losses.items())], hashed.hexdigest()
+        return losses(self.folder / run), hashed.hexdigest()
 
 
 def beside_one_rank(place, number, state, ranks, sets, program="documents", processes=False):
@@ -138,16 +124,16 @@ def beside_one_rank(place, number, state, ranks, sets, program="documents", proc
     model = [s for s in sets if not s.startswith("mesh.")]
     try:
         alone, _ = place.train(f"one-{number}", 1, model, program=program)
-        losses, weights = place.train(f"some-{number}", ranks, sets, processes=processes, program=program)
+        found, weights = place.train(f"some-{number}", ranks, sets, processes=processes, program=program)
         again = place.train(f"again-{number}", ranks, sets, processes=processes, program=program)
     except (RuntimeError, subprocess.TimeoutExpired) as e:
         return tell(name, False, str(e)[:600])
-    off = max(abs(a - b) for a, b in zip(alone, losses, strict=True))
+    off = max(abs(a - b) for a, b in zip(alone, found, strict=True))
     # Sums in f32 have another order; in 16 bits five steps carry the roundings on.
     allowed = 1e-4 if state == "f32" and "mesh.reduce_dtype=bf16" not in sets else 1e-2
-    detail = f"{alone[-1]:.5f} and {losses[-1]:.5f} at the end, at most {off:.1e} apart"
-    tell(name, off < allowed and losses[-1] < losses[0] - 0.1, detail)
-    tell(f"{name}, again", again == (losses, weights), "the same bits" if again[1] == weights else "other bits")
+    detail = f"{alone[-1]:.5f} and {found[-1]:.5f} at the end, at most {off:.1e} apart"
+    tell(name, off < allowed and found[-1] < found[0] - 0.1, detail)
+    tell(f"{name}, again", again == (found, weights), "the same bits" if again[1] == weights else "other bits")
 
 
 def carried(place, mesh):
@@ -214,7 +200,7 @@ def main(foveate, folder, most=99):
     for mesh in ("mesh.shard=2", "mesh.tensor=2"):
         carried(place, mesh)
     resumed(place)
-    return int(failures > 0)
+    return status()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import gpu_runs
+from gpu_runs import tell, write_texts
+
 SECONDS = 150  # a command's limit: kernels can hang
 RECIPE = """
 [run]
@@ -78,13 +81,6 @@ batch_rows = 8
 save_every = 0
 eval_every = 0
 """
-failures = 0
-
-
-def tell(name, ok, detail=""):
-    global failures
-    failures += not ok
-    print(f"{name}: {detail + ' ' if detail else ''}{'passed' if ok else 'FAILED'}", flush=True)
 
 
 class Place:
@@ -94,11 +90,7 @@ class Place:
         self.foveate, self.folder = foveate, Path(folder)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        letters = random.Random(3)
-        words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(1, 8))) for _ in range(400)]
-        for i in range(60):
-            text = " ".join(letters.choices(words, k=letters.randint(30, 900)))
-            (self.folder / f"{i:02}.txt").write_text(text)
+        write_texts(self.folder, 60, 900)
         (self.folder / "tiny.toml").write_text(RECIPE)
         (self.folder / "smollm.toml").write_text(SMOLLM)
 
@@ -116,13 +108,10 @@ class Place:
         return self.steps(run)
 
     def steps(self, run):
-        """The records of the steps of a run, by number: of a step taken twice the later one."""
-        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines if line.startswith("{")]
-        return {r["step"]: r for r in records if "grad_norm" in r}
+        return gpu_runs.steps(self.folder / run)
 
     def losses(self, run):
-        return [r["loss"] for _, r in sorted(self.steps(run).items())]
+        return gpu_runs.losses(self.folder / run)
 
     def weights(self, run):
         """A hash of the weights, masters and moments of the newest checkpoint."""
@@ -315,7 +304,7 @@ def main():
         except Exception as error:  # the next check may still say something
             tell(check.__name__, False, str(error)[-600:])
         print(f"  {check.__name__}: {time.monotonic() - start:.1f} s", flush=True)
-    return int(failures > 0)
+    return gpu_runs.status()
 
 
 if __name__ == "__main__":
