@@ -1,6 +1,7 @@
 //! `foveate eval`: the loss of a checkpoint on files.
 
 use std::path::PathBuf;
+use std::time::Instant;
 
 use foveate::tensor::count::Count;
 use foveate_nn::{Blocks, MemoryEstimate, Model, StepKind};
@@ -18,6 +19,7 @@ use crate::failure::Failure;
 use crate::memory;
 use crate::number::number;
 use crate::output::Output;
+use crate::progress::{Gauge, PATIENCE, waiting};
 use crate::train::checksums;
 
 /// Tokens of a row where the user gives none and the model takes more.
@@ -116,7 +118,8 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     };
     let ends = Ends { bos: args.add_bos_token, eos: args.add_eos_token };
     let tokenizer = config.tokenizer.adding(ends)?;
-    let corpus = Corpus::scan(&sources, tokenizer, Some(template), &mut || false)?;
+    let scan = || Corpus::scan(&sources, tokenizer, Some(template), &mut || false);
+    let corpus = waiting("reading the documents", PATIENCE, scan)?;
     let all: Vec<usize> = (0..corpus.len()).collect();
     let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };
@@ -125,7 +128,14 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
             print_token(&corpus, &token, args.json, out)
         })?
     } else {
-        held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX)?
+        let (mut gauge, began) = (Gauge::new("evaluating"), Instant::now());
+        let mut watch = |share: f64| {
+            let left = began.elapsed().as_secs_f64() * (1.0 - share) / share.max(f64::EPSILON);
+            gauge.at(share, left);
+            true
+        };
+        held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX, &mut watch)?
+            .expect("an evaluation that goes on")
     };
     let bits_per_byte = bytes.map(|n| total.nats / n.max(1) as f64 / std::f64::consts::LN_2);
     if args.json {

@@ -24,7 +24,7 @@ use crate::interrupt::Interrupt;
 use crate::number::number;
 use crate::output::{Output, bytes, count};
 use crate::ranks;
-use lines::{LIVELY, Lines};
+use lines::{LIVELY, Lines, percent};
 
 /// Train a model by a recipe
 #[derive(Debug, clap::Args)]
@@ -267,8 +267,10 @@ struct View<'a> {
     unwritten: Option<std::io::Error>,
     held_out: Option<f64>,
     steps: u64,
-    /// How far the run is.
-    status: String,
+    /// What the last step came to.
+    message: String,
+    /// What is under way beside that, such as `evaluating`.
+    doing: &'static str,
 }
 
 impl<'a> View<'a> {
@@ -278,8 +280,25 @@ impl<'a> View<'a> {
         let print = |line: &str| drop(writeln!(std::io::stderr(), "{line}"));
         let lines = plain.then(|| Lines::new(LIVELY, print));
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-        let (unwritten, held_out, status) = (None, None, String::new());
-        Self { bar, lines, interrupt, json, unwritten, held_out, steps: 0, status }
+        let style = ProgressStyle::with_template("{spinner} {msg}  {elapsed} elapsed");
+        bar.set_style(style.expect("the template is valid"));
+        let (unwritten, held_out, steps) = (None, None, 0);
+        let (message, doing) = (String::new(), "");
+        Self { bar, lines, interrupt, json, unwritten, held_out, steps, message, doing }
+    }
+
+    /// A `share` of what is under way is done.
+    fn share(&self, share: f64) {
+        match &self.lines {
+            Some(lines) => lines.share(share),
+            None => self.bar.set_message(self.told(&format!("{} {}", self.doing, percent(share)))),
+        }
+    }
+
+    /// What the last step came to, and what is under way.
+    fn told(&self, doing: &str) -> String {
+        let gap = if self.message.is_empty() || doing.is_empty() { "" } else { "; " };
+        format!("{}{gap}{doing}", self.message)
     }
 
     fn line(&mut self, value: serde_json::Value) {
@@ -289,58 +308,61 @@ impl<'a> View<'a> {
     }
 }
 
+/// What is said of a run before its first step.
+fn introduce(run: &Started) {
+    crate::output::tell!(
+        "{} parameters; {} to train on, {} held out; run folder {}",
+        count(run.parameters as f64),
+        Count(run.train_documents, "document"),
+        run.held_out_documents,
+        run.dir.display()
+    );
+    if run.mesh.ranks() > 1 {
+        crate::output::tell!("{} ranks: {}", run.mesh.ranks(), run.mesh);
+    }
+    if let Some(heads) = &run.copied_heads {
+        crate::output::tell!("tensor: {heads}");
+    }
+    if let Some(context) = &run.context {
+        crate::output::tell!("attention over context: {context}");
+    }
+    let needed = bytes(run.memory.total() as f64);
+    match &run.gpu {
+        None => crate::output::tell!("about {needed} of memory, saves included"),
+        Some(gpu) => crate::output::tell!("about {needed} of the memory of {gpu}"),
+    }
+    if let Some(mixed) = &run.mixed_devices {
+        crate::output::tell!("ranks are on {mixed}: a step takes as long as the slowest");
+    }
+    if run.skipped_documents > 0 {
+        crate::output::tell!(
+            "{} skipped: empty, not UTF-8 or not JSON",
+            Count(run.skipped_documents, "document")
+        );
+    }
+    for name in &run.fresh_buffers {
+        crate::output::tell!("{name} is not in the checkpoint and starts from its first values");
+    }
+    run.blind_masks.iter().for_each(|mask| crate::blind::warn(mask));
+    if run.step > 0 {
+        crate::output::tell!("resumed after step {}", run.step);
+        if let Some(other) = &run.other_device {
+            crate::output::tell!(
+                "the steps before ran on {other}: losses may differ in their last bits from a \
+                 run that stays there"
+            );
+        }
+        for line in &run.changed {
+            crate::output::tell!(
+                "{line}: losses may differ in their last bits from a run without the change"
+            );
+        }
+    }
+}
+
 impl Observer for View<'_> {
     fn started(&mut self, run: &Started) {
-        crate::output::tell!(
-            "{} parameters; {} to train on, {} held out; run folder {}",
-            count(run.parameters as f64),
-            Count(run.train_documents, "document"),
-            run.held_out_documents,
-            run.dir.display()
-        );
-        if run.mesh.ranks() > 1 {
-            crate::output::tell!("{} ranks: {}", run.mesh.ranks(), run.mesh);
-        }
-        if let Some(heads) = &run.copied_heads {
-            crate::output::tell!("tensor: {heads}");
-        }
-        if let Some(context) = &run.context {
-            crate::output::tell!("attention over context: {context}");
-        }
-        let needed = bytes(run.memory.total() as f64);
-        match &run.gpu {
-            None => crate::output::tell!("about {needed} of memory, saves included"),
-            Some(gpu) => crate::output::tell!("about {needed} of the memory of {gpu}"),
-        }
-        if let Some(mixed) = &run.mixed_devices {
-            crate::output::tell!("ranks are on {mixed}: a step takes as long as the slowest");
-        }
-        if run.skipped_documents > 0 {
-            crate::output::tell!(
-                "{} skipped: empty, not UTF-8 or not JSON",
-                Count(run.skipped_documents, "document")
-            );
-        }
-        for name in &run.fresh_buffers {
-            crate::output::tell!(
-                "{name} is not in the checkpoint and starts from its first values"
-            );
-        }
-        run.blind_masks.iter().for_each(|mask| crate::blind::warn(mask));
-        if run.step > 0 {
-            crate::output::tell!("resumed after step {}", run.step);
-            if let Some(other) = &run.other_device {
-                crate::output::tell!(
-                    "the steps before ran on {other}: losses may differ in their last bits from a \
-                     run that stays there"
-                );
-            }
-            for line in &run.changed {
-                crate::output::tell!(
-                    "{line}: losses may differ in their last bits from a run without the change"
-                );
-            }
-        }
+        self.bar.suspend(|| introduce(run));
         self.steps = run.steps;
         self.bar.set_length(run.steps);
         self.bar.set_position(run.step);
@@ -360,14 +382,19 @@ impl Observer for View<'_> {
             count(m.labelled_tokens_per_s.round()),
             count(m.packed_tokens_per_s.round())
         );
-        self.status = format!("step {}/{}  {message}", m.step, self.steps);
-        if let Some(lines) = &self.lines
-            && (m.step.is_multiple_of(50) || m.step == 1)
-        {
-            lines.say(self.status.clone());
+        match &self.lines {
+            Some(lines) => {
+                self.message = format!("step {}/{}  {message}", m.step, self.steps);
+                if m.step.is_multiple_of(50) || m.step == 1 {
+                    lines.say(self.message.clone());
+                }
+            }
+            None => {
+                self.bar.set_message(message.clone());
+                self.bar.set_position(m.step);
+                self.message = message;
+            }
         }
-        self.bar.set_message(message);
-        self.bar.set_position(m.step);
         self.line(json!({ "kind": "step", "metrics": m }));
     }
 
@@ -381,23 +408,29 @@ impl Observer for View<'_> {
     }
 
     fn profiled(&mut self, path: &Path) {
-        crate::output::tell!("profile in {}", path.display());
+        self.bar.suspend(|| crate::output::tell!("profile in {}", path.display()));
     }
 
     fn counting(&mut self, done: usize, all: usize) {
-        let share = 100 * done / all.max(1);
-        let said =
-            format!("counting the documents' tokens: {share} % of {}", Count(all, "document"));
-        match &self.lines {
-            Some(lines) => lines.doing(said),
-            None => self.bar.set_message(said),
-        }
+        self.share(done as f64 / all.max(1) as f64);
+    }
+
+    fn evaluating(&mut self, share: f64) {
+        self.share(share);
     }
 
     fn begins(&mut self, what: &'static str) {
-        if let Some(lines) = &self.lines {
-            let gap = if self.status.is_empty() { "" } else { "; " };
-            lines.doing(format!("{}{gap}{what}", self.status));
+        self.doing = what;
+        match &self.lines {
+            Some(lines) => lines.doing(self.message.clone(), what),
+            // Steps are what the bar counts.
+            None if what == "a step" && self.bar.position() > 0 => {
+                self.bar.set_message(self.message.clone());
+            }
+            None => {
+                self.bar.enable_steady_tick(Duration::from_millis(500));
+                self.bar.set_message(self.told(what));
+            }
         }
     }
 

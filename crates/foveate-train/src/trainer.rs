@@ -101,12 +101,14 @@ pub trait Observer {
     fn profiled(&mut self, _path: &Path) {}
     /// The tokens of `done` documents are counted, of `all`.
     fn counting(&mut self, _done: usize, _all: usize) {}
+    /// This share of an evaluation is done, from 0 to 1.
+    fn evaluating(&mut self, _share: f64) {}
     /// Something that may take long begins, in words such as `saving`; it lasts until the next one
     /// does.
     fn begins(&mut self, _what: &'static str) {}
     /// Asked after every step: true saves a checkpoint and ends the run, to be resumed. Asked, too,
-    /// before each document is looked at: true ends a run that has not begun, as
-    /// [`TrainErrorKind::Interrupted`].
+    /// before each batch of an evaluation, which true leaves unfinished, and before each document is
+    /// looked at: true ends a run that has not begun, as [`TrainErrorKind::Interrupted`].
     fn interrupted(&mut self) -> bool {
         false
     }
@@ -307,12 +309,13 @@ impl<B: Blocks> Setup<'_, B> {
         gradients: &mut StepGradients<B::Array>,
         observer: &mut dyn Observer,
     ) -> Result<Summary, TrainError> {
-        let interrupted = saved.is_some();
-        let (checkpoint, held_out_loss) = match saved {
-            Some(path) => (path, None),
+        let (checkpoint, held_out_loss, interrupted) = match saved {
+            Some(path) => (path, None, true),
             None => {
                 let path = self.save(false, observer)?;
-                (path, self.evaluate(usize::MAX, gradients, observer)?.map(|m| m.held_out_loss))
+                let found = self.evaluate(usize::MAX, gradients, observer)?;
+                let left = found.is_none() && !self.held_out.is_empty();
+                (path, found.map(|m| m.held_out_loss), left)
             }
         };
         if self.ranks.first() {
@@ -525,7 +528,7 @@ impl<B: Blocks> Setup<'_, B> {
     }
 
     /// Mean loss of the held-out documents, over at most `rows` rows, in the memory of the gradients of a
-    /// step.
+    /// step; none where none is held out, or the observer of a rank ended it.
     fn evaluate(
         &mut self,
         rows: usize,
@@ -551,7 +554,11 @@ impl<B: Blocks> Setup<'_, B> {
             counts: self.counts.clone(),
             batch_rows: self.recipe.train.batch_rows,
         };
-        let found = held_out.loss(rows)?;
+        let mut watch = |share| {
+            observer.evaluating(share);
+            !observer.interrupted()
+        };
+        let Some(found) = held_out.loss(rows, &mut watch)? else { return Ok(None) };
         let metrics = EvalMetrics {
             step: self.state.step,
             unix_time: unix_time(),

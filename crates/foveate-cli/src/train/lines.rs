@@ -10,11 +10,21 @@ use std::time::{Duration, Instant};
 /// The longest time between two lines.
 pub const LIVELY: Duration = Duration::from_secs(20);
 
+/// What takes less is not worth a word beside how far the run is.
+const BRIEF: Duration = Duration::from_secs(5);
+
+/// A share, as a reader sees it.
+pub fn percent(share: f64) -> String {
+    format!("{:.0} %", 100.0 * share)
+}
+
 enum Said {
     /// A line for now.
     Now(String),
-    /// What is under way: said when it lasts.
-    Doing(String),
+    /// How far the run is, and what is under way: said when it lasts.
+    Doing(String, &'static str),
+    /// How far that is.
+    Share(f64),
 }
 
 /// Where lines go.
@@ -36,9 +46,14 @@ impl Lines {
         self.send(Said::Now(line));
     }
 
-    /// `what` is under way from now on.
-    pub fn doing(&self, what: String) {
-        self.send(Said::Doing(what));
+    /// The run is as far as `status` says, and `what` is under way from now on.
+    pub fn doing(&self, status: String, what: &'static str) {
+        self.send(Said::Doing(status, what));
+    }
+
+    /// A `share` of what is under way is done, from 0 to 1.
+    pub fn share(&self, share: f64) {
+        self.send(Said::Share(share));
     }
 
     fn send(&self, said: Said) {
@@ -59,16 +74,27 @@ impl Drop for Lines {
 }
 
 fn write(said: &Receiver<Said>, every: Duration, print: &dyn Fn(&str)) {
-    let (mut doing, mut since, mut last) = (String::new(), Instant::now(), Instant::now());
+    let (mut status, mut doing, mut done) = (String::new(), "", None);
+    let (mut since, mut last) = (Instant::now(), Instant::now());
     loop {
         match said.recv_timeout(every.saturating_sub(last.elapsed())) {
             Ok(Said::Now(line)) => {
                 print(&line);
                 last = Instant::now();
             }
-            Ok(Said::Doing(what)) => (doing, since) = (what, Instant::now()),
+            Ok(Said::Doing(far, what)) => {
+                (status, doing, done, since) = (far, what, None, Instant::now());
+            }
+            Ok(Said::Share(share)) => done = Some(share),
             Err(RecvTimeoutError::Timeout) => {
-                print(&format!("{doing} ({:.0} s so far)", since.elapsed().as_secs_f64()));
+                let seconds = since.elapsed().as_secs_f64();
+                let share = done.map_or(String::new(), |share| format!(" {}", percent(share)));
+                let what = format!("{doing}{share} ({seconds:.0} s so far)");
+                print(&match (status.is_empty(), since.elapsed() < BRIEF.min(every)) {
+                    (true, _) => what,
+                    (false, true) => status.clone(),
+                    (false, false) => format!("{status}; {what}"),
+                });
                 last = Instant::now();
             }
             Err(RecvTimeoutError::Disconnected) => return,
@@ -85,7 +111,7 @@ mod tests {
         let (to, from) = mpsc::channel();
         let every = Duration::from_millis(20);
         let lines = Lines::new(every, move |line| to.send(line.to_owned()).unwrap());
-        lines.doing("reading".to_owned());
+        lines.doing(String::new(), "reading");
         // What came before a line that begins with `wanted`, which may be any number of others.
         let until = |wanted: &str| {
             let heard = || from.recv_timeout(Duration::from_secs(60)).unwrap();
@@ -94,10 +120,14 @@ mod tests {
         };
         until("reading (");
         until("reading (");
-        lines.doing("step 3/9; saving".to_owned());
+        lines.doing("step 3/9".to_owned(), "saving");
         lines.say("a line".to_owned());
         until("a line");
         assert_eq!(until("step 3/9; saving ("), [""; 0]);
+        lines.share(0.25);
+        until("step 3/9; saving 25 % (");
+        lines.doing(String::new(), "evaluating");
+        until("evaluating (");
         drop(lines);
         // Ends only when the writer has.
         assert!(!from.iter().any(|line| line == "a line"));

@@ -27,7 +27,8 @@ impl TotalLoss {
     }
 }
 
-/// The loss of `model` on `documents`, in order, over at most `rows` packed rows.
+/// The loss of `model` on `documents`, in order, over at most `rows` packed rows. `watch` is told before
+/// each batch which share of this is done, from 0 to 1, and says whether to go on; none where it did not.
 ///
 /// # Errors
 /// When a document cannot be read or does not fit the model, or a loss is not finite, naming the
@@ -39,7 +40,8 @@ pub fn held_out_loss<B: Blocks>(
     options: PackOptions,
     batch_rows: usize,
     rows: usize,
-) -> Result<TotalLoss, TrainError> {
+    watch: &mut dyn FnMut(f64) -> bool,
+) -> Result<Option<TotalLoss>, TrainError> {
     let held_out = HeldOut {
         ranks: Ranks::one(),
         context: None,
@@ -51,7 +53,7 @@ pub fn held_out_loss<B: Blocks>(
         counts: None,
         batch_rows,
     };
-    held_out.loss(rows)
+    held_out.loss(rows, watch)
 }
 
 /// Documents that the ranks look at together, each at a part of every batch.
@@ -71,17 +73,24 @@ pub(super) struct HeldOut<'a, B: Blocks> {
 }
 
 impl<B: Blocks> HeldOut<'_, B> {
-    /// [`held_out_loss`] of all ranks.
-    pub fn loss(self, rows: usize) -> Result<TotalLoss, TrainError> {
+    /// [`held_out_loss`] of all ranks, which end where one of them does not go on.
+    pub fn loss(
+        self,
+        rows: usize,
+        watch: &mut dyn FnMut(f64) -> bool,
+    ) -> Result<Option<TotalLoss>, TrainError> {
         let Self { ranks, mut context, model, mut between, corpus, packing, batch_rows, .. } = self;
         let packer = Packer::new(corpus, self.documents.to_vec(), packing, Cursor::default());
         let mut packer = packer.knowing(self.counts);
         let mut total = TotalLoss::default();
         let mut left = rows;
-        while left > 0
-            && let Some((all, packed)) =
-                packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?
-        {
+        while left > 0 {
+            let done = packer.passes().max((rows - left) as f64 / rows as f64);
+            if ranks.all(&[u8::from(!watch(done))])?.concat().contains(&1) {
+                return Ok(None);
+            }
+            let next = packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?;
+            let Some((all, packed)) = next else { break };
             left -= all;
             let (packed, attention) = match &mut context {
                 None => (packed, None),
@@ -110,7 +119,7 @@ impl<B: Blocks> HeldOut<'_, B> {
             }
         }
         let [nats, tokens] = ranks.sum([total.nats, total.tokens as f64])?;
-        Ok(TotalLoss { nats, tokens: tokens as usize })
+        Ok(Some(TotalLoss { nats, tokens: tokens as usize }))
     }
 }
 

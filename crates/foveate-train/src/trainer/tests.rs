@@ -89,6 +89,10 @@ struct Log {
     /// Whether tokens were counted.
     counted: bool,
     stop_at_counting: bool,
+    /// Shares of evaluations that were done.
+    shares: Vec<f64>,
+    /// Ends the run once so many shares were told.
+    stop_at_share: Option<usize>,
     /// Steps that were saved.
     saved: Vec<u64>,
     stop_after: Option<u64>,
@@ -116,8 +120,14 @@ impl Observer for Log {
         self.counted = true;
     }
 
+    fn evaluating(&mut self, share: f64) {
+        self.shares.push(share);
+    }
+
     fn interrupted(&mut self) -> bool {
-        self.stop_after == Some(0) || self.stop_at_counting && self.counted
+        self.stop_after == Some(0)
+            || self.stop_at_counting && self.counted
+            || self.stop_at_share.is_some_and(|shares| self.shares.len() >= shares)
     }
 }
 
@@ -151,6 +161,31 @@ fn an_interrupted_run_goes_on_as_if_it_had_not_been() {
     assert_eq!(resumed.held_out_loss, summary.held_out_loss);
     let again = place.run(&recipe, Start::New).unwrap_err().to_string();
     assert!(again.contains("--resume"), "{again}");
+}
+
+#[test]
+fn an_evaluation_tells_how_far_it_is_and_is_left_when_the_run_is_interrupted() {
+    let sets = ["data.held_out=0.7", "train.batch_rows=1"];
+    let straight = Place::new();
+    let (summary, whole) = straight.run(&straight.recipe(&sets), Start::New).unwrap();
+    let passes: Vec<&[f64]> = whole.shares.chunk_by(|a, b| a < b).collect();
+    assert_eq!(passes.len(), 2, "{passes:?}");
+    for pass in passes {
+        assert!(pass.len() > 3 && pass[0] == 0.0 && pass[pass.len() - 1] <= 1.0, "{pass:?}");
+    }
+    let first = whole.shares.iter().skip(1).position(|share| *share == 0.0).unwrap() + 1;
+    // In the evaluation after step 4, and in the last one.
+    for (shares, step) in [(2, 4), (first + 2, 6)] {
+        let place = Place::new();
+        let recipe = place.recipe(&sets);
+        let mut log = Log { stop_at_share: Some(shares), ..Log::default() };
+        let stopped = train(&recipe, &place.file(), Start::New, &mut log).unwrap();
+        assert!(stopped.interrupted && stopped.held_out_loss.is_none());
+        assert_eq!((stopped.steps, log.shares.len()), (step, shares));
+        let (resumed, rest) = place.run(&recipe, Start::Resume).unwrap();
+        assert_eq!([log.losses, rest.losses].concat(), whole.losses);
+        assert_eq!(resumed.held_out_loss, summary.held_out_loss);
+    }
 }
 
 #[test]

@@ -354,6 +354,17 @@ fn an_interruption_while_tokens_are_counted_ends_all_ranks_alike() {
 }
 
 #[test]
+fn an_evaluation_that_one_rank_leaves_ends_all_ranks_after_the_same_step() {
+    let place = Place::new();
+    let recipe = place.recipe(&["data.held_out=0.7", "train.batch_rows=2"]);
+    let stops = |rank: usize| Log { stop_at_share: (rank == 1).then_some(2), ..Log::default() };
+    for run in on_ranks(2, &place, |_| recipe.clone(), || Start::New.into(), stops) {
+        let (summary, log) = run.unwrap();
+        assert!(summary.interrupted && summary.steps == 4 && log.held_out.is_empty());
+    }
+}
+
+#[test]
 fn a_cursor_and_the_held_out_loss_are_the_same_with_every_number_of_ranks() {
     let sets = ["train.steps=1", "train.batch_rows=5", "optimizer.lr=1e-30"];
     let seen = |ranks: usize| {
