@@ -177,6 +177,9 @@ fn buffer(given: &str) -> Result<AnyBuffer, Failure> {
                 let word = shortened(word);
                 fail(format!("`{word}` is no number, and as a file it cannot be read: {e}"))
             })?;
+            if text.trim().is_empty() {
+                return Err(fail("the file is empty; it holds numbers with commas between".into()));
+            }
             let wrong = |word| fail(format!("`{}` in the file is no number", shortened(word)));
             numbers(&text).map_err(wrong)?
         }

@@ -68,6 +68,11 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Err(Failure::usage("--set overrides a field of a recipe, but none is given")
             .help("give --recipe FILE, or leave --set out"));
     }
+    // clap does not ask for --recipe where it conflicts with what else is given.
+    if args.mesh.is_some() {
+        return Err(Failure::usage("--mesh is of a recipe, but none is given")
+            .help("give --recipe FILE, or leave --mesh out"));
+    }
     let given = args.problem.read()?;
     if let Some(device) = &args.device {
         return kernels::run(args, &given, device, out);

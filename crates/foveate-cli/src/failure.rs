@@ -13,6 +13,8 @@ pub enum Failure {
     Failed(Box<Report>),
     /// The command line asks for something that cannot be.
     Usage(Box<Report>),
+    /// The command line of other processes cannot be read, or asks for help.
+    Misread(clap::Error),
     /// The user pressed Ctrl-C.
     Interrupted,
     /// Another rank failed, and shows why.
@@ -78,6 +80,7 @@ impl Failure {
                 report.message.clone()
             }
             Self::Lost(None) => "another rank lost a rank".to_owned(),
+            Self::Misread(e) => e.to_string(),
             Self::Interrupted => "interrupted".to_owned(),
             Self::Elsewhere => "another rank failed".to_owned(),
             Self::Output(e) => format!("standard output cannot be written: {e}"),
@@ -126,6 +129,7 @@ impl Failure {
                 show(report);
                 ExitCode::from(2)
             }
+            Self::Misread(error) => misread(error),
             Self::Interrupted => ExitCode::from(130),
             Self::Elsewhere => ExitCode::from(1),
             Self::Lost(report) => {

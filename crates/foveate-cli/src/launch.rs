@@ -2,13 +2,15 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use clap::Parser;
+
 use crate::failure::{AGAIN, Failure};
 use crate::interrupt::Interrupt;
-use crate::threads;
+use crate::{Cli, Command, threads};
 
 /// Run a command of this program as several ranks on this host
 ///
@@ -33,6 +35,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 /// Starts the ranks and waits for them.
 pub fn run(args: &Args) -> Result<(), Failure> {
+    readable(&args.command)?;
     let interrupt = Interrupt::watch()?;
     let failed = |what: &str, e: std::io::Error| Failure::new(format!("{what}: {e}"));
     let program = std::env::current_exe().map_err(|e| failed("this program is not found", e))?;
@@ -50,7 +53,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     for rank in 0..args.ranks {
         let first = rank == 0;
         let stdio = |own: bool| if own { Stdio::inherit() } else { Stdio::piped() };
-        let mut child = Command::new(&program)
+        let mut child = std::process::Command::new(&program)
             .args(&args.command)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", args.ranks.to_string())
@@ -75,6 +78,16 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         ranks.0.push((child, None));
     }
     ranks.wait(&interrupt)
+}
+
+/// Whether ranks can read their command line: what is wrong with it is said once.
+fn readable(command: &[String]) -> Result<(), Failure> {
+    let words = std::iter::once("foveate").chain(command.iter().map(String::as_str));
+    match Cli::try_parse_from(words).map_err(Failure::Misread)?.command {
+        Command::Launch(_) => Err(Failure::usage("a rank of `foveate launch` launches no ranks")
+            .help("name the command that ranks run, such as: foveate launch --ranks 2 -- train recipe.toml")),
+        _ => Ok(()),
+    }
 }
 
 /// Copies lines with the rank before them.

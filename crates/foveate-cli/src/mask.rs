@@ -126,7 +126,10 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let kv_len = args.kv_len.unwrap_or(len);
     let (q_len, kv_len_i32) = match (i32::try_from(len), i32::try_from(kv_len)) {
         (Ok(q), Ok(kv)) => (q, kv),
-        _ => return Err(Failure::usage(format!("lengths go up to {}", i32::MAX))),
+        _ => {
+            let message = format!("{} positions; masks count up to {}", len.max(kv_len), i32::MAX);
+            return Err(Failure::usage(message).help("give a smaller --len"));
+        }
     };
     let longest = len.max(kv_len);
     let ids = args.captures.id_bytes(longest, [&args.text]);

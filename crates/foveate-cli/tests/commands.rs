@@ -110,7 +110,8 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("mask causal --len 5 --buffer x[1,2]=1,2", "--buffer: neither mask nor score reads `x`"),
         ("explain --heads 2 --len 5 --dim 8 --scalar n=3", "neither mask nor score reads `n`"),
         ("mask causal --doc-lens 3,x", "'x' for '--doc-lens <N,N,...>': a number is expected"),
-        ("mask causal --len 5000000000", "lengths go up to 2147483647"),
+        ("mask causal --len 5000000000", "5000000000 positions; masks count up to 2147483647"),
+        ("mask x[q]>0 --len 5 --buffer x=/dev/null", "the file is empty"),
         (
             "mask causal --len 2000000000 --tile 1x1",
             "building the mask in tiles of 1x1 takes about 171.4 GiB, but ",
@@ -158,6 +159,7 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("explain --heads 4 --len 9 --dim 8 --page-size 4 --backward", "cannot be used with"),
         ("explain --heads 4 --len 9 --dim 8 --dropout 1", "it must be at least 0, below 1"),
         ("explain --heads 4 --len 9 --dim 8 --set train.steps=3", "give --recipe FILE"),
+        ("explain --heads 4 --len 9 --dim 8 --mesh shard=2", "--mesh is of a recipe"),
         ("explain --heads 4 --len 9 --dim 8 --device l40x", "there is no profile of `l40x`"),
         ("explain --heads 4 --len 9 --dim 8 --device cuda:x", "`x` is no number"),
         ("explain --heads 4 --len 9 --dim 8 --kernel kv_splits=2", "--device <NAME>"),

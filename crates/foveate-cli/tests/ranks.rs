@@ -521,12 +521,17 @@ fn wrong_input_gets_one_line_on_one_rank() {
         (&["launch", "--ranks", "0", "--", "train"], "--ranks"),
         (&["launch", "--ranks", "1000000000", "--", "train"], "1000000000 is not in 1..=1024"),
         (&["launch", "--ranks", "2"], "COMMAND"),
+        (&["launch", "--ranks", "2", "--", "launch", "--ranks", "2", "--", "doctor"], "no ranks"),
     ] {
         let done = place.run(args);
         let said = text(done.stderr);
         assert_eq!(done.status.code(), Some(2), "{said}");
         assert!(said.contains(says), "{said}");
     }
+    // Said once, not by every rank.
+    let done = place.run(&["launch", "--ranks", "3", "--", "trian", "recipe.toml"]);
+    assert_eq!(done.status.code(), Some(2));
+    assert_eq!(errors(&text(done.stderr)), ["error: unrecognized subcommand 'trian'"]);
     let mut both = place.command(&["train", "recipe.toml", "--ranks", "2"]);
     let done = both.env("RANK", "0").env("WORLD_SIZE", "2").output().unwrap();
     assert_eq!(done.status.code(), Some(2));

@@ -609,11 +609,16 @@ impl Recipe {
             ("optimizer.weight_decay", self.optimizer.weight_decay, f64::INFINITY),
             ("optimizer.clip_norm", self.optimizer.clip_norm, f64::INFINITY),
             ("optimizer.momentum", self.optimizer.momentum, 1.0),
-            ("schedule.min_ratio", self.schedule.min_ratio, 1.0 + f64::EPSILON),
         ] {
             if !(value >= 0.0 && value < below) {
-                return fail(key, format!("is {value}; it must be at least 0 and below {below}"));
+                let finite = below.is_infinite();
+                let below = if finite { "finite".to_owned() } else { format!("below {below}") };
+                return fail(key, format!("is {value}; it must be at least 0 and {below}"));
             }
+        }
+        if !(0.0..=1.0).contains(&self.schedule.min_ratio) {
+            let ratio = self.schedule.min_ratio;
+            return fail("schedule.min_ratio", format!("is {ratio}; it must be from 0 to 1"));
         }
         self.check_updates().or_else(|(key, why)| fail(&key, why))?;
         self.mesh.check().or_else(|(key, why)| fail(&key, why))?;

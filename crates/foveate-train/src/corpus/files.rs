@@ -150,7 +150,14 @@ fn identity(path: &Path) -> std::io::Result<PathBuf> {
 
 /// What to say of a pattern that matches no file under `root`.
 fn no_match(root: &Path, pattern: &str) -> String {
-    if root.join(pattern).is_dir() {
+    let named = root.join(pattern);
+    if Path::new(pattern).is_relative() && !root.as_os_str().is_empty() && !root.is_dir() {
+        return "there is no such folder".to_owned();
+    }
+    if named.exists() && !named.is_dir() {
+        return format!("`{pattern}` is no regular file; copy what it gives into one");
+    }
+    if named.is_dir() {
         let inside = Path::new(pattern).join("**/*");
         return format!(
             "`{pattern}` is a folder; write `{}` for the files in it",
@@ -205,6 +212,17 @@ mod tests {
         let dir = folder(&[("a.txt", b"a")]);
         let error = scan(&sources(&dir, &["*.rs"])).unwrap_err().to_string();
         assert!(error.contains("no file matches `*.rs`"), "{error}");
+        let mut elsewhere = sources(&dir, &["*.txt"]);
+        elsewhere.root = dir.path().join("nowhere");
+        let error = scan(&elsewhere).unwrap_err().to_string();
+        assert!(error.ends_with("nowhere: there is no such folder"), "{error}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_device_is_said_to_be_no_regular_file() {
+        let error = scan(&sources(&folder(&[]), &["/dev/zero"])).unwrap_err().to_string();
+        assert!(error.contains("`/dev/zero` is no regular file"), "{error}");
     }
 
     #[cfg(unix)]

@@ -186,6 +186,13 @@ fn every_mistake_is_named_with_its_place() {
     assert!(told(TEXT, &["optimizer.eps=1e-50"]).contains("optimizer.eps is"));
     let scaling = told(TEXT, &["model.rope_scaling={rope_type=\"linear\",factr=2.0}"]);
     assert!(scaling.contains("did you mean `factor`?"), "{scaling}");
+    for (set, says) in [
+        ("schedule.min_ratio=1.5", "schedule.min_ratio is 1.5; it must be from 0 to 1"),
+        ("optimizer.lr=inf", "optimizer.lr is inf; it must be at least 0 and finite"),
+        ("optimizer.beta1=1", "optimizer.beta1 is 1; it must be at least 0 and below 1"),
+    ] {
+        assert!(told(TEXT, &[set]).ends_with(says), "{}", told(TEXT, &[set]));
+    }
     assert!(told(TEXT, &["data.held_out=1.5"]).contains("data.held_out is 1.5"));
     assert!(told(TEXT, &["model.checkpoint=x"]).contains("brings its own sizes"));
     assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");
