@@ -67,6 +67,30 @@ def gpu():
         yield name, found
 
 
+def hopper():
+    """Columns are peers, rows sizes and cases: a bar spans the head dims 64 and 128 at length 8192."""
+    found = {}
+    for which, heading in (
+        ("forward", "## Beside the peers"),
+        ("backward", "## The backward beside the peers"),
+    ):
+        head, rows = table("hopper.md", heading)
+        for case, *cells in rows:
+            size, name = re.fullmatch(r"D (\d+) (.+)", case).groups()
+            # Other lengths and heads are in the record.
+            if size not in ("64", "128") or "," in name:
+                continue
+            for column, cell in zip(head[1:], cells, strict=True):
+                if "Foveate" in column or not cell:
+                    continue
+                peer = column.removeprefix("to ").replace("Frontend flex", "Frontend")
+                ratios = re.findall(r"\(([\d.]+)\)", cell) or cell.split(",")
+                row = found.setdefault(f"{name}, to {peer}", {"forward": [], "backward": []})
+                row[which] += [float(ratio) for ratio in ratios]
+    plain = {"full": 0, "causal": 1}
+    return sorted(found.items(), key=lambda row: plain.get(row[0].split(",")[0], 2))
+
+
 def across(ratio: float) -> float:
     """Where a ratio stands, on a logarithmic axis."""
     low, high = (math.log(end) for end in AXIS)
@@ -89,6 +113,8 @@ def group(title: str, second: str, rows, y: float):
     for name, found in rows:
         parts.append(text(LABELS - 8, y + 12, name, ' text-anchor="end"'))
         for i, (which, ratios) in enumerate(found.items()):
+            if not ratios:
+                continue
             if not all(AXIS[0] <= ratio <= AXIS[1] for ratio in ratios):
                 sys.exit(f"{name}: {ratios} are not all on the axis from {AXIS[0]} to {AXIS[1]}")
             left, right = across(min(ratios)), across(max(ratios))
@@ -103,16 +129,18 @@ def group(title: str, second: str, rows, y: float):
 def drawn() -> str:
     """The picture."""
     above, parts = 52, []
-    body, y = group("CPU: 2 AVX-512 cores, f32", "with backward", list(cpu()), above + 14)
+    body, y = group("CPU: 2 AVX-512 cores, f32, to PyTorch", "with backward", list(cpu()), above + 14)
     parts += body
-    body, y = group("GPU: H200, bf16, portable kernels", "backward", list(gpu()), y + 24)
+    body, y = group("GPU: H200, bf16, Hopper kernels", "backward", hopper(), y + 24)
+    parts += body
+    body, y = group("The same, portable kernels", "backward", list(gpu()), y + 24)
     parts += body
     for tick in TICKS:
         x = across(tick)
         line = f'stroke="{TEXT}" stroke-width="1.5"' if tick == 1 else f'stroke="{GRID}"'
         parts.insert(0, f'<line x1="{x:.1f}" y1="{above - 6}" x2="{x:.1f}" y2="{y}" {line}/>')
         parts.append(text(x, above - 12, f"{tick:g}×", ' text-anchor="middle"'))
-    title = "PyTorch's time over Foveate's: right of 1× Foveate is faster"
+    title = "The peer's time over Foveate's: right of 1× Foveate is faster"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LABELS + WIDTH + RIGHT} {y + 8}" '
         f'width="{LABELS + WIDTH + RIGHT}" font-family="sans-serif" font-size="11">\n'
