@@ -60,12 +60,21 @@ impl<'a> Folder<'a> {
     /// The checkpoint that a run continues from, `None` for one that starts anew; or why it cannot
     /// start in this way.
     pub fn admit(&self, start: Start) -> Result<Option<PathBuf>, TrainError> {
-        const OVER: &str = "start over with --start-over, which removes it";
-        let refuse = |message: String| Err(self.refusal(message));
         if self.0.exists() && !self.0.is_dir() {
-            return refuse("is no folder; choose another run.dir".to_owned());
+            return Err(self.refusal("is no folder; choose another run.dir".to_owned()));
         }
         self.check_kinds()?;
+        // Before what is said of a run: it is not over, and nobody should start it over.
+        if self.is_busy() {
+            return Err(self.busy());
+        }
+        self.admit_run(start)
+    }
+
+    /// [`Self::admit`] of a folder that no process is at work on, or this one holds.
+    fn admit_run(&self, start: Start) -> Result<Option<PathBuf>, TrainError> {
+        const OVER: &str = "start over with --start-over, which removes it";
+        let refuse = |message: String| Err(self.refusal(message));
         let last = checkpoint::latest(&self.checkpoints());
         let steps = self.records()?.iter().map(Record::step).max().unwrap_or(0);
         match (start, last) {
@@ -142,13 +151,11 @@ impl<'a> Folder<'a> {
     pub fn claim(&self, start: Start, last: Option<&Path>) -> Result<Claim, TrainError> {
         fs::create_dir_all(self.0).map_err(|e| TrainError::write(self.0, e))?;
         let held = File::open(self.0).ok();
-        let taken = held.as_ref().map(File::try_lock);
-        if matches!(taken, Some(Err(TryLockError::WouldBlock))) {
-            let message =
-                "another process is training here; wait for it, or choose another run.dir";
-            return Err(self.refusal(message.to_owned()));
+        if held.as_ref().is_some_and(|folder| is_held(folder.try_lock())) {
+            return Err(self.busy());
         }
-        if self.admit(start)?.as_deref() != last {
+        self.check_kinds()?;
+        if self.admit_run(start)?.as_deref() != last {
             let message = "another process has saved or removed a checkpoint meanwhile; give the \
                            command again";
             return Err(self.refusal(message.to_owned()));
@@ -158,6 +165,17 @@ impl<'a> Folder<'a> {
         }
         self.clear_transfers()?;
         Ok(Claim { _held: held })
+    }
+
+    /// Whether another process is at work on the folder.
+    fn is_busy(&self) -> bool {
+        // Several ranks may look at once; the lock of a look goes with its file.
+        File::open(self.0).is_ok_and(|folder| is_held(folder.try_lock_shared()))
+    }
+
+    fn busy(&self) -> TrainError {
+        let message = "another process is training here; wait for it, or choose another run.dir";
+        self.refusal(message.to_owned())
     }
 
     /// Refuses to start where the run would remove or write over what it reads: `needed`.
@@ -239,6 +257,11 @@ impl<'a> Folder<'a> {
 }
 
 /// The refusal to run in a folder for the sake of what is at `path`.
+/// Whether another process has the lock that was tried.
+fn is_held(tried: Result<(), TryLockError>) -> bool {
+    matches!(tried, Err(TryLockError::WouldBlock))
+}
+
 fn at(path: &Path, message: String) -> TrainError {
     TrainErrorKind::Folder { path: path.to_owned(), message }.into()
 }
