@@ -8,6 +8,10 @@ use foveate_shard::launch::{Flags, Launch, Launcher, find};
 use foveate_train::device::DeviceChoice;
 
 use crate::failure::Failure;
+use crate::progress::waiting;
+
+/// How long a rank waits for rank 0 before it says so: longer than ranks are apart that start together.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The most ranks that are threads of a process.
 const MOST_THREADS: usize = 256;
@@ -86,7 +90,11 @@ pub fn meet(launch: &Launch) -> Result<Box<dyn Collectives>, Failure> {
             launch.launcher
         );
     }
-    Ok(Box::new(connect(&launch.meeting())?))
+    let doing = format!("waiting for rank 0 at {}:{}", launch.host, launch.port);
+    let meet = || connect(&launch.meeting());
+    // Rank 0 has said that it waits, at once.
+    let met = if launch.rank == 0 { meet() } else { waiting(&doing, PATIENCE, meet) };
+    Ok(Box::new(met?))
 }
 
 /// Runs `first` as rank 0 on this thread, and `other` as each other rank on a thread of its own; none waits

@@ -491,6 +491,18 @@ fn torchrun_starts_ranks_and_starts_them_again() {
 }
 
 #[test]
+fn a_rank_says_that_it_waits_for_a_rank_0_that_does_not_come() {
+    let place = place();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let args = ["train", "recipe.toml", "--rank", "1", "--ranks", "2", "--meet", &at];
+    let done = place.command(&args).env("FOVEATE_ARRIVAL", "12").output().unwrap();
+    let said = text(done.stderr);
+    assert_eq!(done.status.code(), Some(75), "{said}");
+    assert!(said.starts_with(&format!("waiting for rank 0 at {at} ...")), "{said}");
+}
+
+#[test]
 fn wrong_input_gets_one_line_on_one_rank() {
     let place = place();
     for (set, says) in [
