@@ -65,6 +65,7 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
             "is 1 chunk of 512, and 2 ranks need one each; use 1 rank of context",
         ),
         (&["--mesh", "context=2", "--rows", "0"], 2, "--rows is 0; a batch has a row or more"),
+        (&["--mesh", "replicate=3,shard=3"], 2, "9 ranks share the rows of a batch, which has 8"),
         (&["--mesh", "context=2", "--rows", "-1"], 2, "invalid value '-1' for '--rows <N>'"),
         (&["--mesh", "context=2", "--max-imbalance", "nan"], 2, "--max-imbalance is NaN; the"),
         (&["--mesh", "context=2", "--max-imbalance", "-1"], 2, "--max-imbalance is -1; the"),

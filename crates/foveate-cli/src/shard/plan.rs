@@ -88,6 +88,13 @@ impl PlanArgs {
         if batch == 0 {
             return Err(Failure::usage("--rows is 0; a batch has a row or more"));
         }
+        let sharing = map.mesh().size_of(&[MeshAxis::Replicate, MeshAxis::Shard]);
+        if batch < sharing {
+            // A run is refused too: a rank without rows would wait for the others.
+            let message = format!("{sharing} ranks share the rows of a batch, which has {batch}");
+            return Err(Failure::usage(message)
+                .help(format!("give --rows {sharing} or more, or smaller replicate and shard")));
+        }
         if batch.saturating_mul(len) > MOST_TOKENS {
             let message =
                 format!("{batch} rows of {len} tokens are more than {MOST_TOKENS} tokens");
