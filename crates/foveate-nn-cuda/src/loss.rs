@@ -95,33 +95,62 @@ fn check_cap(cap: Option<f32>) -> Result<(), GpuError> {
     }
 }
 
-fn source(dtype: DType, logits: Rows, vocabulary: usize, cap: Option<f32>) -> Source {
-    let vector = vector(dtype, &[logits], &[vocabulary]);
-    Source { file: File::CrossEntropy { cap: cap.is_some() }, dtype, vector, threads: THREADS }
+/// Logits and labels, as kernels take them.
+struct Labelled {
+    logits: Rows,
+    labels: Address,
+    tokens: usize,
+    vocabulary: i32,
+    cap: f32,
+    source: Source,
+}
+
+impl Labelled {
+    /// Checks them, and notes that they are read; `gradient` says that logits are written, too.
+    fn check(
+        logits: &DeviceTensor<2>,
+        labels: &DeviceArray<'_>,
+        cap: Option<f32>,
+        gradient: bool,
+        accesses: &mut Accesses,
+    ) -> Result<Self, GpuError> {
+        let dtype = operand_dtype("logits", logits.dtype)?;
+        let shape @ [tokens, vocabulary] = logits.layout.shape;
+        let rows = matrix("logits", logits, shape, dtype)?;
+        integers("labels", labels, tokens)?;
+        check_cap(cap)?;
+        match gradient {
+            true => accesses.write("logits", logits)?,
+            false => accesses.read("logits", logits)?,
+        }
+        accesses.read_array("labels", labels)?;
+        let file = File::CrossEntropy { cap: cap.is_some() };
+        let vector = vector(dtype, &[rows], &[vocabulary]);
+        Ok(Self {
+            logits: rows,
+            labels: labels.address,
+            tokens,
+            vocabulary: count("words of a vocabulary", vocabulary)?,
+            cap: cap.unwrap_or(0.0),
+            source: Source { file, dtype, vector, threads: THREADS },
+        })
+    }
 }
 
 impl Block for CrossEntropy<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let dtype = operand_dtype("logits", self.logits.dtype)?;
-        let shape @ [tokens, vocabulary] = self.logits.layout.shape;
-        let logits = matrix("logits", &self.logits, shape, dtype)?;
-        integers("labels", &self.labels, tokens)?;
+        let (cap, gradient) = (self.cap, self.gradient);
+        let Labelled { logits, labels, tokens, vocabulary, cap, source } =
+            Labelled::check(&self.logits, &self.labels, cap, gradient, accesses)?;
         self.losses.check_vector("losses", tokens)?;
-        check_cap(self.cap)?;
-        match self.gradient {
-            true => accesses.write("logits", &self.logits)?,
-            false => accesses.read("logits", &self.logits)?,
-        }
-        accesses.read_array("labels", &self.labels)?;
         accesses.write("losses", &self.losses)?;
-        let source = source(dtype, logits, vocabulary, self.cap);
         let parameters = CrossEntropyParams {
             logits,
-            labels: self.labels.address,
+            labels,
             losses: self.losses.start(),
-            vocabulary: count("words of a vocabulary", vocabulary)?,
-            wants_gradient: self.gradient.into(),
-            cap: self.cap.unwrap_or(0.0),
+            vocabulary,
+            wants_gradient: gradient.into(),
+            cap,
             z_weight: self.z_weight,
         };
         Ok(vec![KernelLaunch::new(&source, "fv_cross_entropy", [tokens, 1], &parameters)?])
@@ -130,58 +159,38 @@ impl Block for CrossEntropy<'_> {
 
 impl Block for LogitSums<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let dtype = operand_dtype("logits", self.logits.dtype)?;
-        let shape @ [tokens, vocabulary] = self.logits.layout.shape;
-        let logits = matrix("logits", &self.logits, shape, dtype)?;
-        integers("labels", &self.labels, tokens)?;
+        let Labelled { logits, labels, tokens, vocabulary, cap, source } =
+            Labelled::check(&self.logits, &self.labels, self.cap, false, accesses)?;
         let sums = dense("sums", &self.sums, [tokens, LOGIT_SUMS], DType::F32)?;
-        check_cap(self.cap)?;
-        accesses.read("logits", &self.logits)?;
-        accesses.read_array("labels", &self.labels)?;
         accesses.write("sums", &self.sums)?;
-        let parameters = LogitSumsParams {
-            logits,
-            labels: self.labels.address,
-            sums,
-            vocabulary: count("words of a vocabulary", vocabulary)?,
-            first: count("words before a part", self.first)?,
-            cap: self.cap.unwrap_or(0.0),
-        };
-        let source = source(dtype, logits, vocabulary, self.cap);
+        let first = count("words before a part", self.first)?;
+        let parameters = LogitSumsParams { logits, labels, sums, vocabulary, first, cap };
         Ok(vec![KernelLaunch::new(&source, "fv_logit_sums", [tokens, 1], &parameters)?])
     }
 }
 
 impl Block for CrossEntropyPart<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let dtype = operand_dtype("logits", self.logits.dtype)?;
-        let shape @ [tokens, vocabulary] = self.logits.layout.shape;
-        let logits = matrix("logits", &self.logits, shape, dtype)?;
-        integers("labels", &self.labels, tokens)?;
+        let (cap, gradient) = (self.cap, self.gradient);
+        let Labelled { logits, labels, tokens, vocabulary, cap, source } =
+            Labelled::check(&self.logits, &self.labels, cap, gradient, accesses)?;
         self.losses.check_vector("losses", tokens)?;
         let ranks = self.sums.layout.shape[0] / tokens.max(1);
         let sums = dense("sums", &self.sums, [ranks * tokens, LOGIT_SUMS], DType::F32)?;
-        check_cap(self.cap)?;
-        match self.gradient {
-            true => accesses.write("logits", &self.logits)?,
-            false => accesses.read("logits", &self.logits)?,
-        }
-        accesses.read_array("labels", &self.labels)?;
         accesses.read("sums", &self.sums)?;
         accesses.write("losses", &self.losses)?;
         let parameters = CrossEntropyPartParams {
             logits,
-            labels: self.labels.address,
+            labels,
             sums,
             losses: self.losses.start(),
-            vocabulary: count("words of a vocabulary", vocabulary)?,
+            vocabulary,
             first: count("words before a part", self.first)?,
             ranks: count("ranks", ranks)?,
             tokens: count("tokens", tokens)?,
-            wants_gradient: self.gradient.into(),
-            cap: self.cap.unwrap_or(0.0),
+            wants_gradient: gradient.into(),
+            cap,
         };
-        let source = source(dtype, logits, vocabulary, self.cap);
         Ok(vec![KernelLaunch::new(&source, "fv_cross_entropy_part", [tokens, 1], &parameters)?])
     }
 }

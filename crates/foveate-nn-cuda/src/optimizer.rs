@@ -259,13 +259,10 @@ fn moment_kind(name: &str, tensor: &DeviceTensor<1>, trained: usize) -> Result<u
     kind(name, tensor, trained)
 }
 
-impl Block for Update<'_> {
-    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let ([elems], trained) = (self.weights.layout.shape, self.trained);
-        let weights = kind("weights", &self.weights, elems)?;
-        let [gradients_len] = self.gradients.layout.shape;
-        let gradients = kind("gradients", &self.gradients, gradients_len)?;
-        let moments = moment_kind("means", &self.means, trained)?;
+impl Update<'_> {
+    /// Whether there are squares where the rule keeps them, and weights and gradients for all pieces, of `elems`
+    /// weights and `gradients` gradients.
+    fn check_places(&self, elems: usize, gradients: usize) -> Result<(), GpuError> {
         let keeps_squares = matches!(self.rule, Rule::AdamW { .. });
         if keeps_squares != self.squares.is_some() {
             let reason = "AdamW has squares of gradients, and momentum has none";
@@ -274,20 +271,33 @@ impl Block for Update<'_> {
         if let Some(squares) = &self.squares {
             squares.check_side_by_side("squares", self.means.layout.shape[0], self.means.dtype)?;
         }
-        let (pieces_first, pieces_end) = (self.pieces.first(), self.pieces.end());
-        if pieces_end > trained || trained > elems {
+        let (trained, pieces) = (self.trained, self.pieces.first()..self.pieces.end());
+        if pieces.end > trained || trained > elems {
             return Err(GpuError::argument(format!(
-                "a piece ends at {pieces_end}, what is trained at {trained}, the arena at {elems}"
+                "a piece ends at {}, what is trained at {trained}, the arena at {elems}",
+                pieces.end
             )));
         }
-        let last_gradient = self.first_gradient + gradients_len;
+        let there = self.first_gradient..self.first_gradient + gradients;
         let is_none = self.pieces.entries.is_empty();
-        if !is_none && (pieces_first < self.first_gradient || pieces_end > last_gradient) {
+        if !is_none && (pieces.start < there.start || pieces.end > there.end) {
             return Err(GpuError::argument(format!(
-                "pieces are of {pieces_first} to {pieces_end}, gradients of {} to {last_gradient}",
-                self.first_gradient
+                "pieces are of {} to {}, gradients of {} to {}",
+                pieces.start, pieces.end, there.start, there.end
             )));
         }
+        Ok(())
+    }
+}
+
+impl Block for Update<'_> {
+    fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
+        let ([elems], trained) = (self.weights.layout.shape, self.trained);
+        let weights = kind("weights", &self.weights, elems)?;
+        let [gradients_len] = self.gradients.layout.shape;
+        let gradients = kind("gradients", &self.gradients, gradients_len)?;
+        let moments = moment_kind("means", &self.means, trained)?;
+        self.check_places(elems, gradients_len)?;
         // The address that the gradient of weight 0 would have: none is read before the first piece.
         let before = (self.first_gradient * self.gradients.dtype.bytes()) as Address;
         let gradients_at = self.gradients.start().wrapping_sub(before);
@@ -348,11 +358,11 @@ impl Block for Update<'_> {
             eps,
             weight_decay: self.weight_decay,
         };
-        if is_none {
+        if self.pieces.entries.is_empty() {
             return Ok(Vec::new());
         }
         let (entry, ctas) = if moments == 2 {
-            let blocks = pieces_end.div_ceil(BLOCK) - pieces_first / BLOCK;
+            let blocks = self.pieces.end().div_ceil(BLOCK) - self.pieces.first() / BLOCK;
             ("fv_update_int8", blocks.div_ceil(THREADS as usize / 32))
         } else {
             ("fv_update", self.pieces.chunks)
