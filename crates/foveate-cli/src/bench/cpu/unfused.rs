@@ -128,22 +128,9 @@ impl Unfused {
             let later = h % group != 0;
             let d_score = &mut self.d_score;
             let dv = &mut self.dv[shared.clone()];
-            matmul(
-                [len, dim, len],
-                Matrix::transposed(p, len),
-                Matrix::rows(d_out, dim),
-                dv,
-                dim,
-                later,
-            );
-            matmul(
-                [len, len, dim],
-                Matrix::rows(d_out, dim),
-                Matrix::transposed(v, dim),
-                d_score,
-                len,
-                false,
-            );
+            let (d, v) = (Matrix::rows(d_out, dim), Matrix::transposed(v, dim));
+            matmul([len, dim, len], Matrix::transposed(p, len), d, dv, dim, later);
+            matmul([len, len, dim], d, v, d_score, len, false);
             let rows = d_score.par_chunks_mut(len).zip(p.par_chunks(len));
             rows.zip(slopes.par_chunks(len)).for_each(|((d, p), slopes)| {
                 let delta: f32 = d.iter().zip(p).map(|(d, p)| d * p).sum();
@@ -152,22 +139,9 @@ impl Unfused {
                 }
             });
             let (dq, dk) = (&mut self.dq[own], &mut self.dk[shared]);
-            matmul(
-                [len, dim, len],
-                Matrix::rows(d_score, len),
-                Matrix::rows(k, dim),
-                dq,
-                dim,
-                false,
-            );
-            matmul(
-                [len, dim, len],
-                Matrix::transposed(d_score, len),
-                Matrix::rows(q, dim),
-                dk,
-                dim,
-                later,
-            );
+            let [d, d_transposed] = [Matrix::rows(d_score, len), Matrix::transposed(d_score, len)];
+            matmul([len, dim, len], d, Matrix::rows(k, dim), dq, dim, false);
+            matmul([len, dim, len], d_transposed, Matrix::rows(q, dim), dk, dim, later);
         }
     }
 
