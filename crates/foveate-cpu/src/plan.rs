@@ -252,22 +252,62 @@ mod tests {
 
     use super::*;
 
+    /// `t` as queries, keys and values.
+    fn of_one(t: &Tensor) -> Operands<'_> {
+        let (q, k, v) = (t.view(), t.view(), t.view());
+        Operands { q, k, v, sink: None, varlen: None, pages: None, scales: None }
+    }
+
+    /// Destinations of passes over [`of_one`], filled with NaN.
+    struct Results {
+        out: Tensor,
+        lse: Tensor<3>,
+        gradients: [Tensor; 3],
+    }
+
+    impl Results {
+        fn new(dtype: DType, shape: [usize; 4]) -> Self {
+            let [batch, heads, len, _] = shape;
+            let like = || Tensor::filled(dtype, shape, f64::NAN);
+            let lse = Tensor::filled(DType::F32, [batch, heads, len], f64::NAN);
+            Self { out: like(), lse, gradients: [like(), like(), like()] }
+        }
+
+        fn forward<'a>(&'a mut self, operands: Operands<'a>) -> ForwardArgs<'a> {
+            let (out, lse) = (self.out.view_mut().unwrap(), self.lse.view_mut().unwrap());
+            ForwardArgs { operands, out, lse, max_score: None }
+        }
+
+        fn backward<'a>(
+            &'a mut self,
+            operands: Operands<'a>,
+            d_out: &'a Tensor,
+        ) -> BackwardArgs<'a> {
+            let [dq, dk, dv] = self.gradients.each_mut().map(|d| Some(d.view_mut().unwrap()));
+            BackwardArgs {
+                operands,
+                out: self.out.view(),
+                lse: self.lse.view(),
+                d_out: d_out.view(),
+                d_lse: None,
+                dq,
+                dk,
+                dv,
+                accumulate: false,
+                d_sink: None,
+                d_captures: Vec::new(),
+            }
+        }
+    }
+
     #[test]
     fn a_dense_learned_bias_gets_its_gradient_without_a_copy_of_it() {
-        let (shape, rows, bias) = ([2, 2, 150, 8], [2, 2, 150], [2, 2, 150, 150]);
+        let (shape, bias) = ([2, 2, 150, 8], [2, 2, 150, 150]);
         let elems = bias.iter().product();
         let mut random = Random::new(3);
         let mut floats = |n: usize| (0..n).map(|_| random.normal() as f32).collect::<Vec<_>>();
         let t = Tensor::from_vec(floats(2 * 2 * 150 * 8), shape).unwrap();
-        let operands = Operands {
-            q: t.view(),
-            k: t.view(),
-            v: t.view(),
-            sink: None,
-            varlen: None,
-            pages: None,
-            scales: None,
-        };
+        let operands = of_one(&t);
         let dims = Dims::of(&operands).unwrap();
         let data = BufferData::F32(floats(elems));
         let buffer = AnyBuffer::new("bias", &bias, data, true).unwrap();
@@ -277,29 +317,16 @@ mod tests {
             let score = Some(parse_score(score, &names).unwrap());
             let spec = Spec { mask: Some(masks::causal()), score, scale: None, dropout: None };
             let plan = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();
-            let mut out = Tensor::filled(DType::F32, shape, f64::NAN);
-            let mut lse = Tensor::filled(DType::F32, rows, f64::NAN);
-            let forward = ForwardArgs {
-                operands,
-                out: out.view_mut().unwrap(),
-                lse: lse.view_mut().unwrap(),
-                max_score: None,
-            };
-            plan.forward(forward).unwrap();
+            let mut results = Results::new(DType::F32, shape);
+            plan.forward(results.forward(operands)).unwrap();
             let mut d_bias = vec![f32::NAN; elems];
             let into = (&mut d_bias).into();
             let backward = BackwardArgs {
-                operands,
-                out: out.view(),
-                lse: lse.view(),
-                d_out: t.view(),
-                d_lse: None,
                 dq: None,
                 dk: None,
                 dv: None,
-                accumulate: false,
-                d_sink: None,
                 d_captures: vec![CaptureGrad { name: "bias", into }],
+                ..results.backward(operands, &t)
             };
             plan.backward(backward).unwrap();
             (plan.pool.free().into_iter().sum::<usize>(), d_bias)
@@ -313,49 +340,20 @@ mod tests {
 
     #[test]
     fn passes_leave_their_workspace_and_block_masks_to_what_comes_after() {
-        let (shape, rows) = ([2, 4, 300, 16], [2, 4, 300]);
-        let filled = |dtype| Tensor::filled(dtype, shape, 0.5);
-        let t = filled(DType::F32);
-        let operands = Operands {
-            q: t.view(),
-            k: t.view(),
-            v: t.view(),
-            sink: None,
-            varlen: None,
-            pages: None,
-            scales: None,
-        };
+        let shape = [2, 4, 300, 16];
+        let t = Tensor::filled(DType::F32, shape, 0.5);
+        let operands = of_one(&t);
         let spec = Spec { mask: Some(masks::causal()), score: None, scale: None, dropout: None };
         let dims = Dims::of(&operands).unwrap();
         let plan = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();
-        let (mut out, mut lse) = (filled(DType::F32), Tensor::filled(DType::F32, rows, 0.0));
-        let forward = ForwardArgs {
-            operands,
-            out: out.view_mut().unwrap(),
-            lse: lse.view_mut().unwrap(),
-            max_score: None,
-        };
-        plan.forward(forward).unwrap();
+        let mut results = Results::new(DType::F32, shape);
+        plan.forward(results.forward(operands)).unwrap();
         // The softmax of the rows of a tile lies in the pool: a maximum, a sum and a factor.
         let tile_q = plan.describe(operands.arrangement()).tiling.tile_q;
         assert!(plan.pool.free().contains(&(3 * tile_q)), "{tile_q}: {:?}", plan.pool.free());
-        let [mut dq, mut dk, mut dv] = [(); 3].map(|()| filled(DType::F32));
-        let backward = BackwardArgs {
-            operands,
-            out: out.view(),
-            lse: lse.view(),
-            d_out: t.view(),
-            d_lse: None,
-            dq: Some(dq.view_mut().unwrap()),
-            dk: Some(dk.view_mut().unwrap()),
-            dv: Some(dv.view_mut().unwrap()),
-            accumulate: false,
-            d_sink: None,
-            d_captures: Vec::new(),
-        };
         let other = CpuPlan::new(&spec, &dims, DType::F32, CpuOptions::default()).unwrap();
         let shared = other.with_workspace_of(&plan);
-        plan.backward(backward).unwrap();
+        plan.backward(results.backward(operands, &t)).unwrap();
         let kept = [&other, &shared, &plan].map(CpuPlan::workspace_bytes);
         assert!(kept[0] == 0 && kept[1] == kept[2], "{kept:?}");
         let built = plan.masks.addresses();
@@ -370,47 +368,18 @@ mod tests {
         for (dtype, dim, len) in
             [(DType::F32, 16, 300), (DType::F32, 72, 1030), (DType::BF16, 64, 500)]
         {
-            let (shape, rows) = ([2, 4, len, dim], [2, 4, len]);
-            let filled = |dtype| Tensor::filled(dtype, shape, 0.5);
-            let t = filled(dtype);
-            let operands = Operands {
-                q: t.view(),
-                k: t.view(),
-                v: t.view(),
-                sink: None,
-                varlen: None,
-                pages: None,
-                scales: None,
-            };
+            let shape = [2, 4, len, dim];
+            let t = Tensor::filled(dtype, shape, 0.5);
+            let operands = of_one(&t);
             let mask = Some(masks::causal());
             let spec = Spec { mask, score: None, scale: None, dropout: None };
             let dims = Dims::of(&operands).unwrap();
             let plan = CpuPlan::new(&spec, &dims, dtype, CpuOptions::default()).unwrap();
             let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
             one.install(|| {
-                let mut lse = Tensor::filled(DType::F32, rows, 0.0);
-                let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| filled(dtype));
-                let forward = ForwardArgs {
-                    operands,
-                    out: out.view_mut().unwrap(),
-                    lse: lse.view_mut().unwrap(),
-                    max_score: None,
-                };
-                plan.forward(forward).unwrap();
-                let backward = BackwardArgs {
-                    operands,
-                    out: out.view(),
-                    lse: lse.view(),
-                    d_out: t.view(),
-                    d_lse: None,
-                    dq: Some(dq.view_mut().unwrap()),
-                    dk: Some(dk.view_mut().unwrap()),
-                    dv: Some(dv.view_mut().unwrap()),
-                    accumulate: false,
-                    d_sink: None,
-                    d_captures: Vec::new(),
-                };
-                plan.backward(backward).unwrap();
+                let mut results = Results::new(dtype, shape);
+                plan.forward(results.forward(operands)).unwrap();
+                plan.backward(results.backward(operands, &t)).unwrap();
             });
             let described = plan.describe(operands.arrangement());
             let of_waves = described.forward_bytes.max(described.backward_bytes);
