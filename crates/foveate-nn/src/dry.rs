@@ -40,7 +40,7 @@ pub struct Dry {
 #[derive(Debug)]
 pub struct DryArray {
     /// Its index among all; none before it was given a size.
-    index: Option<usize>,
+    pub(crate) index: Option<usize>,
     dtype: DType,
     elems: usize,
 }

@@ -109,7 +109,7 @@ pub use gathering::{GroupTransfer, GroupTransferKind};
 pub use generate::{Generator, Sampling};
 pub use groups::PassingGradients;
 pub use matmul::{Matrix, matmul};
-pub use model::{Gradients, Model};
+pub use model::{Gradients, Model, NotFinite, NotFinitePlace};
 pub use moments::Moment;
 pub use optimizer::{AdamW, OptimizerStep, Rule, Sgd, Span, Treatment, clip_factor};
 pub use parameters::{AxisCut, Parameter, ParameterGroup, ParameterLayout};

@@ -1,6 +1,7 @@
 //! The model: its parameters on a device, its attention plans and the workspace of its steps.
 
 mod memory;
+mod replay;
 mod training;
 
 use std::collections::BTreeMap;
@@ -32,6 +33,8 @@ use crate::sharing::{Carrier, Peers, Sharing, TensorSharing};
 use crate::stream::Links;
 use crate::tape::Workspace;
 use crate::tensor::{Holders, TensorPart};
+
+pub use replay::{NotFinite, NotFinitePlace};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
 pub struct Model<B: Blocks = Cpu> {
@@ -85,6 +88,14 @@ pub struct Gradients<A = Vec<f32>> {
     pub(crate) cleared: bool,
     /// Whether they are of one batch, whose activations lie in their memory before they begin.
     pub(crate) one_batch: bool,
+}
+
+impl<A> Gradients<A> {
+    /// Their memory, where activations may lie in it between steps; they hold nothing from there on.
+    pub(crate) fn idle(&mut self) -> Option<&A> {
+        self.cleared |= self.one_batch;
+        self.one_batch.then_some(&self.array)
+    }
 }
 
 impl Gradients {

@@ -37,7 +37,63 @@ pub(crate) struct Pass<'a, B: Blocks> {
     pub stream: Option<Stream<'a, B>>,
 }
 
+/// Sees an array as a block has left it, with the layer, where it is of one, and the block in words; true
+/// ends the pass.
+pub(crate) type Look<'a, B> = dyn FnMut(&mut B, Option<usize>, &'static str, &<B as Blocks>::Array) -> Result<bool, NnError>
+    + 'a;
+
 impl<B: Blocks> Pass<'_, B> {
+    /// [`Pass::loss`] of a model whose parameters are all there. `look` sees what its blocks leave, until it
+    /// ends the pass.
+    pub fn looked_at(
+        &mut self,
+        blocks: &mut B,
+        weights: &B::Array,
+        ws: &mut Workspace<B::Array>,
+        each: &mut B::Array,
+        totals: &mut B::Totals,
+        look: &mut Look<'_, B>,
+    ) -> Result<(), NnError> {
+        let (held, layers) = (Held::All(weights), self.config.num_hidden_layers);
+        let architecture = &self.config.architecture;
+        let (turned_apart, output_norms) = (architecture.head_norms, architecture.output_norms);
+        ws.fit(blocks, self.config, self.part, self.shape, 2, Kept::nothing(layers))?;
+        ws.fit_loss(blocks, self.config, self.part, self.tokens())?;
+        self.step(blocks, held, None).embed(ws)?;
+        if look(blocks, None, "the embedding", &ws.inputs[0])? {
+            return Ok(());
+        }
+        for layer in 0..layers {
+            let of = Some(layer);
+            // Nothing is kept: what other blocks have read is overwritten where arrays share memory.
+            self.step(blocks, held, None).attention_part(ws, layer)?;
+            let qkv = if turned_apart { &ws.heads } else { &ws.attention[0].qkv };
+            if look(blocks, of, "the projection to q, k and v", qkv)?
+                || look(blocks, of, "attention", &ws.attention[0].out)?
+            {
+                return Ok(());
+            }
+            self.step(blocks, held, None).mlp_part(ws, layer)?;
+            if look(blocks, of, "the output projection", &ws.residual[0].x)?
+                || look(blocks, of, "the projection to gate and up", &ws.gate_up[0])?
+            {
+                return Ok(());
+            }
+            self.step(blocks, held, None).output_part(ws, layer)?;
+            if !output_norms && look(blocks, of, "the gate", &ws.activated)?
+                || look(blocks, of, "the down projection", &ws.inputs[(layer + 1) % 2])?
+            {
+                return Ok(());
+            }
+        }
+        self.step(blocks, held, None).last_norm(ws)?;
+        if look(blocks, None, "the last norm", &ws.normed)? {
+            return Ok(());
+        }
+        self.step(blocks, held, None).loss(ws, Some(each), totals)?;
+        look(blocks, None, "the loss", each).map(drop)
+    }
+
     /// The loss alone; that of each token, `[T]`, goes to `each`.
     pub fn loss(
         &mut self,
@@ -266,5 +322,67 @@ impl<B: Blocks> Trained<B> for Whole<'_, B::Array> {
 
     fn complete(&mut self, _: &mut B, _: usize, _: &mut B::Totals) -> Result<(), NnError> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate::DType;
+
+    use super::*;
+    use crate::dry::Dry;
+    use crate::precision::ParameterState;
+    use crate::{Architecture, ModelConfig};
+
+    /// Arrays that share memory lie apart at every block between which both are needed.
+    #[test]
+    fn what_is_looked_at_is_needed_by_the_block_before_so_that_nothing_lies_over_it() {
+        let config = ModelConfig {
+            vocab_size: 61,
+            hidden_size: 24,
+            intermediate_size: 40,
+            num_hidden_layers: 3,
+            num_attention_heads: 4,
+            num_key_value_heads: Some(2),
+            head_dim: Some(8),
+            rms_norm_eps: 1e-5,
+            rope_theta: 1e4,
+            rope_scaling: None,
+            rope_pairing: Default::default(),
+            max_position_embeddings: 64,
+            tie_word_embeddings: false,
+            architecture: Architecture::default(),
+        };
+        for (head_norms, output_norms) in
+            [(false, false), (true, false), (false, true), (true, true)]
+        {
+            let architecture =
+                Architecture { head_norms, output_norms, ..config.architecture.clone() };
+            let config = ModelConfig { architecture, ..config.clone() };
+            let layout = ParameterLayout::new(&config, &[&[][..]; 3], &|_| false).unwrap();
+            let (mut dry, mut ws) =
+                (Dry::new(ParameterState::Exact.into(), 64), Workspace::default());
+            let weights = dry.state("weights", DType::BF16, layout.elems());
+            let mut each = dry.state("token losses", DType::F32, 18);
+            let program = || LayerProgram { plan: &(), learned: &[] };
+            let programs = [program(), program(), program()];
+            let (config, layout, part) = (&config, &layout, &TensorPart::whole(&config));
+            let (programs, batch, shape) = (&programs[..], &(), [2, 9]);
+            let (context, stream) = (None, None);
+            let mut pass = Pass { config, layout, programs, batch, shape, context, part, stream };
+            let mut seen = Vec::new();
+            let look = &mut |dry: &mut Dry, _, block, array: &_| {
+                let array: &crate::DryArray = array;
+                seen.push((array.index.unwrap(), dry.blocks.len(), block));
+                Ok(false)
+            };
+            pass.looked_at(&mut dry, &weights, &mut ws, &mut each, &mut (), look).unwrap();
+            assert_eq!(seen.len(), 3 * (5 + usize::from(!output_norms)) + 3);
+            for (index, now, block) in seen {
+                let needed = &dry.arrays[index].needed;
+                let is_needed = needed.iter().any(|of| of.start < now && now <= of.end);
+                assert!(is_needed, "{block}, {head_norms} {output_norms}: {needed:?} at {now}");
+            }
+        }
     }
 }

@@ -177,7 +177,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     }
 
     /// From the input of the layer to the output of attention.
-    fn attention_part(
+    pub fn attention_part(
         &mut self,
         ws: &mut Workspace<B::Array>,
         layer: usize,
@@ -249,7 +249,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     }
 
     /// From the output of attention to the gate and up projections.
-    fn mlp_part(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
+    pub fn mlp_part(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
         let attention = &ws.attention[ws.kept.attention.of(layer)];
         let tape = &mut ws.residual[ws.kept.residual.of(layer)];
         let gate_up = &mut ws.gate_up[ws.kept.gate_up.of(layer)];
@@ -284,7 +284,11 @@ impl<'a, B: Blocks> Step<'a, B> {
     }
 
     /// From the gate and up projections to the output of the layer.
-    fn output_part(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
+    pub fn output_part(
+        &mut self,
+        ws: &mut Workspace<B::Array>,
+        layer: usize,
+    ) -> Result<(), NnError> {
         let tape = &mut ws.residual[ws.kept.residual.of(layer)];
         let gate_up = &ws.gate_up[ws.kept.gate_up.of(layer)];
         let (wide, activation) =

@@ -2,8 +2,8 @@
 
 use crate::{
     Activation, AdamW, Architecture, AttentionConfig, Batch, Cpu, Gradients, IGNORE, LayerRope,
-    LearnedBuffer, Model, ModelConfig, NnError, OptimizerStep, ProgramConfig, Recomputation,
-    Recompute, Rule, Sampling, Sgd, Treatment,
+    LearnedBuffer, Model, ModelConfig, NnError, NotFinite, NotFinitePlace, OptimizerStep,
+    ProgramConfig, Recomputation, Recompute, Rule, Sampling, Sgd, Treatment,
 };
 use foveate::tensor::random::Random;
 
@@ -507,6 +507,63 @@ fn the_losses_of_tokens_add_up_to_the_loss() {
     let batch = Batch { labels: &labels, ..batch };
     let alone = model.loss(&batch).unwrap().sum_nats;
     assert!((model.token_losses(&batch, None).unwrap()[30] - alone).abs() < 1e-5);
+}
+
+#[test]
+fn a_replay_names_the_block_that_first_leaves_a_value_that_is_not_finite() {
+    let (text, rows) = (Text::new(&[9, 14, 1, 40, 26], 12), 2);
+    let batch = text.batch(rows);
+    let fresh = || model(tiny(false), &attention(), 6);
+    let place = |model: &Model, name: &str| model.parameter(name).unwrap().place.clone();
+    let found = |model: &Model| {
+        let mut gradients = Gradients::zeros(model);
+        let found = model.first_not_finite(&batch, Some(&mut gradients), Recompute::None);
+        let none = model.first_not_finite(&batch, None, Recompute::None).unwrap();
+        (found.unwrap(), none)
+    };
+    assert_eq!(found(&fresh()), (None, None));
+    for (name, layer, block) in [
+        ("model.layers.0.self_attn.k_proj.weight", Some(0), "the projection to q, k and v"),
+        ("model.layers.1.self_attn.o_proj.weight", Some(1), "the output projection"),
+        ("model.layers.1.mlp.up_proj.weight", Some(1), "the projection to gate and up"),
+        ("model.layers.0.mlp.down_proj.weight", Some(0), "the down projection"),
+        ("model.norm.weight", None, "the last norm"),
+        ("lm_head.weight", None, "the loss"),
+    ] {
+        let mut model = fresh();
+        let at = place(&model, name).start;
+        model.weights_mut()[at] = f32::NAN;
+        let (first, without) = found(&model);
+        let NotFinite { place, value } = first.clone().unwrap();
+        let NotFinitePlace::Forward { row: 0, token: 0, .. } = place else { panic!("{place:?}") };
+        assert!(
+            !value.is_finite() && without.map(|found| found.place) == Some(place.clone()),
+            "{name}"
+        );
+        assert_eq!(place, NotFinitePlace::Forward { layer, block, row: 0, token: 0 }, "{name}");
+    }
+    // A word that stands in the middle.
+    let mut model = fresh();
+    let (at, width) = (batch.len + 5, model.config().hidden_size);
+    let word = batch.tokens[at] as usize;
+    let first = batch.tokens.iter().position(|&token| token as usize == word).unwrap();
+    let of_word = place(&model, "model.embed_tokens.weight").start + word * width;
+    model.weights_mut()[of_word + 1] = f32::NEG_INFINITY;
+    let told = found(&model).0.unwrap().to_string();
+    let (row, token) = (first / batch.len, first % batch.len);
+    assert_eq!(told, format!("the embedding leaves -inf for token {token} of row {row}"));
+    // Losses that are finite, of logits that are all 0, and gradients that are not.
+    let mut model = fresh();
+    let (norm, head) = (place(&model, "model.norm.weight"), place(&model, "lm_head.weight"));
+    model.weights_mut()[norm].fill(0.0);
+    let rows = head.len() / width;
+    for (i, weight) in model.weights_mut()[head].iter_mut().enumerate() {
+        *weight = if i / width < rows / 2 { f32::MAX } else { f32::MIN };
+    }
+    assert!(model.loss(&batch).unwrap().sum_nats.is_finite());
+    let (first, without) = found(&model);
+    let NotFinitePlace::Gradient { parameter, .. } = first.unwrap().place else { panic!() };
+    assert_eq!((parameter.as_str(), without), ("model.norm.weight", None));
 }
 
 #[test]

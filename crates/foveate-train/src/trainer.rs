@@ -261,7 +261,7 @@ impl<B: Blocks> Setup<'_, B> {
             let next = self.state.step + 1;
             if run.profile.as_ref().is_some_and(|profile| profile.begins_with(next)) {
                 if let Some(before) = running.take() {
-                    self.finish(before, &mut run, observer)?;
+                    self.finish(before, &mut gradients, &mut run, observer)?;
                 }
                 self.model.profile(true)?;
                 run.profile.iter_mut().for_each(Profile::begin);
@@ -275,12 +275,12 @@ impl<B: Blocks> Setup<'_, B> {
             let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < steps;
             let (evaluates, saves) = (due(train.eval_every), due(train.save_every));
             if let Some(before) = running.take() {
-                self.finish(before, &mut run, observer)?;
+                self.finish(before, &mut gradients, &mut run, observer)?;
             }
             if self.model.queues() && !evaluates && !saves && !ends {
                 running = Some(queued);
             } else {
-                self.finish(queued, &mut run, observer)?;
+                self.finish(queued, &mut gradients, &mut run, observer)?;
             }
             if ends {
                 self.write_profile(&mut run, observer)?;
@@ -291,7 +291,7 @@ impl<B: Blocks> Setup<'_, B> {
             interrupted = self.after_step(step < steps && observer.interrupted(), observer)?;
             if saves || interrupted {
                 if let Some(last) = running.take() {
-                    self.finish(last, &mut run, observer)?;
+                    self.finish(last, &mut gradients, &mut run, observer)?;
                 }
                 saved = Some(self.save(self.saves_beside && !interrupted, observer)?);
             }
@@ -439,6 +439,9 @@ impl<B: Blocks> Setup<'_, B> {
         step.context_seconds += context.map_or(0.0, ContextBatch::take_seconds);
         step.sums.packed += loaded.places;
         step.sums.padding += loaded.padding;
+        if self.ranks.alone() {
+            step.batches.push(own);
+        }
         (self.state.cursor, step.epoch) = (loaded.cursor, loaded.passes);
         Ok(())
     }
@@ -447,10 +450,11 @@ impl<B: Blocks> Setup<'_, B> {
     fn finish(
         &mut self,
         queued: QueuedStep<B>,
+        gradients: &mut StepGradients<B::Array>,
         run: &mut Progress,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
-        let QueuedStep { step, totals, mut sums, pairs, .. } = queued;
+        let QueuedStep { step, totals, batches, mut sums, pairs, .. } = queued;
         let waiting = Instant::now();
         let found = self.model.read(totals)?;
         run.did("wait", waiting);
@@ -460,8 +464,13 @@ impl<B: Blocks> Setup<'_, B> {
         let nats = if self.ranks.counts_tokens() { found.nats } else { 0.0 };
         let [nats, pairs] = self.ranks.sum([nats, pairs])?;
         let mean = nats * (1.0 / sums.labelled.max(1) as f64);
-        self.check_finite(step, "the loss", mean)?;
-        self.check_finite(step, "the gradient norm", found.grad_norm)?;
+        for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
+            if !value.is_finite() {
+                let first = self.first_not_finite(&batches, gradients, observer);
+                let message = format!("{what} is {value}{}", first.unwrap_or_default());
+                return Err(self.not_finite(step, message));
+            }
+        }
         sums.seconds = run.since.elapsed().as_secs_f64();
         run.since = Instant::now();
         run.sums.add(&sums);
@@ -496,19 +505,39 @@ impl<B: Blocks> Setup<'_, B> {
         Ok(())
     }
 
-    /// Ends the run at a number of a step that is not finite. All ranks see the same number, and the first says
-    /// so.
-    fn check_finite(&self, step: u64, what: &str, value: f64) -> Result<(), TrainError> {
-        if value.is_finite() {
-            return Ok(());
-        }
-        let message = format!("{what} is {value}");
-        Err(match self.ranks.first() {
+    /// What ends the run at a number of a step that is not finite. All ranks see the same number, and the
+    /// first says so.
+    fn not_finite(&self, step: u64, message: String) -> TrainError {
+        match self.ranks.first() {
             true if step == 1 => TrainErrorKind::NotFinite { message },
             true => TrainErrorKind::Diverged { step, message, earlier: None },
             false => TrainErrorKind::Elsewhere { message, lost: false },
         }
-        .into())
+        .into()
+    }
+
+    /// Where a replay of the batches of a step finds the first value that is not finite, in words.
+    fn first_not_finite(
+        &self,
+        batches: &[Packed],
+        gradients: &mut StepGradients<B::Array>,
+        observer: &mut dyn Observer,
+    ) -> Option<String> {
+        observer.begins("looking for the first value that is not finite");
+        let mut gradients = match gradients {
+            StepGradients::Whole(gradients) => Some(gradients),
+            StepGradients::Passing(_) => None,
+        };
+        batches.iter().enumerate().find_map(|(number, packed)| {
+            let (gradients, batch) = (gradients.as_deref_mut(), batch(packed));
+            // The failure is told of whether or not it can be said where it began.
+            let found = self.model.first_not_finite(&batch, gradients, self.recompute).ok()??;
+            let of_batch = match batches.len() {
+                1 => String::new(),
+                _ => format!(", in batch {} of the step", number + 1),
+            };
+            Some(format!("; in a replay {found}{of_batch}"))
+        })
     }
 
     /// Ends the profile that is under way, if one is.
@@ -602,6 +631,8 @@ fn count_labelled<B: Blocks>(
 struct QueuedStep<B: Blocks> {
     step: u64,
     totals: B::Totals,
+    /// Of a run of one rank.
+    batches: Vec<Packed>,
     sums: Sums,
     /// Of query and key that the masks let through.
     pairs: f64,
@@ -621,6 +652,7 @@ impl<B: Blocks> QueuedStep<B> {
         Self {
             step,
             totals,
+            batches: Vec::new(),
             sums: Sums::default(),
             pairs: 0.0,
             data_seconds: 0.0,

@@ -108,7 +108,7 @@ impl<B: Blocks> Model<B> {
         Ok(prepared.queued(live, batch))
     }
 
-    fn sizes(&self) -> Sizes<'_> {
+    pub(super) fn sizes(&self) -> Sizes<'_> {
         Sizes { config: &self.config, local: &self.local, part: &self.part }
     }
 
@@ -329,10 +329,7 @@ impl<B: Blocks> Model<B> {
         let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
         let shares = context.is_none() && running.has_all(sizes.part);
         let kind = (shares, StepKind::Loss);
-        let idle = between.filter(|gradients| shares && gradients.one_batch).map(|gradients| {
-            gradients.cleared = true;
-            &gradients.array
-        });
+        let idle = between.filter(|_| shares).and_then(Gradients::idle);
         running.place(sizes, &self.layout, &self.programs, prepared.shape, kind, idle)?;
         let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
         let programs = prepared.of_layers(&self.programs);
@@ -368,7 +365,7 @@ impl<B: Blocks> Running<B> {
 
     /// Gives the arrays of the next pass their places, some of them in the memory of gradients that is
     /// `idle`; where they do not share memory, each has its own.
-    fn place(
+    pub(super) fn place(
         &mut self,
         Sizes { local, part, .. }: Sizes<'_>,
         layout: &ParameterLayout,
@@ -409,7 +406,7 @@ impl<B: Blocks> Running<B> {
 
 /// The sizes of a model, and of what of it this rank has.
 #[derive(Clone, Copy)]
-struct Sizes<'a> {
+pub(super) struct Sizes<'a> {
     config: &'a ModelConfig,
     local: &'a ModelConfig,
     part: &'a TensorPart,
@@ -427,16 +424,16 @@ impl<'a> Sizes<'a> {
 }
 
 /// A batch on the device, with what depends on it.
-struct Prepared<B: Blocks> {
+pub(super) struct Prepared<B: Blocks> {
     batch: B::Batch,
     /// A plan for each program, bound to the documents; none where other ranks hold tokens of the
     /// rows.
     plans: Vec<B::Plan>,
-    shape: [usize; 2],
+    pub shape: [usize; 2],
 }
 
 impl<B: Blocks> Prepared<B> {
-    fn new(
+    pub fn new(
         Running { blocks, plans, tables, tensor, .. }: &mut Running<B>,
         Sizes { config, local, part }: Sizes<'_>,
         programs: &Programs,
@@ -464,14 +461,14 @@ impl<B: Blocks> Prepared<B> {
         Ok(Self { batch: uploaded, plans, shape })
     }
 
-    fn of_layers<'a>(&'a self, programs: &'a Programs) -> Vec<LayerProgram<'a, B>> {
+    pub fn of_layers<'a>(&'a self, programs: &'a Programs) -> Vec<LayerProgram<'a, B>> {
         match self.plans.is_empty() {
             true => Vec::new(),
             false => programs.of_layers(&self.plans),
         }
     }
 
-    fn pass<'a>(
+    pub fn pass<'a>(
         &'a self,
         Sizes { local: config, part, .. }: Sizes<'a>,
         layout: &'a ParameterLayout,

@@ -586,8 +586,9 @@ fn a_loss_that_is_not_finite_before_any_update_does_not_blame_the_learning_rate(
     let error = place.run(&place.recipe(&["attention.score='score / 0'"]), Start::New).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "step 1: the loss is NaN, and no weight was updated before: look at attention.score, \
-         attention.mask and the weights that the run starts from"
+        "step 1: the loss is NaN; in a replay attention of layer 0 leaves NaN for token 0 of row 0, \
+         and no weight was updated before: look at attention.score, attention.mask and the weights \
+         that the run starts from"
     );
 }
 
@@ -609,6 +610,7 @@ fn a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint() {
         place.recipe(&["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.save_every=1"]);
     let error = place.run(&recipe, Start::New).unwrap_err();
     assert!(matches!(error.kind(), TrainErrorKind::Diverged { step: 2, .. }), "{error}");
+    assert!(error.to_string().contains("; in a replay the "), "{error}");
     assert!(error.to_string().contains("Lower optimizer.lr"), "{error}");
     assert!(error.to_string().contains("step-000001 is intact"), "{error}");
     let kept = checkpoint::latest(&place.0.path().join("run/checkpoints")).unwrap();
