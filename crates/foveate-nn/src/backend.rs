@@ -211,6 +211,12 @@ pub trait Blocks: Sized {
     /// When the device does not say.
     fn free_bytes(&mut self) -> Result<Option<u64>, NnError>;
 
+    /// Bytes of device memory that there are, in use or not; `None` where arrays are in the memory of the
+    /// process.
+    fn total_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Makes `array` hold `elems` elements of `dtype`; what they are is not defined. `name` is for
     /// accounts and errors.
     ///

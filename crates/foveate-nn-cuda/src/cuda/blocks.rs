@@ -65,6 +65,10 @@ impl Blocks for Cuda {
         Ok(Some(free as u64))
     }
 
+    fn total_bytes(&self) -> Option<u64> {
+        Some(self.kernels.engine().device().info().memory_bytes as u64)
+    }
+
     fn resize(
         &mut self,
         name: &'static str,

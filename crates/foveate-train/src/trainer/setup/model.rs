@@ -45,6 +45,7 @@ pub(super) fn model<B: Blocks>(
     };
     let frozen = |name: &str| recipe.optimizer.is_frozen(name);
     let free = blocks.free_bytes().map_err(|e| e.to_string())?;
+    let gpu = free.map(|free| (free, blocks.total_bytes().unwrap_or(free)));
     let there = free.or_else(|| machine::free().map(|free| free.bytes));
     // By the sizes alone first: nothing is made that cannot be.
     let bytes = |recompute| {
@@ -65,7 +66,7 @@ pub(super) fn model<B: Blocks>(
     let (setting, of_model) = (Setting { recompute, ..Setting::of(recipe) }, config.clone());
     let planned = Planned { recipe, config: &of_model, attention: &attention };
     let nearest = |there| planned.nearest(&setting, there).ok().flatten();
-    fits(&bytes(recompute)?, free, nearest)?;
+    fits(&bytes(recompute)?, gpu, nearest)?;
     let part = part_of(ranks, &config).map_err(|e| e.to_string())?;
     let model = Model::unfilled_part(blocks, config, &attention, &frozen, part);
     let model = model.map_err(|e| e.to_string())?;
@@ -86,7 +87,7 @@ pub(super) fn model<B: Blocks>(
     if free.is_none() && saves_beside {
         memory.process += copy;
     }
-    fits(&memory, free, nearest)?;
+    fits(&memory, gpu, nearest)?;
     Ok(Made { model, attention, memory, recompute, saves_beside })
 }
 
@@ -147,21 +148,29 @@ fn most_again(ranks: Ranks<'_>, own: Recomputation) -> Result<Recomputation, Tra
     Ok(Recomputation { what, layers: most as u32 as usize })
 }
 
-/// Refuses, with the remedy, what cannot be held in memory: of the GPU that has `free` bytes, where
+/// Refuses, with the remedy, what cannot be held in memory: of the GPU, by its free bytes and all, where
 /// `nearest` says which setting fits, or of this machine.
 pub(super) fn fits(
     need: &MemoryEstimate,
-    free: Option<u64>,
+    gpu: Option<(u64, u64)>,
     nearest: impl Fn(u64) -> Option<(String, MemoryEstimate)>,
 ) -> Result<(), String> {
-    let there = match free {
+    let there = match gpu {
         None => machine::free(),
-        Some(bytes) => Some(Free { bytes, by: "the GPU has free" }),
+        Some((bytes, _)) => Some(Free { bytes, by: "the GPU has free" }),
     };
     let Some(Free { bytes, by }) = there.filter(|there| need.total() > there.bytes) else {
         return Ok(());
     };
-    let remedy = match free.map(nearest) {
+    let taken = match gpu.filter(|&(_, all)| need.total() <= all) {
+        None => String::new(),
+        Some((free, all)) => format!(
+            ", since other work has {} of its {}: end that, and it fits",
+            size(all.saturating_sub(free)),
+            size(all)
+        ),
+    };
+    let remedy = match gpu.map(|(free, _)| nearest(free)) {
         None => "lower train.batch_rows or data.len, set train.recompute = \"full\", or choose a \
                  smaller model"
             .to_owned(),
@@ -175,7 +184,7 @@ pub(super) fn fits(
         }
     };
     Err(format!(
-        "the run takes {}, of which {} are one step's activations, but {by} {}; {remedy}",
+        "the run takes {}, of which {} are one step's activations, but {by} {}{taken}; {remedy}",
         size(need.total()),
         size(need.activations),
         size(bytes)
@@ -205,17 +214,23 @@ mod tests {
             process: 0,
         };
         let full = || ("train.recompute = \"full\"".to_owned(), MemoryEstimate::default());
-        fits(&need, Some(14 << 30), |_| None).unwrap();
-        let told = fits(&need, Some((14 << 30) - 1), |_| Some(full())).unwrap_err();
+        let gpu = |free: u64| Some((free, free));
+        fits(&need, gpu(14 << 30), |_| None).unwrap();
+        let told = fits(&need, gpu((14 << 30) - 1), |_| Some(full())).unwrap_err();
         assert!(told.contains("takes 14.0 GiB, of which 2.0 GiB are one step's"), "{told}");
         let remedy = "the GPU has free 14.0 GiB; with train.recompute = \"full\" it takes 0.0 MiB";
         assert!(told.contains(remedy), "{told}");
-        let told = fits(&need, Some(1), |_| None).unwrap_err();
+        let told = fits(&need, gpu(1), |_| None).unwrap_err();
         assert!(told.contains("choose a smaller model"), "{told}");
         let small = MemoryEstimate { weights: 9 << 20, activations: 3 << 19, ..Default::default() };
-        let told = fits(&small, Some(5 << 19), |_| None).unwrap_err();
+        let told = fits(&small, gpu(5 << 19), |_| None).unwrap_err();
         let sizes = "takes 10.5 MiB, of which 1.5 MiB are one step's activations, but the GPU has \
                      free 2.5 MiB;";
         assert!(told.contains(sizes), "{told}");
+        // It would fit a GPU that nobody else used.
+        let told = fits(&need, Some((4 << 30, 16 << 30)), |_| Some(full())).unwrap_err();
+        let taken = "the GPU has free 4.0 GiB, since other work has 12.0 GiB of its 16.0 GiB: end \
+                     that, and it fits; with train.recompute";
+        assert!(told.contains(taken), "{told}");
     }
 }
