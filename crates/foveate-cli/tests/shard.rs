@@ -79,7 +79,17 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
         (&["--mesh", "data=4"], 2, "`data` is no axis of a mesh"),
         (&["--mesh", "context=auto"], 2, "the number of ranks is not known"),
         (&["--mesh", "context=3,shard=auto", "--ranks", "8"], 2, "8 ranks cannot be divided by 3"),
-        (&["--mesh", "context=2", "--chunk", "100"], 2, "no multiple of tiles of 32"),
+        (
+            &["--mesh", "context=2", "--chunk", "100"],
+            2,
+            "no multiple of tiles of 32 queries; give 96",
+        ),
+        (&["--mesh", "context=2", "--chunk", "4096"], 2, "longer rows, or smaller chunks"),
+        (
+            &["--mesh", "tensor=4", "--set", "model.vocab_size=3"],
+            2,
+            "vocab_size: is 3, which cannot be cut over 4 ranks of tensor; use 1 to 3 of them",
+        ),
         (
             &["--mesh", "context=4", "--strategy", "heads"],
             2,

@@ -59,7 +59,8 @@ impl Dispatch {
         let chunk = match chunk {
             Some(chunk) if chunk == 0 || !chunk.is_multiple_of(tile) => {
                 return refused(format!(
-                    "chunks of {chunk} tokens are no multiple of tiles of {tile} queries"
+                    "chunks of {chunk} tokens are no multiple of tiles of {tile} queries; give {}",
+                    (chunk / tile).max(1) * tile
                 ));
             }
             Some(chunk) => chunk,
@@ -68,8 +69,8 @@ impl Dispatch {
         let number = len.div_ceil(chunk);
         if number < ranks {
             return refused(format!(
-                "a row of {} is {} of {chunk}, and {} need one each; use {} of context or fewer, or \
-                 smaller tiles",
+                "a row of {} is {} of {chunk}, and {} need one each; use {} of context or fewer, \
+                 longer rows, or smaller chunks",
                 Count(len, "token"),
                 Count(number, "chunk"),
                 Count(ranks, "rank"),

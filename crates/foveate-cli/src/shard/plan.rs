@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, MaskMod};
-use foveate_nn::{AttentionProgram, ModelConfig};
+use foveate_nn::{AttentionProgram, ModelConfig, TensorPart};
 use foveate_shard::{
     Axis, LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
     ProvenPlan, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
@@ -106,6 +106,9 @@ impl PlanArgs {
         let options = PlanOptions { strategy, chunk: self.chunk };
         let (planes, plan) =
             planned(&config, &map, [batch, len], &masks, ElementType::BF16, options)?;
+        // Whether every rank of `tensor` has a part of the model.
+        TensorPart::of(&config, 0, map.mesh().size(MeshAxis::Tensor))
+            .map_err(|e| Failure::usage(e.to_string()))?;
         if planes.work().iter().sum::<u64>() == 0 {
             let attention = recipe.attention.clone().unwrap_or_default();
             attention.programs().into_iter().for_each(|(_, program)| blind::warn(&program.mask));
