@@ -1,5 +1,7 @@
 //! Attention whose tokens are on several ranks: partial results joined, and gradients of keys brought together.
 
+use std::ops::Range;
+
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_tensor::DType;
@@ -12,15 +14,17 @@ const THREADS: u32 = 256;
 
 /// Attention over some keys and over others becomes that over both, in f32: rows of `out` are divided by their
 /// denominators, `lse` has the natural logs of these, -∞ where a row sees no key.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Join {
     /// f32 `[rows, len, heads, dim]`, written where `to` is none.
     pub out: DeviceTensor<4>,
     /// f32 `[rows, heads, len]`.
     pub lse: DeviceTensor<3>,
-    /// Over other keys, as `out`.
+    /// The tokens of each row that see other keys, which `part` has.
+    pub tokens: Range<usize>,
+    /// Over other keys, f32 `[rows, tokens, heads, dim]`.
     pub part: DeviceTensor<4>,
-    /// As `lse`.
+    /// f32 `[rows, heads, tokens]`.
     pub part_lse: DeviceTensor<3>,
     /// As `out`, in `dtype`, written; none for `out` itself.
     pub to: Option<DeviceTensor<4>>,
@@ -44,10 +48,15 @@ pub struct SumKeys<'a> {
 impl Block for Join {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("to", self.dtype)?;
-        let shape @ [rows, len, heads, dim] = self.out.layout.shape;
-        let contiguous = |name: &str, tensor: &DeviceTensor<4>, dtype| {
+        let [rows, len, heads, dim] = self.out.layout.shape;
+        let Range { start, end } = self.tokens;
+        if start > end || end > len {
+            let given = format!("tokens {start}..{end} of rows of {len}; give some of them");
+            return Err(GpuError::argument(given));
+        }
+        let contiguous = |name: &str, tensor: &DeviceTensor<4>, dtype, len: usize| {
             tensor.check_dtype(name, dtype)?;
-            let flat = DeviceTensor::contiguous(tensor.address, dtype, shape);
+            let flat = DeviceTensor::contiguous(tensor.address, dtype, [rows, len, heads, dim]);
             match tensor.layout == flat.layout {
                 true => {
                     Ok(DeviceTensor::contiguous(tensor.address, dtype, [rows * len * heads * dim]))
@@ -55,11 +64,15 @@ impl Block for Join {
                 false => Err(GpuError::argument(format!("{name} is {tensor}; it must be {flat}"))),
             }
         };
-        let out = contiguous("out", &self.out, DType::F32)?;
-        let part = contiguous("part", &self.part, DType::F32)?;
-        let to = self.to.map(|to| contiguous("to", &to, dtype)).transpose()?;
-        let statistics = [("lse", self.lse), ("part_lse", self.part_lse), ("to_lse", self.to_lse)];
-        for (name, lse) in statistics {
+        let out = contiguous("out", &self.out, DType::F32, len)?;
+        let part = contiguous("part", &self.part, DType::F32, end - start)?;
+        let to = self.to.map(|to| contiguous("to", &to, dtype, len)).transpose()?;
+        let statistics = [
+            ("lse", self.lse, len),
+            ("part_lse", self.part_lse, end - start),
+            ("to_lse", self.to_lse, len),
+        ];
+        for (name, lse, len) in statistics {
             lse.check_dtype(name, DType::F32)?;
             let flat = DeviceTensor::contiguous(lse.address, DType::F32, [rows, heads, len]);
             if lse.layout != flat.layout {
@@ -95,6 +108,8 @@ impl Block for Join {
             len: count("tokens", len)?,
             dim: count("columns", dim)?,
             to_is_f32: to.is_none().into(),
+            first: count("tokens", start)?,
+            count: count("tokens", end - start)?,
         };
         let source = Source { file: File::Context, dtype, vector, threads: THREADS };
         let grid = [elems.div_ceil(vector * THREADS as usize), 1];

@@ -419,6 +419,10 @@ abi_structs! {
         pub dim: i32,
         /// Whether `to` is f32, not the operands' dtype.
         pub to_is_f32: i32,
+        /// The first token of a row that `part` has.
+        pub first: i32,
+        /// How many it has.
+        pub count: i32,
     }
     /// Of `kernels/context.cu`.
     pub struct SumKeysParams {

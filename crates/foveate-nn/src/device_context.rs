@@ -50,6 +50,9 @@ pub struct KeyStage {
     pub sends: Vec<Vec<Range<usize>>>,
     /// Keys of each rank that this one gets.
     pub receives: Vec<Vec<Range<usize>>>,
+    /// Of this rank's tokens, as it holds them, those from the first to the last that sees a key of the
+    /// stage; all in the first stage, none where no key is.
+    pub queries: Range<usize>,
 }
 
 /// Attention over several ranks by the blocks `B` of a device, on its arrays `A`. Every rank that shares

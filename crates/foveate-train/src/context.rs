@@ -6,6 +6,7 @@
 //! holds for the next batch, too, where the masks read no documents, or the documents are the same. A device
 //! that computes attention over ranks itself is told what the plan says; elsewhere the host does.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -18,8 +19,8 @@ use foveate_nn::{
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{
     Axis, Cells, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, Part, PlanOptions, Planes,
-    ProvenPlan, RankAttention, RankForward, ShardError, ShardLayout, ShardPlan, Sharded, Stage,
-    Strategy, Whole, arrays, usual_tile,
+    ProvenPlan, Ranges, RankAttention, RankForward, ShardError, ShardLayout, ShardPlan, Sharded,
+    Stage, Strategy, Whole, arrays, usual_tile,
 };
 
 use crate::error::TrainError;
@@ -383,6 +384,7 @@ fn device_plan(plan: &ShardPlan, rank: usize, documents: &[i32], live: f64) -> C
                 moves: members.iter().any(|&r| !plan.ranks[r].stages[number].sends.is_empty()),
                 sends: of_ranks(&stage.sends),
                 receives: of_ranks(&stage.receives),
+                queries: place_within(&own.q, &stage.compute.q),
             };
             ContextMoves::Keys(stages.map(stage).collect())
         }
@@ -408,6 +410,16 @@ fn device_plan(plan: &ShardPlan, rank: usize, documents: &[i32], live: f64) -> C
             .map(|&member| plan.ranks[member].own.q.as_slice().to_vec())
             .collect(),
         moves,
+    }
+}
+
+/// From the first to the last of `some` positions, their places among `all`.
+fn place_within(all: &Ranges, some: &Ranges) -> Range<usize> {
+    let place = |position: usize| all.intersection(&Ranges::one(0..position)).len();
+    match some.as_slice() {
+        [] => 0..0,
+        [first, .., last] => place(first.start)..place(last.end),
+        [one] => place(one.start)..place(one.end),
     }
 }
 

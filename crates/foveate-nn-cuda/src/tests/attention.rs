@@ -16,7 +16,10 @@ fn parts_of_attention_join_by_their_denominators() {
     let [rows, heads, len] = SHAPE;
     let none = f32::NEG_INFINITY;
     for dtype in [DType::BF16, DType::F16, DType::F32] {
-        for (dim, in_place) in [(16, false), (16, true), (5, false), (5, true)] {
+        let all = [(16, false), (16, true), (5, false), (5, true)];
+        let spans = [0..len, 1..4, 2..5, 3..3];
+        let cases = all.iter().flat_map(|case| spans.iter().map(move |tokens| (*case, tokens)));
+        for ((dim, in_place), tokens) in cases {
             let shape = [rows, len, heads, dim];
             let elems = rows * len * heads * dim;
             let mut draw = |scale: f64, count: usize| -> Vec<f32> {
@@ -26,8 +29,20 @@ fn parts_of_attention_join_by_their_denominators() {
             let (mut a, mut b) = (draw(30.0, elems / dim), draw(30.0, elems / dim));
             // Keys in one part, in the other, in none.
             (a[0], b[1], a[2], b[2]) = (none, none, none, none);
-            let (out, part) = (numbers(&x), numbers(&y));
-            let (lse, part_lse) = (numbers(&a), numbers(&b));
+            // Of the tokens that see them.
+            let count = tokens.len();
+            let of_tokens = |values: &[f32], at: &dyn Fn(usize) -> usize, elems: usize| {
+                let seen = values.iter().enumerate().filter(|(i, _)| tokens.contains(&at(*i)));
+                let seen: Vec<f32> = seen.map(|(_, &value)| value).collect();
+                assert_eq!(seen.len(), elems);
+                numbers(&seen)
+            };
+            let part = of_tokens(&y, &|i| i / dim / heads % len, rows * count * heads * dim);
+            let part_lse = of_tokens(&b, &|i| i % len, rows * heads * count);
+            for (_, lse) in b.iter_mut().enumerate().filter(|(i, _)| !tokens.contains(&(i % len))) {
+                *lse = none;
+            }
+            let (out, lse) = (numbers(&x), numbers(&a));
             let placing = Placing::dense(dtype);
             let to = placing.empty([1, elems]);
             let to_lse = Placing::dense(DType::F32).empty([1, elems / dim]);
@@ -40,8 +55,17 @@ fn parts_of_attention_join_by_their_denominators() {
             let join = Join {
                 out: wide(&out),
                 lse: statistics(&lse),
-                part: wide(&part),
-                part_lse: statistics(&part_lse),
+                tokens: tokens.clone(),
+                part: DeviceTensor::contiguous(
+                    part.address(),
+                    DType::F32,
+                    [rows, count, heads, dim],
+                ),
+                part_lse: DeviceTensor::contiguous(
+                    part_lse.address(),
+                    DType::F32,
+                    [rows, heads, count],
+                ),
                 to: (!in_place).then_some(narrow),
                 to_lse: statistics(&to_lse.memory),
                 dtype,

@@ -50,6 +50,16 @@ pub fn plans(
             How::Heads => unreachable!("heads move"),
         }
     };
+    // Those behind the first key: masks are causal.
+    let queries = |rank: usize, stage: usize| {
+        let own = || tokens[rank].iter().cloned().flatten();
+        let keys = (0..ranks).flat_map(|owner| moved(rank, owner, stage));
+        match (stage, keys.map(|range| range.start).min()) {
+            (0, _) => 0..own().count(),
+            (_, Some(first)) => own().filter(|&query| query < first).count()..own().count(),
+            (_, None) => 0..0,
+        }
+    };
     let even = |count: usize, rank: usize| count * rank / ranks..count * (rank + 1) / ranks;
     let plan = |rank: usize| {
         let all = |of: &dyn Fn(usize) -> Vec<Range<usize>>| (0..ranks).map(of).collect();
@@ -57,6 +67,7 @@ pub fn plans(
             moves: how == How::Gather || stage > 0,
             sends: all(&|other| moved(other, rank, stage)),
             receives: all(&|other| moved(rank, other, stage)),
+            queries: queries(rank, stage),
         };
         let per = heads[0] / heads[1];
         let of_rank = |rank: usize| {

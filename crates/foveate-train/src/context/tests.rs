@@ -9,7 +9,6 @@ use foveate_nn::{
     Gradients, IGNORE, LayerRope, LearnedBuffer, ModelConfig, Moments, OptimizerStep,
     ProgramConfig, Queued, Recompute, RopeScaling, Rule, Treatment,
 };
-use foveate_shard::Ranges;
 use foveate_shard::collectives::run_threads;
 
 use super::*;
@@ -367,6 +366,18 @@ fn a_device_is_told_what_the_plan_says() {
                 let first = if number == 0 { own.own.kv.clone() } else { Ranges::default() };
                 let arrive = Ranges::of(stage.receives.iter().flatten().cloned());
                 assert_eq!(first.union(&arrive), planned.compute.kv);
+                // Whoever computes is between the first and the last.
+                let held: Vec<usize> = own.own.q.as_slice().iter().cloned().flatten().collect();
+                let told_of = Ranges::of(held[stage.queries.clone()].iter().map(|&q| q..q + 1));
+                assert!(planned.compute.q.difference(&told_of).is_empty());
+                let ends = [held.get(stage.queries.start), held.get(stage.queries.end.max(1) - 1)];
+                let computed = planned.compute.q.as_slice().iter().cloned().flatten();
+                let [first, last] = [computed.clone().next(), computed.last()];
+                if first.is_some() {
+                    assert_eq!(ends.map(|end| end.copied()), [first, last]);
+                } else {
+                    assert!(stage.queries.is_empty());
+                }
                 for (place, &other) in members.iter().enumerate() {
                     let ContextMoves::Keys(theirs) = told(other).moves else { unreachable!() };
                     assert_eq!(stage.sends[place], theirs[number].receives[of.rank]);
@@ -429,8 +440,9 @@ fn what_model_families_have_beside_attention_is_the_same_over_context() {
     }
 }
 
-/// The loss of the tokens that `labelled` names, on a mesh.
+/// The loss of the tokens that `labelled` names, over `ranks` ranks of context.
 fn loss_of(
+    ranks: usize,
     run: &Run<'_>,
     rows: &Packed,
     labelled: impl Fn(usize) -> bool,
@@ -440,8 +452,8 @@ fn loss_of(
     for (i, label) in rows.labels.iter_mut().enumerate() {
         *label = if labelled(i) { 5 } else { IGNORE };
     }
-    let mesh = [1, 1, 4, 1];
-    let nats = run_threads(4, DEADLINE, |world| {
+    let mesh = [1, 1, ranks, 1];
+    let nats = run_threads(ranks, DEADLINE, |world| {
         let model = Model::new(run.config.clone(), run.attention, 3).unwrap();
         let (ranks, mut planner) = planner(world, mesh, Some(strategy))?;
         let (own, context) =
@@ -469,15 +481,19 @@ fn a_token_changes_what_the_mask_lets_see_it_and_nothing_else() {
     let mut other = rows.clone();
     other.tokens[changed] = (rows.tokens[changed] + 1) % 13;
     let sees = changed..changed + 4;
-    for strategy in STRATEGIES {
+    let cases = [2, 3, 4, 8].into_iter().flat_map(|ranks| STRATEGIES.map(|with| (ranks, with)));
+    // Heads are given for tokens where there are as many.
+    for (ranks, strategy) in
+        cases.filter(|&(ranks, with)| ranks <= 4 || with != Strategy::HeadsForTokens)
+    {
         let both = |labelled: &dyn Fn(usize) -> bool| {
-            [&rows, &other].map(|rows| loss_of(&run, rows, labelled, strategy).to_bits())
+            [&rows, &other].map(|rows| loss_of(ranks, &run, rows, labelled, strategy).to_bits())
         };
         let [before, after] = both(&|i| !sees.contains(&i));
-        assert_eq!(before, after, "{strategy}: tokens that do not see it");
+        assert_eq!(before, after, "{strategy} over {ranks}: tokens that do not see it");
         for i in sees.clone() {
             let [before, after] = both(&|j| i == j);
-            assert_ne!(before, after, "{strategy}: token {i} sees it");
+            assert_ne!(before, after, "{strategy} over {ranks}: token {i} sees it");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Keys that go to the queries which see them.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use foveate::Layout;
@@ -27,6 +28,8 @@ pub(super) struct Keys {
     rows: KeyRows,
     /// Whether any rank sends something, by stage.
     moves: Vec<bool>,
+    /// Tokens that each stage computes.
+    queries: Vec<Range<usize>>,
     documents: Words,
     /// Of the rank's queries, and of the keys as they lie.
     positions: [Words; 2],
@@ -58,6 +61,7 @@ impl Keys {
             heads,
             rows,
             moves,
+            queries: stages.iter().map(|stage| stage.queries.clone()).collect(),
             documents,
             positions: [queries, keys],
             sources,
@@ -103,21 +107,23 @@ impl Keys {
             if moves {
                 moving.end(blocks.queue.stream())?;
             }
-            let place = self.rows.stages[stage].clone();
-            if place.is_empty() || !self.is_needed() {
+            if !self.computes(stage) {
                 continue;
             }
-            let positions = self.positions[1].part(place.clone());
+            let (place, tokens) = (self.rows.stages[stage].clone(), self.queries[stage].clone());
+            let [queries, seen] = [(0, &tokens), (1, &place)]
+                .map(|(of, range)| self.positions[of].part(range.clone()));
             let plan = pass.plan.capturing(&[
                 (DOCUMENTS, &self.documents),
-                (POSITIONS[0], &self.positions[0]),
-                (POSITIONS[1], &positions),
+                (POSITIONS[0], &queries),
+                (POSITIONS[1], &seen),
             ]);
             let [q, ..] = packed(self.heads, qkv.vector().start(), dtype);
             let [k, v] = self.views(keys, dtype, place.start, place.len());
-            let (part, part_lse) = sums.next(self.heads, to);
-            plan.forward(&blocks.queue, [q, k, v], &pass.learned, part, part_lse)?;
-            sums.join(blocks, self.heads, to)?;
+            let (part, part_lse) = sums.next(PackedHeads { len: tokens.len(), ..self.heads }, to);
+            let operands = [of_tokens(q, &tokens), k, v];
+            plan.forward(&blocks.queue, operands, &pass.learned, part, part_lse)?;
+            sums.join(blocks, self.heads, tokens, to)?;
         }
         Ok(())
     }
@@ -197,6 +203,12 @@ impl Keys {
         self.heads.rows * self.heads.len > 0
     }
 
+    /// Whether this rank computes something in a stage.
+    fn computes(&self, stage: usize) -> bool {
+        let is_empty = self.rows.stages[stage].is_empty() || self.queries[stage].is_empty();
+        self.is_needed() && !is_empty
+    }
+
     /// Keys and values from key `first` on of every row of the array at `address`.
     fn views(&self, address: Address, dtype: DType, first: usize, len: usize) -> [DeviceTensor; 2] {
         let PackedHeads { rows, heads_kv, dim, .. } = self.heads;
@@ -212,7 +224,7 @@ impl Keys {
     /// Scratch for what stages give.
     fn sums(&self, blocks: &Cuda, dtype: DType) -> Result<Sums, NnError> {
         let PackedHeads { rows, len, heads_q, dim, .. } = self.heads;
-        let stages = self.rows.stages.iter().filter(|keys| !keys.is_empty()).count();
+        let stages = (0..self.moves.len()).filter(|&stage| self.computes(stage)).count();
         let mut sums = Sums { dtype, stages, done: 0, outs: Vec::new(), lses: Vec::new() };
         if stages > 1 && self.is_needed() {
             let elems = rows * len * heads_q;
@@ -222,6 +234,14 @@ impl Keys {
         }
         Ok(sums)
     }
+}
+
+/// `tokens` of each row of queries.
+fn of_tokens(q: DeviceTensor, tokens: &Range<usize>) -> DeviceTensor {
+    let mut layout = q.layout;
+    layout.offset += tokens.start * layout.strides[2];
+    layout.shape[2] = tokens.len();
+    DeviceTensor { layout, ..q }
 }
 
 /// Attention over the keys of the stages so far, in f32 where there are several.
@@ -250,11 +270,12 @@ impl Sums {
         (output(heads, out, DType::F32), statistics(heads, lse))
     }
 
-    /// Queues that what the stage gave joins that of those before.
+    /// Queues that what the stage gave of `tokens` joins that of those before.
     fn join(
         &mut self,
         blocks: &Cuda,
         heads: PackedHeads,
+        tokens: Range<usize>,
         (out, lse): (Address, Address),
     ) -> Result<(), NnError> {
         let (before, is_last) = (self.done, self.done + 1 == self.stages);
@@ -263,17 +284,19 @@ impl Sums {
             return Ok(());
         }
         let PackedHeads { rows, len, heads_q, dim, .. } = heads;
-        let tokens = |address: Address, dtype| {
+        let count = tokens.len();
+        let of_len = |address: Address, dtype, len: usize| {
             DeviceTensor::contiguous(address, dtype, [rows, len, heads_q, dim])
         };
         let of_lse = |which: usize| self.lses[which].address();
         let to_lse = if is_last { lse } else { of_lse(before % 2) };
         blocks.run(&Join {
-            out: tokens(self.outs[0].address(), DType::F32),
+            out: of_len(self.outs[0].address(), DType::F32, len),
             lse: statistics(heads, of_lse((before - 1) % 2)),
-            part: tokens(self.outs[1].address(), DType::F32),
-            part_lse: statistics(heads, of_lse(2)),
-            to: is_last.then(|| tokens(out, self.dtype)),
+            tokens,
+            part: of_len(self.outs[1].address(), DType::F32, count),
+            part_lse: statistics(PackedHeads { len: count, ..heads }, of_lse(2)),
+            to: is_last.then(|| of_len(out, self.dtype, len)),
             to_lse: statistics(heads, to_lse),
             dtype: self.dtype,
         })
