@@ -1,10 +1,11 @@
 //! Tests of the whole model. Those of a block are beside it.
 
 use crate::{
-    Activation, AdamW, Architecture, AttentionConfig, Batch, Cpu, Gradients, IGNORE, LayerRope,
-    LearnedBuffer, Model, ModelConfig, NnError, NotFinite, NotFinitePlace, OptimizerStep,
-    ProgramConfig, Recomputation, Recompute, Rule, Sampling, Sgd, Treatment,
+    Activation, AdamW, Architecture, AttentionConfig, AttentionProgram, Batch, Cpu, Gradients,
+    IGNORE, LayerRope, LearnedBuffer, Model, ModelConfig, NnError, NotFinite, NotFinitePlace,
+    OptimizerStep, ProgramConfig, Recomputation, Recompute, Rule, Sampling, Sgd, Treatment,
 };
+use foveate::mods::{masks, scores};
 use foveate::tensor::random::Random;
 
 /// Sizes that divide nothing.
@@ -416,6 +417,27 @@ fn values_that_repeat_fill_every_parameter_and_nothing_beside_it() {
     assert!(beside.map(|(&value, _)| value).all(|value| value == 0.0));
     let said = model.fill_repeating(0, &[]).unwrap_err().to_string();
     assert!(said.contains("embed_tokens.weight`: is given no values to repeat"), "{said}");
+}
+
+#[test]
+fn a_program_built_in_rust_trains_as_the_same_one_in_text() {
+    let (mask, score) = (Some(masks::causal()), Some(scores::soft_cap(3.0).unwrap()));
+    let built = AttentionProgram { mask, score, learned: Vec::new() };
+    let text = ProgramConfig {
+        mask: "causal".into(),
+        score: Some("softcap(3)".into()),
+        ..Default::default()
+    };
+    let built = Model::with_program(tiny(true), &built, 5).unwrap();
+    let read = Model::new(tiny(true), &text.into(), 5).unwrap();
+    let of = |model: &Model| gradients(model, &Text::new(&[12], 6).batch(1), Recompute::None);
+    assert_eq!(of(&built), of(&read));
+    let mut wrong = tiny(true);
+    wrong.vocab_size = 0;
+    let program = AttentionProgram { mask: None, score: None, learned: Vec::new() };
+    assert!(
+        Model::with_program(wrong, &program, 5).unwrap_err().to_string().contains("vocab_size")
+    );
 }
 
 #[test]
