@@ -14,6 +14,17 @@ pub fn number<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> 
     })
 }
 
+/// Reads a time in seconds, as long as an hour at most.
+///
+/// # Errors
+/// What was expected instead.
+pub fn seconds(text: &str) -> Result<f64, String> {
+    match text.trim().parse() {
+        Ok(seconds) if (0.0..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("seconds from 0 to 3600 are expected, such as 0.5".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -26,5 +37,9 @@ mod tests {
             assert_eq!(said, "a number is expected, such as 16", "{wrong}");
         }
         assert_eq!(number::<usize>(&"9".repeat(30)).unwrap_err(), "it is out of range");
+        assert_eq!(seconds("0.5"), Ok(0.5));
+        for wrong in ["nan", "inf", "-1", "1e9", "", "x"] {
+            assert!(seconds(wrong).unwrap_err().starts_with("seconds from 0"), "{wrong}");
+        }
     }
 }

@@ -187,6 +187,8 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
         ("generate here --temperature 0 --seed 3", "--seed is of draws"),
         ("generate here --max-tokens -1", "invalid value '-1' for '--max-tokens <N>'"),
         ("bench cpu --filter nothing", "no case has `nothing` in its name"),
+        ("bench mask --seconds nan", "seconds from 0 to 3600 are expected"),
+        ("bench gpu --seconds -1", "seconds from 0 to 3600 are expected"),
         ("train", "<RECIPE>"),
         ("paint", "unrecognized subcommand 'paint'"),
     ] {

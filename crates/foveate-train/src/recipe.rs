@@ -703,8 +703,15 @@ impl Recipe {
     /// # Errors
     /// When a value has no TOML form.
     pub fn to_toml(&self) -> Result<String, TrainError> {
-        toml::to_string_pretty(self)
-            .map_err(|e| TrainError::recipe("recipe", format!("cannot be written: {e}")))
+        toml::to_string_pretty(self).map_err(|e| {
+            TrainError::recipe(
+                "recipe",
+                format!(
+                    "cannot be saved: {e}; it is text, so \
+                 give folders and files whose names are UTF-8"
+                ),
+            )
+        })
     }
 }
 

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use crate::explain::kernel_options;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
-use crate::number::number;
+use crate::number::{number, seconds};
 use crate::output::Output;
 use crate::tune;
 use cases::{Case, Prepared};
@@ -38,7 +38,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<usize>)]
     device: usize,
     /// Timing of one case in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.3, allow_negative_numbers = true, value_parser = seconds)]
     seconds: f64,
     /// Tune the kernels of each case first, and record what is found, as `foveate tune` does
     #[arg(long, conflicts_with = "list")]
@@ -122,7 +122,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         if args.tune {
             tune(&case.case, &prepared, &interrupt)?;
         }
-        let mut times = time(&prepared, Duration::from_secs_f64(args.seconds.clamp(0.0, 60.0)))?;
+        let mut times = time(&prepared, Duration::from_secs_f64(args.seconds))?;
         let sample = prepared.sample(SAMPLES)?;
         times.sort_by(f64::total_cmp);
         let ms = times[times.len() / 2];

@@ -13,6 +13,7 @@ use serde::Serialize;
 use super::workload::{Mask, Workload};
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
+use crate::number::seconds;
 use crate::output::{Output, bytes};
 
 const TILE: Tile = Tile { q: 128, kv: 128 };
@@ -26,7 +27,7 @@ pub struct Args {
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
     /// Timing of one mask and length in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.5)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.5, allow_negative_numbers = true, value_parser = seconds)]
     seconds: f64,
     /// Print one JSON object a mask and length
     #[arg(long)]
