@@ -16,6 +16,7 @@ use serde_json::json;
 
 use crate::chat::RENDERER;
 use crate::failure::Failure;
+use crate::interrupt::Interrupt;
 use crate::memory;
 use crate::number::number;
 use crate::output::Output;
@@ -118,13 +119,15 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     };
     let ends = Ends { bos: args.add_bos_token, eos: args.add_eos_token };
     let tokenizer = config.tokenizer.adding(ends)?;
-    let scan = || Corpus::scan(&sources, tokenizer, Some(template), &mut || false);
+    let interrupt = Interrupt::watch()?;
+    let scan = || Corpus::scan(&sources, tokenizer, Some(template), &mut || interrupt.pressed());
     let corpus = waiting("reading the documents", PATIENCE, scan)?;
     let all: Vec<usize> = (0..corpus.len()).collect();
     let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };
     let total = if args.per_token {
         token_losses(&model, &corpus, &all, options, args.batch_rows, |token| {
+            interrupt.check()?;
             print_token(&corpus, &token, args.json, out)
         })?
     } else {
@@ -132,10 +135,10 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
         let mut watch = |share: f64| {
             let left = began.elapsed().as_secs_f64() * (1.0 - share) / share.max(f64::EPSILON);
             gauge.at(share, left);
-            true
+            !interrupt.pressed()
         };
         held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX, &mut watch)?
-            .expect("an evaluation that goes on")
+            .ok_or(Failure::Interrupted)?
     };
     let bits_per_byte = bytes.map(|n| total.nats / n.max(1) as f64 / std::f64::consts::LN_2);
     if args.json {

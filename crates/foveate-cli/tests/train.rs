@@ -2,6 +2,7 @@
 
 mod place;
 
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -216,6 +217,36 @@ fn sigterm_ends_a_run_while_its_documents_render() {
         let last = told.lines().last().unwrap();
         assert_eq!(last, "interrupted before the first step; nothing was written", "{told}");
         assert!(!place.path("run").exists());
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_long_evaluation_says_how_far_it_is_and_ends_on_sigterm() {
+    let place = Place::new();
+    assert!(place.run(&["train", "recipe.toml", "--set", "train.steps=1"]).status.success());
+    std::fs::write(place.path("long.txt"), "let x = y;\n".repeat(4_000_000)).unwrap();
+    for more in [None, Some("--per-token")] {
+        let args = ["eval", "run/checkpoints/step-000001", "long.txt"];
+        let mut command = place.command(&args);
+        command.args(more).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut line = String::new();
+        // Losses of tokens come on stdout.
+        match more {
+            None => BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line),
+            Some(_) => BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line),
+        }
+        .unwrap();
+        assert!(more.is_some() || line.contains(" %  evaluating  "), "{line}");
+        // What is not read any more would stop it otherwise.
+        let drain = child.stdout.take().map(|mut out| {
+            std::thread::spawn(move || std::io::copy(&mut out, &mut std::io::sink()))
+        });
+        let pid = child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+        assert_eq!(child.wait().unwrap().code(), Some(130));
+        drain.unwrap().join().unwrap().unwrap();
     }
 }
 
