@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
-//!                         [--workers N] [--timeout SECONDS] [--subset N|cover] [--dtype f16|bf16]
+//!                         [--workers N] [--timeout SECONDS] [--subset N|cover] [--dtype DTYPE]
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
 //! foveate-conformance placement
@@ -36,10 +36,10 @@ use crate::options::Options;
 const HELP: &str = "\
 foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
                         [--workers N] [--timeout SECONDS] [--subset N|cover]
+                        [--dtype f32|f16|bf16|f8e4m3]
     Runs every case whose name has TEXT in it on the backends whose names have theirs; of the cases
     N, evenly chosen, or the smallest that together have every feature of all (cover). Cases in f32
-    run in the dtype given. With
-    --workers 0 in this process.
+    run in the dtype given. With --workers 0 cases run in this process.
 foveate-conformance determinism [--repeats N] [--only TEXT]
     Runs deterministic passes again and again and compares every bit, and the numbers with those of
     sums in any order; reads and writes past 2^31 elements.

@@ -57,22 +57,24 @@ impl Options {
         };
         while let Some(name) = args.next() {
             let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
+            let one_of = |known: &[&str]| match known.contains(&value.as_str()) {
+                true => Ok(value.clone()),
+                false => Err(format!("{name} takes one of {}, not {value:?}", known.join(", "))),
+            };
             let number = || value.parse().map_err(|_| format!("{name} is a number, not {value:?}"));
             match name.as_str() {
                 "--cases" => options.cases = value.into(),
                 "--only" => options.only = value,
-                "--on" if ["gpu", "cpu", "all"].contains(&value.as_str()) => options.on = value,
+                "--on" => options.on = one_of(&["gpu", "cpu", "all"])?,
                 "--backend" => options.backend = value,
                 "--workers" => options.workers = number()?,
                 "--timeout" => options.timeout = Duration::from_secs(number()? as u64),
                 "--subset" if value == "cover" => options.subset = Subset::Cover,
                 "--subset" if number()? == 0 => return Err("--subset 0 runs nothing".into()),
                 "--subset" => options.subset = Subset::Evenly(number()?),
-                "--dtype" if ["f32", "f16", "bf16", "f8e4m3"].contains(&value.as_str()) => {
-                    options.dtype = value;
-                }
+                "--dtype" => options.dtype = one_of(&["f32", "f16", "bf16", "f8e4m3"])?,
                 "--repeats" => options.repeats = number()?,
-                _ => return Err(format!("{name} {value} is no option; --help lists them")),
+                _ => return Err(format!("{name} is no option; --help lists them")),
             }
         }
         Ok(options)

@@ -30,7 +30,9 @@ fn what_runs_nothing_is_an_error_and_not_a_success() {
     for (args, expected) in [
         (&[][..], "a command is needed; --help lists them"),
         (&["rum"], "rum is no command; --help lists them"),
-        (&["run", "--on", "gpus"], "--on gpus is no option; --help lists them"),
+        (&["run", "--on", "gpus"], "--on takes one of gpu, cpu, all, not \"gpus\""),
+        (&["run", "--dtype", "f99"], "--dtype takes one of f32, f16, bf16, f8e4m3, not \"f99\""),
+        (&["run", "--colour", "red"], "--colour is no option; --help lists them"),
         (&["run", "--workers", "-1"], "--workers is a number, not \"-1\""),
         (&["run", "--on", "cpu", "--only", "no such case"], " has `no such case` in its name"),
         (
