@@ -211,6 +211,7 @@ impl CudaPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compile::config::{Kernel, Tiles};
 
     /// Boxes that lie apart by other than 1024 bytes would be swizzled otherwise than their tile is.
     #[test]
@@ -220,6 +221,114 @@ mod tests {
                 let keys = common_divisor(tile_kv, page);
                 assert_eq!((page % keys, tile_kv % keys, keys % 8), (0, 0, 0), "{tile_kv}, {page}");
                 assert!(tile_kv / keys <= 32, "a lane for each box of {tile_kv} keys");
+            }
+        }
+    }
+
+    /// What a layout's text takes of other files.
+    const PRELUDE: &str = "
+#include <cstdio>
+constexpr int ELEM_BYTES = FV_DTYPE == 3 ? 1 : 2, PANEL_ROW = 128, PANEL_COLUMNS = PANEL_ROW / ELEM_BYTES;
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int panels(int columns) { return ceil_div(columns, PANEL_COLUMNS); }
+";
+
+    /// The bytes that a kernel announces for a copy of q, k, v and d_out: what its layout says, compiled for
+    /// the host. `None` without a C++ compiler.
+    fn announced(config: &Config) -> Option<[usize; 4]> {
+        let layout = if config.kernel == Kernel::Forward {
+            include_str!("../../kernels/hopper/forward_device.cuh")
+        } else if config.is_wide_backward() {
+            include_str!("../../kernels/hopper/backward_wide_layout.cuh")
+        } else if config.kernel == Kernel::Backward {
+            include_str!("../../kernels/hopper/backward_layout.cuh")
+        } else {
+            include_str!("../../kernels/hopper/backward_dq_layout.cuh")
+        };
+        let d_out = if config.kernel == Kernel::Forward { "0" } else { "D_OUT_BYTES" };
+        let (constants, _) = layout.split_once("extern \"C\"").expect("it states its bytes");
+        let main = format!(
+            "int main() {{ std::printf(\"%d %d %d %d\", Q_BYTES, K_BYTES, V_BYTES, {d_out}); }}\n"
+        );
+        let code = [&config.defines(), PRELUDE, constants, &main].concat();
+        let folder = tempfile::tempdir().unwrap();
+        let (file, program) = (folder.path().join("layout.cpp"), folder.path().join("layout"));
+        std::fs::write(&file, code).unwrap();
+        let mut compiler = std::process::Command::new("c++");
+        compiler.args(["-std=c++17", "-w", "-o"]).args([&program, &file]);
+        let compiled = match compiler.output() {
+            Err(error) => {
+                println!("skipped: no C++ compiler `c++`: {error}");
+                return None;
+            }
+            Ok(compiled) => compiled,
+        };
+        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+        let said = std::process::Command::new(&program).output().unwrap().stdout;
+        let said = String::from_utf8(said).unwrap();
+        let numbers: Vec<usize> = said.split(' ').map(|n| n.parse().unwrap()).collect();
+        Some(numbers.try_into().expect("four numbers"))
+    }
+
+    /// A barrier that was told of other bytes than its boxes bring is never over.
+    #[test]
+    fn kernels_announce_the_bytes_of_the_boxes_that_they_copy() {
+        const PANEL_ROW: usize = 128;
+        let dims = [(64, 64), (72, 40), (128, 128), (192, 128), (256, 256)];
+        for (dim, dim_v) in dims {
+            let wide = dim > Tiles::MOST_DIM_OF_BOTH;
+            let backward = match wide {
+                true => vec![Tiles::hopper_wide_backward(2)],
+                false => vec![Tiles::hopper_backward(64, 3), Tiles::hopper_backward(128, 2)],
+            };
+            let all = [
+                (
+                    Kernel::Forward,
+                    Elem::Bf16,
+                    vec![Tiles::hopper(3, 80, 2), Tiles::hopper(2, 128, 2)],
+                ),
+                (
+                    Kernel::Forward,
+                    Elem::E4m3,
+                    vec![Tiles::hopper(2, 192, 2), Tiles::hopper(2, 128, 3)],
+                ),
+                (Kernel::Backward, Elem::Bf16, backward),
+                (
+                    Kernel::BackwardDq,
+                    Elem::F16,
+                    vec![Tiles::hopper_dq(48, 2), Tiles::hopper_dq(64, 2)],
+                ),
+            ];
+            let each = all.iter().flat_map(|(kernel, dtype, tiles)| {
+                tiles.iter().map(move |tiles| (*kernel, *dtype, *tiles))
+            });
+            for (kernel, dtype, tiles) in each {
+                let Tiles { family, tile_q, tile_kv, warps, stages, overlap, .. } = tiles;
+                let config = Config {
+                    family,
+                    tile_q,
+                    tile_kv,
+                    warps,
+                    stages,
+                    overlap,
+                    separate_dq: wide,
+                    ..Config::new(kernel, dtype, dim, dim_v)
+                };
+                // A copy has a box for each panel of an operand's rows.
+                let of = |rows: usize, dim: usize| {
+                    rows * PANEL_ROW * (dim * dtype.bytes()).div_ceil(PANEL_ROW)
+                };
+                let forward = kernel == Kernel::Forward;
+                let queries = if forward { CONSUMER_ROWS } else { tile_q };
+                // Of e4m3 boxes of 128 or 64 keys, a byte each, cover the tile.
+                let values = match dtype == Elem::E4m3 {
+                    true => value_tile(&config).rows as usize * tile_kv,
+                    false => of(tile_kv, dim_v),
+                };
+                let d_out = if forward { 0 } else { of(queries, dim_v) };
+                let boxes = [of(queries, dim), of(tile_kv, dim), values, d_out];
+                let Some(announced) = announced(&config) else { return };
+                assert_eq!(announced, boxes, "{config}");
             }
         }
     }
