@@ -14,8 +14,9 @@ from typing import Any, Callable
 
 import torch
 from torch.nn.attention import flex_attention as _torch_flex
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _blocks, _flex
+from . import _blocks, _flex, _sharded
 from ._native import TraceError
 
 #: The global of torch's module that the exchanged code calls.
@@ -58,6 +59,11 @@ def _asks_for_more(name: str, arguments: dict[str, Any]) -> str | None:
     return None
 
 
+def _wraps(tensor: torch.Tensor) -> bool:
+    """Whether other tensors have its elements, which are not DTensor's: its class may have a rule for torch's operator."""
+    return type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor) and not _sharded.is_sharded(tensor)
+
+
 def _flex_attention(query: Any, **arguments: Any) -> Any:
     if not isinstance(query, torch.Tensor) or query.device.type not in ("cpu", "cuda"):
         return TORCHS["flex_attention"](query, **arguments)
@@ -67,6 +73,8 @@ def _flex_attention(query: Any, **arguments: Any) -> Any:
         return TORCHS["flex_attention"](query, **arguments)
     if torch.compiler.is_dynamo_compiling():
         return _flex.flex_attention(query, **arguments)
+    if _wraps(query):
+        return TORCHS["flex_attention"](query, **arguments)
     try:
         return _flex.flex_attention(query, **arguments)
     except TraceError as reason:
@@ -146,8 +154,9 @@ def enable() -> _Enabled:
         foveate.enable()
         with foveate.enable(): ...  # until the block ends
 
-    Calls on other devices than CPU and CUDA, calls whose functions cannot be traced, and calls with an argument that only
-    a newer torch knows, stay torch's; the latter two with one warning that says why. What ``torch.compile`` made before is compiled again.
+    Calls on other devices than CPU and CUDA, uncompiled calls of tensors that wrap others, calls whose functions cannot
+    be traced, and calls with an argument that only a newer torch knows, stay torch's; the latter two with one warning
+    that says why. What ``torch.compile`` made before is compiled again.
     """
     before = is_enabled()
     if not before:

@@ -109,3 +109,16 @@ def test_a_function_that_cannot_be_traced_stays_torchs_with_a_warning():
     gold = flex_attention(q, k, v, score)
     with foveate.enable(), pytest.warns(UserWarning, match="flex_attention stays torch's: .*bessel_j0"):
         torch.testing.assert_close(flex_attention(q, k, v, score), gold)
+
+
+def test_an_uncompiled_call_of_a_tensor_that_wraps_others_stays_torchs(monkeypatch):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    from foveate import _enable
+
+    q = torch.randn(1, 2, 16, 8)
+    wrapped = TwoTensor(q, q)
+    monkeypatch.setitem(_enable.TORCHS, "flex_attention", lambda query, **more: ("torch's", query, more["value"]))
+    with foveate.enable():
+        assert flex_attention(wrapped, wrapped, wrapped) == ("torch's", wrapped, wrapped)
+        assert isinstance(flex_attention(torch.nn.Parameter(q), q, q), torch.Tensor)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from foveate import AuxRequest, Mask, _native, create_block_mask, create_mask, explain, flex_attention, paged, varlen
 
@@ -32,6 +33,11 @@ def paged_as(q, k, v, **changed):
 
 def masked(mask_mod):
     return lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(mask_mod, None, None, 10, 12))
+
+
+def wrapped(tensor):
+    """A tensor whose elements are in two others."""
+    return TwoTensor(tensor.detach(), tensor.detach())
 
 
 def huge(*shape):
@@ -86,6 +92,8 @@ WRONG = [
     (lambda q, k, v: flex_attention(q, k, v, kernel_options={"foveate": 3}), TypeError, "must be a dict of options, got 3"),
     (lambda q, k, v: flex_attention(q.detach().to_sparse(), k, v), ValueError, "query must be a dense tensor"),
     (lambda q, k, v: flex_attention(*(t.to(torch.float8_e4m3fn) for t in (q, k, v))), ValueError, "query must be float32"),
+    (lambda q, k, v: flex_attention(wrapped(q), k, v), TypeError, "a `TwoTensor` has no elements in memory"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + wrapped(LEARNED)[j]), TypeError, "a `TwoTensor` has no"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + TABLE[j]), RuntimeError, "torch.from_numpy"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.rand(())), RuntimeError, "`rand` would draw"),
     (masked(lambda b, h, i, j: i - j), ValueError, "bool"),

@@ -8,7 +8,7 @@
 use foveate::tensor::{Slice, SliceMut};
 use foveate::{Layout, TensorMut, TensorRef};
 use half::{bf16, f16};
-use pyo3::exceptions::{PyNotImplementedError, PyValueError};
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -94,20 +94,28 @@ impl Borrowed {
     /// Where the elements of `tensor` lie.
     ///
     /// # Errors
-    /// When it is neither in host memory nor on a CUDA device, or of a dtype that is not known here.
+    /// When it is neither in host memory nor on a CUDA device, of a dtype that is not known here, or wraps
+    /// the tensors that have its elements.
     pub fn anywhere(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Some(found) = Self::read(tensor) {
             return Ok(found);
         }
         let py = tensor.py();
         let (dtype, shape, place) = asked_kind(tensor)?;
-        Ok(Self {
+        let found = Self {
             place,
             dtype,
             shape,
             strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,
             address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
-        })
+        };
+        if found.address == 0 && found.elems() > 0 {
+            return Err(PyTypeError::new_err(format!(
+                "a `{}` has no elements in memory: use the tensors that it wraps",
+                tensor.get_type().name()?
+            )));
+        }
+        Ok(found)
     }
 
     /// Number of elements.
