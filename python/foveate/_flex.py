@@ -9,6 +9,7 @@ from typing import Any, Callable, Literal, Union, overload
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _cuda, _dense, _native, _region, _sharded, _trace
@@ -201,8 +202,10 @@ def _check_return_lse(return_aux: AuxRequest | None) -> None:
             "Cannot specify both return_lse and return_aux. return_lse is deprecated, please use "
             "return_aux=AuxRequest(lse=True) instead."
         )
-    if "return_lse" not in _said:
-        _said.add("return_lse")
+    # Torch's function has said so too, and code that wants to hear it again clears torch's list.
+    shown = getattr(_torch_flex, "_WARNINGS_SHOWN", _said)
+    if "deprecated_return_lse" not in shown:
+        shown.add("deprecated_return_lse")
         warnings.warn(
             "return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.",
             FutureWarning,

@@ -417,3 +417,16 @@ def test_workers_of_a_data_loader_compute_what_their_parent_does():
     here = [data[item] for item in range(len(data))]
     loaded = list(torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork"))
     assert len(loaded) == len(here) and all(map(torch.equal, here, loaded))
+
+
+def test_a_deprecated_argument_is_said_once_and_again_when_torchs_list_is_cleared():
+    from torch.nn.attention import flex_attention as torch_flex
+
+    q, k, v = operands((1, 1, 1, 4, 4, 8, 8))
+    for _ in range(2):
+        torch_flex._WARNINGS_SHOWN.discard("deprecated_return_lse")
+        with pytest.warns(FutureWarning, match="return_lse is deprecated"):
+            flex_attention(q, k, v, return_lse=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            flex_attention(q, k, v, return_lse=True)
