@@ -159,6 +159,7 @@ def flex_attention(
         sink = _sink(sink, query)
     if extents is None:
         key, value = _of_one_dtype(query, key, value)
+        query, key, value = (t.resolve_neg() for t in (query, key, value))
         if query.dtype == torch.float64:
             results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, dropout_p)
             return _returned(*results, return_lse, return_aux)
@@ -353,6 +354,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *_shared = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        d_out, d_lse = (None if d is None else d.resolve_neg() for d in (d_out, d_lse))
         inputs = (ctx.call, ctx.needs_input_grad, q, k, v, ctx.sink, out, lse, d_out, d_lse, *ctx.learned)
         if torch.is_grad_enabled() or _transforms_active():
             gradients = _Gradient.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -446,7 +448,7 @@ def _sink(sink: Tensor, query: Tensor) -> Tensor:
         raise ValueError(f"sink must be a float tensor on {query.device}, got {sink!r}")
     if sink.shape != query.shape[1:2]:
         raise ValueError(f"sink must have a logit for each of {query.size(1)} query heads, got {tuple(sink.shape)}")
-    return sink.to(torch.promote_types(query.dtype, torch.float32)).contiguous()
+    return sink.to(torch.promote_types(query.dtype, torch.float32)).resolve_neg().contiguous()
 
 
 def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -693,7 +695,7 @@ def _rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
             raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
     if _autocasts(query):
         query, key, value = _autocast(query, key, value)
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    q, k, v = (t.resolve_neg().transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     _check(q, k, v, None, enable_gqa=True)
     if len({query.dtype, key.dtype, value.dtype}) != 1 or query.dtype == torch.float64:
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"

@@ -90,6 +90,7 @@ def paged(
         TraceError: A function does something that cannot be traced.
     """
     check(query, key_pages, value_pages)
+    query, key_pages, value_pages = (t.resolve_neg() for t in (query, key_pages, value_pages))
     tables = pages(page_table, lengths, query)
     extents = (query.size(0), query.size(1), query.size(2), _most_keys(tables, key_pages))
     score = None if score_mod is None else _trace.score(score_mod, extents)

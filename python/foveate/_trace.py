@@ -489,7 +489,7 @@ class Trace(Reader):
         read = tensor
         if wanted and tensor.dtype == torch.float64:
             read = tensor.to(torch.float32)  # Its gradient finds the way back by itself.
-        made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", read, wanted)
+        made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", read.resolve_neg(), wanted)
         self.captures[id(tensor)] = made
         self.held.append(tensor)
         return made

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 import torch.utils.data
 from reference import attention, close, dense
 
-from foveate import AuxRequest, Mask, create_block_mask, flex_attention
+from foveate import AuxRequest, Mask, create_block_mask, flex_attention, paged, varlen
 
 SHAPES = [
     # B, Hq, Hkv, L, S, E, Ev
@@ -417,6 +417,26 @@ def test_workers_of_a_data_loader_compute_what_their_parent_does():
     here = [data[item] for item in range(len(data))]
     loaded = list(torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork"))
     assert len(loaded) == len(here) and all(map(torch.equal, here, loaded))
+
+
+def test_numbers_whose_sign_torch_has_yet_to_change():
+    """The imaginary part of a conjugate is such a view: its memory has the other sign."""
+    q, k, v = operands((1, 2, 2, 20, 30, 16, 16))
+    table, sink, d_out = torch.randn(30), torch.randn(2), torch.randn(1, 2, 20, 16)
+    offsets = torch.tensor([0, 20]), torch.tensor([0, 30])
+
+    def run(negated):
+        inputs = [t.detach().clone().requires_grad_() for t in (q, k, v, table, sink)]
+        a, b, c, bias, logits = map(negated, inputs)
+        out = flex_attention(a, b, c, lambda s, b, h, i, j: s + bias[j], sink=logits)
+        rows = varlen(*(t[0].transpose(0, 1) for t in (a, b, c)), *offsets)
+        with torch.no_grad():
+            read = paged(a, b, c, torch.tensor([[0]]), torch.tensor([30]))
+        return [out, rows, read, *torch.autograd.grad(out, inputs, negated(d_out))]
+
+    assert torch._neg_view(q).is_neg()
+    for lazy, now in zip(run(torch._neg_view), run(torch.neg)):
+        torch.testing.assert_close(lazy, now, rtol=0, atol=0)
 
 
 def test_a_deprecated_argument_is_said_once_and_again_when_torchs_list_is_cleared():

@@ -16,6 +16,7 @@ use foveate::{
     ScoreMod, TensorMut, TensorRef,
 };
 use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -326,7 +327,8 @@ pub struct Plan {
 }
 
 /// The extents of b, h, q and kv of operands that fit each other without broadcasting; `None` where it
-/// takes a closer look: other shapes, dtypes or devices that differ, float64.
+/// takes a closer look: other shapes, dtypes or devices that differ, float64, elements whose sign torch
+/// has yet to change.
 #[pyfunction]
 pub fn extents(
     q: &Bound<'_, PyAny>,
@@ -334,6 +336,11 @@ pub fn extents(
     v: &Bound<'_, PyAny>,
     grouped: bool,
 ) -> Option<(usize, usize, usize, usize)> {
+    for tensor in [q, k, v] {
+        if tensor.call_method0(intern!(tensor.py(), "is_neg")).ok()?.is_truthy().ok()? {
+            return None;
+        }
+    }
     let [q, k, v] = [Borrowed::read(q)?, Borrowed::read(k)?, Borrowed::read(v)?];
     let of = |t: &Borrowed| <[usize; 4]>::try_from(t.shape.as_slice()).ok();
     let [batch, heads, q_len, dim] = of(&q)?;
