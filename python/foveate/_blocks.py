@@ -312,7 +312,12 @@ def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:
 
 def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: int) -> Tensor:
     """What lists of tiles make of each tile, as :func:`kinds_of`: numbers and indices, and those of full tiles where
-    these have lists of their own."""
+    these have lists of their own.
+
+    A tile is a byte, a sixteenth of what it takes in a block mask with all its tables, and an eighth without lists of
+    full tiles: 1 MiB for 131,072 queries and keys. Bits would need an atomic operation for each listed tile on a
+    device, where lists come in any order, instead of a store.
+    """
     rows, columns = lists[1].shape[-2:]
     tile_q, tile_kv = tile
     needed = -(-q_len // tile_q)
@@ -331,14 +336,24 @@ def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: in
     return kinds
 
 
-def within(kinds: Tensor, tile: tuple[int, int]) -> Callable[..., Any]:
-    """``full | partial & mask_mod``, as a wrapper of a traced mask function."""
+def narrowed(kinds: Tensor) -> Tensor:
+    """A table of tiles without the axes of batch and heads where these have one entry: reading 2 axes takes the CPU two
+    thirds of the time that 4 take, of the whole forward."""
+    for axis in (1, 0):
+        if kinds.size(axis) == 1:
+            kinds = kinds.squeeze(axis)
+    return kinds
+
+
+def within(kinds: Tensor, tile: tuple[int, int], table: Tensor | None = None) -> Callable[..., Any]:
+    """``full | partial & mask_mod``, as a wrapper of a traced mask function; ``table`` is the narrowed one."""
     batch, heads = kinds.shape[:2]
+    table = narrowed(kinds) if table is None else table
 
     def wrap(trace: Any, values: tuple[Any, ...], allowed: Any) -> Any:
         b, h, q, kv = values
-        index = [b if batch > 1 else 0, h if heads > 1 else 0, q // tile[0], kv // tile[1]]
-        kind = trace.capture(kinds).at(index)
+        index = [*([b] if batch > 1 else ()), *([h] if heads > 1 else ()), q // tile[0], kv // tile[1]]
+        kind = trace.capture(table).at(index)
         return (kind == 2) | ((kind == 1) & allowed)
 
     return wrap

@@ -83,9 +83,10 @@ def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Se
             result = cast(result, torch.bool)
             if tiles is not None:
                 shape, tile = tiles
-                table = torch.empty_strided((*(_sized(n) for n in shape), 1, 1), (0,) * 4, dtype=torch.uint8)
+                kinds = torch.empty_strided((*(_sized(n) for n in shape), 1, 1), (0,) * 4, dtype=torch.uint8)
+                table = _blocks.narrowed(kinds)
                 trace.name(table)
-                result = _blocks.within(table, tile)(trace, leaves, result)
+                result = _blocks.within(kinds, tile, table)(trace, leaves, result)
             traced = _native.mask(result, list(trace.captures.values()))
         else:
             traced = _native.score(cast(result, torch.float32), list(trace.captures.values()))

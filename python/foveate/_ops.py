@@ -67,7 +67,8 @@ def _call(
 ) -> _flex._Call:
     score, score_captures, score_scalars, mask, mask_captures, mask_scalars, lists, tile, scale, seed, dropout_p = mods
     if mask is not None and lists:
-        mask_captures = [*mask_captures, _blocks.table(lists, (tile[0], tile[1]), query.size(2), key.size(2))]
+        kinds = _blocks.table(lists, (tile[0], tile[1]), query.size(2), key.size(2))
+        mask_captures = [*mask_captures, _blocks.narrowed(kinds)]
     return _flex._Call(
         _program("s", score, score_captures, score_scalars, learned),
         _program("m", mask, mask_captures, mask_scalars),

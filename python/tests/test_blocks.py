@@ -3,6 +3,7 @@
 import gc
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from reference import attention, close, dense
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
-from foveate import BlockMask, and_masks, create_block_mask, create_mask, flex_attention, noop_mask, or_masks
+from foveate import BlockMask, _blocks, and_masks, create_block_mask, create_mask, flex_attention, noop_mask, or_masks
 
 DOCUMENTS = torch.tensor([0] * 100 + [1] * 37 + [2] * 163 + [3] * 90)
 
@@ -93,6 +94,15 @@ def test_lists_say_which_tiles_count(shape, tile):
     compare(block_mask, mask, q, k, v)
     without_function = BlockMask.from_kv_blocks(*partial, BLOCK_SIZE=tile, seq_lengths=(200, 210))
     compare(without_function, points == 1, q, k, v)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_a_table_of_tiles_is_read_by_no_more_axes_than_it_needs(shape):
+    lists = create_block_mask(causal, *shape, 200, 210, BLOCK_SIZE=16)
+    lists = BlockMask.from_kv_blocks(lists.kv_num_blocks, lists.kv_indices, BLOCK_SIZE=16, seq_lengths=(200, 210))
+    said = _blocks.program_of(lists, (2, 4, 200, 210), torch.device("cpu")).text()
+    index = re.search(r"m0\[(.*?)\]", said).group(1)
+    assert [axis.split()[0] for axis in index.split(", ")] == ["b"] * (shape[0] > 1) + ["h"] * (shape[1] > 1) + ["q", "kv"], said
 
 
 @pytest.mark.parametrize("seed", range(8))
