@@ -1,6 +1,8 @@
 """Calls inside ``torch.compile``: torch's own flex operator, marked for :mod:`foveate._inductor` to replace.
 
-Dynamo traces this module, not Foveate's tracer: it makes FX graphs of the mods, and lifts what they capture.
+Dynamo traces this module, not Foveate's tracer: it makes FX graphs of the mods, and lifts what they capture. Defaults
+that are floats would be symbolic in a dynamic graph, and PyTorch would trace it twice to be rid of them: they are
+integers.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sink: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
 ) -> Any:
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
@@ -190,7 +192,7 @@ def varlen(
     *,
     return_aux: AuxRequest | None = None,
     sink: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
 ) -> Any:
     """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph, and so does a sink beside
     ``max_scores``."""

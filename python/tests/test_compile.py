@@ -520,6 +520,16 @@ def test_float64_is_part_of_the_graph_of_other_backends(backend):
     assert torch.autograd.gradcheck(compiled, (q, k, v, bias))
 
 
+def test_a_dynamic_graph_is_traced_once():
+    q, k, v = operands(1, 2, 2, 40, 40, 16, 16)
+    backend, traced = Backend(), []
+    inner = backend._backend
+    backend._backend = lambda graph, inputs: traced.append(graph) or inner(graph, inputs)
+    compiled = backend.compile(lambda q, k, v: flex_attention(q * 2, k, v), dynamic=True)
+    torch.testing.assert_close(compiled(q, k, v), flex_attention(q * 2, k, v))
+    assert len(traced) == 1
+
+
 def seeded(function):
     def run(*inputs):
         torch.manual_seed(3)
