@@ -1,15 +1,18 @@
 """The runner of other people's tests, on a file written here."""
 
+import re
 import subprocess
 import sys
 
 import pytest
-import torch
 
 FILE = '''
+import unittest
+
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,24 +48,40 @@ def test_that_calls_no_attention():
 @pytest.mark.skip(reason="its own reason")
 def test_skipped():
     pass
+
+
+@unittest.skipUnless(False, "Requires Triton")
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_that_wants_triton(heads):
+    q, k, v = (t[:, :1].repeat(1, heads, 1, 1) for t in operands())
+    attend = lambda *tensors: flex_attention(*tensors, return_aux=AuxRequest(max_scores=True))
+    (_, gold), (_, aux) = attend(q, k, v), torch.compile(attend, backend="eager")(q, k, v)
+    torch.testing.assert_close(aux.max_scores, gold.max_scores)
+
+
+@unittest.skipIf(True, "Skip on CPU as not supported")
+def test_that_computes_twice():
+    q, k, v = operands(grad=True)
+    layer = lambda *tensors: checkpoint(flex_attention, *tensors, use_reentrant=False)
+    out, gold = torch.compile(layer, backend="eager")(q, k, v), layer(q, k, v)
+    for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(gold.sum(), (q, k, v))):
+        torch.testing.assert_close(a, b)
 '''
 
 
 WRONG = "\n\ndef test_wrong():\n    assert float(flex_attention(*operands()).sum()) == 7.0\n"
 
 
-# Torch's own attention, which 2.10 lets run on the CPU with a gradient, is none of ours.
-EAGER = "4 2 0 1 1" if torch.__version__ >= "2.11" else "4 1 0 2 1"
-
-
-@pytest.mark.parametrize("mode, more, code, row", [("--eager", "", 0, EAGER), ("--compiled", WRONG, 1, "5 2 1 1 1")])
+@pytest.mark.parametrize(
+    "mode, more, code, row", [("--eager", "", 0, "8 6 0 1 1 5/6"), ("--compiled", WRONG, 1, "9 6 1 1 1 6/7")]
+)
 def test_a_file_for_torchs_flex_attention_runs_on_foveate_and_ends_in_a_table(mode, more, code, row, tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE + more)
     command = [sys.executable, "-B", "-m", "foveate.testing.upstream", mode, str(tmp_path / "test_theirs.py")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == code, ran.stdout + ran.stderr
     table = ran.stdout[ran.stdout.index("file   ") :]
-    assert " ".join(table.splitlines()[1].split()[1:6]) == row, ran.stdout
+    assert " ".join(table.splitlines()[1].split()[1:7]) == row, ran.stdout
     assert "itself, 1 of: its own reason" in table
 
 
@@ -70,12 +89,12 @@ def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE)
     run = (
         "from foveate.testing import upstream\n"
-        "upstream.SKIPS = (('test_theirs.py', 'for_a_gpu', 'hardware', 'two GPUs'),)\n"
-        f"raise SystemExit(upstream.main(['--compiled', {str(tmp_path / 'test_theirs.py')!r}]))"
+        "upstream.SKIPS = (('test_theirs.py', 'for_a_gpu', 'hardware', 'two GPUs', ''),)\n"
+        f"raise SystemExit(upstream.main(['--compiled', '--each', '1', {str(tmp_path / 'test_theirs.py')!r}]))"
     )
     ran = subprocess.run([sys.executable, "-B", "-c", run], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "1 hardware" in ran.stdout
+    assert "1 hardware" in ran.stdout and re.search(r"test_theirs.py +6 +3 +0 +1 +1 +4/6 ", ran.stdout)
     assert "hardware, 1 of: hardware: needs hardware that is not there; two GPUs" in ran.stdout
 
 

@@ -6,10 +6,11 @@
 ``--compiled``: torch's own names run on Foveate in every call, by :func:`foveate.enable`. ``--eager``: what a test
 compiles runs uncompiled, and calls of torch's names in it are Foveate's unless they are of float64; calls beside it
 stay torch's, which is the judge. A file that compiles nothing has a judge of its own: there all calls are Foveate's.
-So are those of a test whose own calls want a backward on the CPU, which torch refuses.
 
-Where there is no GPU, tests for one run on the CPU: the file's ``"cuda"`` is read as ``"cpu"``, and its
-``torch.cuda.is_available()`` as true. Nothing else of a file is changed, and none is copied.
+Where there is no GPU, tests for one run on the CPU: the file's ``"cuda"`` is read as ``"cpu"``, its
+``torch.cuda.is_available()`` as true, and what it skips on the CPU or without Triton runs. Nothing else of a file is
+changed, and none is copied. Torch's own ``flex_attention``, as a judge, has gradients and ``max_scores`` there, which it
+refuses otherwise.
 
 A test that cannot say anything of Foveate is skipped for one of the :data:`REASONS`, by :data:`SKIPS`. A table ends
 the run. The exit code is 1 when a test failed or a file could not be imported. It needs pytest.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -26,15 +28,18 @@ import importlib.util
 import os
 import re
 import sys
+import types
 from collections import Counter
-from typing import Any, Callable, Generator, NamedTuple, Sequence
+from typing import Any, Callable, Generator, Iterator, NamedTuple, Sequence
 
 import pytest
 import torch
 import torch._dynamo
+import torch.utils.checkpoint
+from torch.nn.attention import flex_attention as _torch_flex
 
 import foveate
-from foveate import _blocks, _enable, _flex
+from foveate import _blocks, _dense, _enable, _flex
 
 #: Why a test is skipped.
 REASONS = {
@@ -45,8 +50,40 @@ REASONS = {
     "defect": "a defect of the test",
 }
 
-#: Name of the file, pattern of the test, reason, what exactly.
-SKIPS: tuple[tuple[str, str, str, str], ...] = ()
+_ATTENTION, _DECODING, _BOTH = "test_flex_attention.py", "test_flex_decoding.py", "test_flex_(attention|decoding).py"
+_COUNTS = "how often it is compiled"
+
+#: Pattern of the file's name, pattern of the function's or the test's, reason, what exactly, the mode where it is one.
+#: They are of PyTorch's files; other projects' need none.
+SKIPS: tuple[tuple[str, str, str, str, str], ...] = (
+    (_ATTENTION, "dynamic_divisibility_guards|epilogue_fused|triton_template_warp_specialization", "code", "Triton's code", ""),
+    (_BOTH, "logsumexp_only_return", "code", "Triton's code", ""),
+    (_ATTENTION, "fw_bw_graph_correctness|symbol_closure_in_score_mod", "code", "the graph of torch's operator", ""),
+    (_BOTH, "subgraph_respect_decompostion", "code", "the graph of torch's operator", ""),
+    (_ATTENTION, "debug_flag_disables_internal_compilation", "code", "a warning of torch's uncompiled call", ""),
+    (_ATTENTION, "builtin_score_mods(_automatic)?_dynamic|dynamic_shapes_bug_dynamic_batch", "code", _COUNTS, "eager"),
+    (_ATTENTION, "free_symbol_dynamic|compiling_create_block_mask_no_recompile", "code", _COUNTS, "eager"),
+    (_DECODING, "do_not_trigger_dynamic_shapes_on_empty_block_mask", "code", _COUNTS, "eager"),
+    (_ATTENTION, "kernel_options_argument_is_respected", "triton", "the tile in Triton's code", ""),
+    (_ATTENTION, "invalid_block_size", "refusal", "block size 96", ""),
+    (_ATTENTION, "cpu_error_message_return_lse", "refusal", "lse on the CPU", ""),
+    (_ATTENTION, "cant_lower_error_message", "refusal", "a captured tensor that Triton has no code for", ""),
+    (_ATTENTION, "validate_small_embedding_size_error_message", "refusal", "head dims below 16", ""),
+    (_ATTENTION, "zero_length_sequence_error", "refusal", "sequences of no elements", ""),
+    (_BOTH, "captured_reduction", "refusal", "a long reduction", ""),
+    (_ATTENTION, "backward_error_with_none_q_indices", "refusal", "a backward without lists of the queries' side", ""),
+    (_DECODING, "bw_decoding_fails", "refusal", "a backward of few queries", ""),
+    (_ATTENTION, "captured_wrong_device_error_message|mixed_device_error_message", "hardware", "tensors on two devices", ""),
+    (_ATTENTION, "create_is_cuda_graphable", "hardware", "a CUDA graph", ""),
+    (_ATTENTION, "symmetric_bias", "refusal", "a learned tensor that is read twice", ""),
+    (_ATTENTION, "head_specific_gate_.*float16.*", "defect", "its reference sums a gradient of 16 bits in 16 bits", ""),
+    (_ATTENTION, "learnable_bias_global_compiled", "defect", "Inductor's code for `assert tensor` is not C++ on the CPU", ""),
+    (_BOTH, "mixed_dtypes_fails", "defect", "PyTorch has taken mixed dtypes since 2.10", ""),
+)
+
+
+#: What answers calls of torch's names.
+_COUNTED: tuple[tuple[Any, str], ...] = ((_flex._Call, "planned"), (_dense, "attention"), (_blocks, "_State"))
 
 
 class _OnTheCpu(ast.NodeTransformer):
@@ -62,6 +99,10 @@ class _OnTheCpu(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = ast.unparse(node.func)
+        if name.split(".")[-1] in ("skipCPUIf", "skipIf") and self._speaks_of_the_cpu(node):
+            node.args[0] = ast.copy_location(ast.Constant(False), node)
+        if name.split(".")[-1] == "skipUnless" and re.search(r"\bTriton\b", ast.unparse(node)):
+            node.args[0] = ast.copy_location(ast.Constant(True), node)
         if name.startswith("torch.cuda.") and name.removeprefix("torch.cuda.") in self._ANSWERS:
             answer = self._ANSWERS[name.removeprefix("torch.cuda.")]
             made: ast.expr = ast.parse(repr(answer), mode="eval").body
@@ -69,6 +110,11 @@ class _OnTheCpu(ast.NodeTransformer):
                 ast.copy_location(part, node)
             return made
         return node
+
+    @staticmethod
+    def _speaks_of_the_cpu(skip: ast.Call) -> bool:
+        """Whether a condition or a reason to skip is that this is the CPU."""
+        return len(skip.args) == 2 and any(re.search("CPU", ast.unparse(part)) for part in (skip.func, *skip.args))
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -103,20 +149,60 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 class _Case(NamedTuple):
     file: str
+    #: Of the test's source: many tests may be made of one.
+    function: str
     outcome: str
     detail: str
+
+
+@contextlib.contextmanager
+def _torch_as_on_a_gpu() -> Iterator[None]:
+    """Lets torch's uncompiled ``flex_attention``, which is the judge, have gradients and ``max_scores`` on the CPU: it is
+    made of plain operations there, and only checks refuse."""
+    refusing = {name: getattr(_torch_flex, name, None) for name in ("_validate_device", "_apply_kernel_options")}
+    there = types.SimpleNamespace(device=torch.device("cuda"), requires_grad=True)
+    if not torch.cuda.is_available():
+        for name, check in refusing.items():
+            if check is not None:
+                setattr(_torch_flex, name, lambda query, key, value, *rest, check=check: check(there, there, there, *rest))
+    try:
+        yield
+    finally:
+        for name, check in refusing.items():
+            if check is not None:
+                setattr(_torch_flex, name, check)
+
+
+_CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+
+def _checkpoint(function: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+    """Torch's checkpoint, which computes once more, after the compiled function has returned, what that computed."""
+    if not _enable.is_enabled():
+        return _CHECKPOINT(function, *rest, **options)
+
+    def enabled(*args: Any, **kwargs: Any) -> Any:
+        with foveate.enable():
+            return function(*args, **kwargs)
+
+    return _CHECKPOINT(enabled, *rest, **options)
 
 
 class _Run:
     """A plugin of pytest: each test runs on Foveate, and is counted."""
 
-    def __init__(self, eager: bool) -> None:
+    def __init__(self, eager: bool, each: int | None = None) -> None:
         self.eager = eager
+        self.each = each
         self.cases: dict[str, _Case] = {}
+        #: File and function of what was collected.
+        self.collected: set[tuple[str, str]] = set()
+        #: The test functions of each file.
+        self.functions: dict[str, list[str]] = {}
         #: Calls that Foveate answered.
         self.calls = 0
         self.compile = torch.compile
-        for owner, name in ((_flex._Call, "planned"), (_blocks, "_State")):
+        for owner, name in _COUNTED:
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +217,8 @@ class _Run:
         """``torch.compile``, for ``--eager``."""
         if model is None:
             return functools.partial(self._compile, **options)
+        if getattr(model, "__name__", None) == "_flex_attention_hop_wrapper":
+            return self.compile(model, **options)  # Torch's own uncompiled call finds with it what functions capture.
 
         @functools.wraps(model, updated=())
         def uncompiled(*args: Any, **kwargs: Any) -> Any:
@@ -142,10 +230,34 @@ class _Run:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         for item in items:
             name = os.path.basename(item.path)
-            for file, pattern, reason, what in SKIPS:
-                if name == file and re.search(pattern, item.name):
+            if name not in self.functions:
+                nodes = ast.walk(ast.parse(item.path.read_text()))
+                found = {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test")}
+                self.functions[name] = sorted(found, key=len, reverse=True)
+        self.collected = {self._function(item.nodeid) for item in items}
+        if self.each is not None:
+            items[:] = self._some(items, self.each)
+        for item in items:
+            name, function = self._function(item.nodeid)
+            for file, pattern, reason, what, mode in SKIPS:
+                here = mode in ("", "eager" if self.eager else "compiled")
+                if here and re.fullmatch(file, name) and any(re.fullmatch(f"test_({pattern})", n) for n in (function, item.name)):
                     item.add_marker(pytest.mark.skip(reason=f"{reason}: {REASONS[reason]}; {what}"))
                     break
+
+    def _function(self, nodeid: str) -> tuple[str, str]:
+        """File and function that a test is made of."""
+        file, *_, name = nodeid.split("::")
+        file = os.path.basename(file)
+        return file, next((known for known in self.functions[file] if name.startswith(known)), name)
+
+    def _some(self, items: list[Any], each: int) -> list[Any]:
+        """At most so many tests of a function, evenly spread over all that are made of it."""
+        of: dict[tuple[str, str], list[Any]] = {}
+        for item in items:
+            of.setdefault(self._function(item.nodeid), []).append(item)
+        chosen = {id(tests[i * len(tests) // each]) for tests in of.values() for i in range(each)}
+        return [item for item in items if id(item) in chosen]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Generator[None, Any, Any]:
@@ -153,48 +265,58 @@ class _Run:
         torch._dynamo.reset()
         if self.eager and re.search(r"\bcompile\b", item.path.read_text()):
             torch.compile = self._compile
+            setattr(torch.utils.checkpoint, _CHECKPOINT.__name__, _checkpoint)
             try:
-                return (yield)
-            except NotImplementedError as refusal:
-                if "does not support backward on CPU" not in str(refusal):
-                    raise
+                with _torch_as_on_a_gpu():
+                    ran = yield
             finally:
                 torch.compile = self.compile
-            # Torch is no judge of it here; what the test compares with besides is.
+                setattr(torch.utils.checkpoint, _CHECKPOINT.__name__, _CHECKPOINT)
+            if self.calls:
+                return ran
+            # It compiles nothing, so all of its calls are Foveate's, and what it compares with is the judge.
             with foveate.enable():
                 return item.runtest()
         with foveate.enable():
             return (yield)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        file = os.path.basename(report.nodeid.split("::")[0])
+        file, function = self._function(report.nodeid)
         if report.skipped:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             why = why.removeprefix("Skipped: ")
             ours = next((r for r in REASONS if why.startswith(f"{r}: ")), "itself")
-            self.cases[report.nodeid] = _Case(file, ours, why)
+            self.cases[report.nodeid] = _Case(file, function, ours, why)
         elif report.failed:
-            self.cases[report.nodeid] = _Case(file, "failed", report.longreprtext.strip().rpartition("\n")[2])
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = report.longreprtext if crash is None else crash.message
+            first = said.strip().partition("\n")[0]
+            self.cases[report.nodeid] = _Case(file, function, "failed", first)
+            # A run may end before its table.
+            print(f"\nfailed: {report.nodeid.split('::')[-1]}: {first}", flush=True)
         elif report.when == "call":
-            self.cases[report.nodeid] = _Case(file, "passed" if self.calls else "untouched", "")
+            self.cases[report.nodeid] = _Case(file, function, "passed" if self.calls else "untouched", "")
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             file = os.path.basename(report.nodeid.split("::")[0])
-            self.cases[report.nodeid] = _Case(file, "failed", f"not imported: {report.longreprtext.strip().rpartition(chr(10))[2]}")
+            self.cases[report.nodeid] = _Case(file, "", "failed", f"not imported: {report.longreprtext.strip().rpartition(chr(10))[2]}")
 
     def table(self) -> str:
         """What became of the tests of each file."""
         files = sorted({case.file for case in self.cases.values()})
-        rows = [f"{'file':44} {'tests':>6} {'passed':>7} {'failed':>7} {'other':>6} {'own skips':>10}  skipped here"]
+        rows = [f"{'file':44} {'tests':>6} {'passed':>7} {'failed':>7} {'other':>6} {'own skips':>10} {'functions':>10}  skipped here"]
         for file in (*files, None) if len(files) > 1 else files:
-            count = Counter(case.outcome for case in self.cases.values() if file in (None, case.file))
+            cases = [case for case in self.cases.values() if file in (None, case.file)]
+            count = Counter(case.outcome for case in cases)
             ours = ", ".join(f"{count[reason]} {reason}" for reason in REASONS if count[reason])
+            functions = {function for function in self.collected if file in (None, function[0])}
+            ran = {(case.file, case.function) for case in cases if case.outcome in ("passed", "failed", "untouched")}
             rows.append(
-                f"{file or 'in all':44} {count.total():6} {count['passed']:7} {count['failed']:7} "
-                f"{count['untouched']:6} {count['itself']:10}  {ours or '-'}"
+                f"{file or 'in all':44} {count.total():6} {count['passed']:7} {count['failed']:7} {count['untouched']:6} "
+                f"{count['itself']:10} {f'{len(ran)}/{len(functions)}':>10}  {ours or '-'}"
             )
-        rows.append("other: tests that pass and call no attention; own skips: by the file itself")
+        rows.append("other: tests that pass and call no attention; own skips: by the file itself; functions: that ran, of all")
         reasons = Counter((c.outcome, c.detail) for c in self.cases.values() if c.outcome not in ("passed", "untouched"))
         rows += [f"{outcome}, {n} of: {detail}" for (outcome, detail), n in sorted(reasons.items())]
         return "\n".join(rows)
@@ -207,13 +329,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mode.add_argument("--eager", action="store_true", help="what tests compile runs uncompiled on Foveate")
     mode.add_argument("--compiled", action="store_true", help="torch's own names run on Foveate")
     parser.add_argument("-k", metavar="EXPRESSION", default="", help="only tests whose names match, as of pytest")
+    parser.add_argument("--each", type=int, metavar="N", help="at most N of the tests that are made of one function")
     parser.add_argument("files", nargs="+", metavar="FILE")
     given = parser.parse_args(arguments)
     missing = [file for file in given.files if not os.path.isfile(file)]
     if missing:
         parser.error(f"there is no file {missing[0]}")
+    if given.each is not None and given.each < 1:
+        parser.error(f"--each must be at least 1, got {given.each}")
     files = [os.path.realpath(file) for file in given.files]
-    run = _Run(given.eager)
+    run = _Run(given.eager, given.each)
     finder = _Finder(files)
     sys.meta_path.insert(0, finder)
     try:
@@ -221,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = pytest.main([*options, *files], plugins=[run, _First(finder)])
     finally:
         sys.meta_path.remove(finder)
-        for owner, name in ((_flex._Call, "planned"), (_blocks, "_State")):
+        for owner, name in _COUNTED:
             setattr(owner, name, getattr(owner, name).__wrapped__)
     print(run.table())
     failed = any(case.outcome == "failed" for case in run.cases.values())
