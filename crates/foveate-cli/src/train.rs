@@ -344,6 +344,14 @@ fn introduce(run: &Started) {
         crate::output::tell!("{name} is not in the checkpoint and starts from its first values");
     }
     run.blind_masks.iter().for_each(|mask| crate::blind::warn(mask));
+    for mask in &run.telling_masks {
+        let of = if mask.is_empty() { "attention without a mask" } else { "the mask" };
+        let mask = if mask.is_empty() { String::new() } else { format!(" `{mask}`") };
+        crate::output::tell!(
+            "warning: {of}{mask} lets a token see the next one, which it is to predict; join the mask \
+             with `causal`"
+        );
+    }
     if run.step > 0 {
         crate::output::tell!("resumed after step {}", run.step);
         if let Some(other) = &run.other_device {

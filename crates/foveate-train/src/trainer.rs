@@ -61,6 +61,8 @@ pub struct Started {
     pub fresh_buffers: Vec<String>,
     /// The masks that let no query see any key, as the recipe writes them.
     pub blind_masks: Vec<String>,
+    /// The masks that let tokens see the next one, which they are to predict; empty where there is none.
+    pub telling_masks: Vec<String>,
     /// The most memory that the run takes, saves included: the process's, or the GPU's.
     pub memory: MemoryEstimate,
     /// What the backward pass computes again.

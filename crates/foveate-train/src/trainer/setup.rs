@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use foveate::ScalarValue;
+use foveate::mods::Point;
 use foveate_nn::{
     AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Parameter,
     ParameterState, ProgramConfig, Recomputation,
@@ -192,6 +194,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             skipped_documents: corpus.skipped().len(),
             fresh_buffers,
             blind_masks: blind_masks(&attention, model.config(), recipe.data.len),
+            telling_masks: telling_masks(&attention, model.config(), recipe.data.len),
             memory,
             recompute,
             gpu,
@@ -566,6 +569,29 @@ fn blind_masks(attention: &AttentionConfig, model: &ModelConfig, len: usize) -> 
     };
     let programs = attention.programs().into_iter().map(|(_, program)| program);
     programs.filter(|program| blind(program)).map(|program| program.mask.clone()).collect()
+}
+
+/// The masks that let most tokens of a document of `len` see the next one, which they are to predict.
+fn telling_masks(attention: &AttentionConfig, model: &ModelConfig, len: usize) -> Vec<String> {
+    const ASKED: usize = 1000;
+    let tells = |program: &ProgramConfig| {
+        let parsed = AttentionProgram::parse(program, model.num_attention_heads);
+        let Ok(program) = parsed.and_then(|parsed| parsed.over([1, len], &vec![0; len])) else {
+            return false;
+        };
+        let sees = |&q: &usize| match &program.mask {
+            None => true,
+            Some(mask) => {
+                let [q, kv, len] = [q, q + 1, len].map(|n| n as i32);
+                let point = Point { q, kv, q_len: len, kv_len: len, ..Point::default() };
+                mask.program().eval(&point).is_ok_and(|seen| seen == [ScalarValue::Bool(true)])
+            }
+        };
+        let asked = || (0..len.saturating_sub(1)).step_by(len.div_ceil(ASKED));
+        2 * asked().filter(sees).count() > asked().count()
+    };
+    let programs = attention.programs().into_iter().map(|(_, program)| program);
+    programs.filter(|program| tells(program)).map(|program| program.mask.clone()).collect()
 }
 
 /// The log at `path` from `step` on, with a line on what continues it.

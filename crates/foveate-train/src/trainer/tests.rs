@@ -89,6 +89,8 @@ struct Log {
     /// Whether tokens were counted.
     counted: bool,
     stop_at_counting: bool,
+    /// Masks that show tokens what they are to predict.
+    telling: Vec<String>,
     /// Shares of evaluations that were done.
     shares: Vec<f64>,
     /// Ends the run once so many shares were told.
@@ -100,6 +102,10 @@ struct Log {
 }
 
 impl Observer for Log {
+    fn started(&mut self, run: &Started) {
+        self.telling.clone_from(&run.telling_masks);
+    }
+
     fn step(&mut self, metrics: &StepMetrics) {
         self.losses.push(metrics.loss.to_bits());
         self.tokens = metrics.labelled_tokens;
@@ -161,6 +167,26 @@ fn an_interrupted_run_goes_on_as_if_it_had_not_been() {
     assert_eq!(resumed.held_out_loss, summary.held_out_loss);
     let again = place.run(&recipe, Start::New).unwrap_err().to_string();
     assert!(again.contains("--resume"), "{again}");
+}
+
+#[test]
+fn a_mask_that_shows_tokens_what_they_are_to_predict_is_told() {
+    for (mask, tells) in [
+        ("causal & document", false),
+        ("causal", false),
+        ("document & q - kv < 8 & kv <= q", false),
+        ("prefix(4)", false),
+        ("", true),
+        ("document", true),
+        ("document & q - kv < 8", true),
+        ("chunked(8)", true),
+        ("q + 1 >= kv", true),
+    ] {
+        let place = Place::new();
+        let recipe = place.recipe(&[&format!("attention.mask=\"{mask}\""), "train.steps=1"]);
+        let (_, log) = place.run(&recipe, Start::New).unwrap();
+        assert_eq!(log.telling, if tells { vec![mask] } else { vec![] });
+    }
 }
 
 #[test]
