@@ -641,7 +641,7 @@ def test_operators_pass_torchs_own_checks(dynamic):
     slope, ids = torch.randn(4), torch.randint(0, 3, (28,))
     lists = torch_flex.create_block_mask(causal, None, None, 20, 28, "cpu", 8)
     lists = [lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices]
-    mods = ("score + s0[h] * 0.5", [slope], [], "m1[b - b, h - h, q / 8, kv / 8] != 0 & kv <= q + mn0 & m0[q] == m0[kv]", [ids], [3], lists, [8, 8], 0.3, torch.tensor(7), 0.25)
+    mods = ("score + s0[h] * 0.5", [slope], [], "m1[q / 8, kv / 8] != 0 & kv <= q + mn0 & m0[q] == m0[kv]", [ids], [3], lists, [8, 8], 0.3, torch.tensor(7), 0.25)
     out, lse, _ = torch.ops.foveate.forward(q, k, v, *mods, True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic") if dynamic else tests
