@@ -32,7 +32,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import foveate
 import torch_peers_cuda
 from cpu_attention import Peer, error, exact, peers_of
-from foveate import _flex, _native, _trace
+from foveate import _autograd, _native, _trace
 from workloads import documents_of, mask_of, operands, score_of
 
 # The other side's threads spin after their work and would take a core from a short call.
@@ -80,7 +80,7 @@ class Native:
         extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         score = score_mod and _trace.score(score_mod, extents)
         mask = mask_mod and _trace.mask(mask_mod, extents)
-        call = _flex._Call(score, mask, None, None, False, False)
+        call = _autograd.Call(score, mask, None, None, False, False)
         self.plan = call.planned(q, k, v, None, (), forward_only)
         self.operands = (q.detach(), k.detach(), v.detach(), torch.empty(*q.shape[:3], v.shape[3]))
         self.lse = None if forward_only else torch.empty(q.shape[:3])

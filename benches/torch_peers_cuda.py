@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import foveate
-from foveate import _flex, _trace
+from foveate import _autograd, _trace
 from workloads import documents_of, mask_of, operands
 
 # Clock cycles of the kernel that a timed run waits behind.
@@ -78,7 +78,7 @@ def beside_rust(seconds):
         block = foveate.create_block_mask(mask_mod, None, None, s, s, "cuda")
         learned = [t.clone().requires_grad_() for t in (q, k, v)]
         kept = foveate.flex_attention(*learned, block_mask=block)
-        call = _flex._Call(None, _trace.mask(mask_mod, (case["batch"], 16, s, s)), None, None, False, False)
+        call = _autograd.Call(None, _trace.mask(mask_mod, (case["batch"], 16, s, s)), None, None, False, False)
         plan = call.planned(q, k, v, None, (), False)
         out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
         gradients = [torch.empty_like(t) for t in (q, k, v)]

@@ -32,11 +32,12 @@ from . import _ops, huggingface, sdpa, torchtitan, torchtune, xla
 from ._blocks import create_block_mask, create_mask
 from ._dot_product import DotProductAttention
 from ._enable import disable, enable
-from ._flex import explain, flex_attention, prepare, varlen
+from ._flex import explain, flex_attention, prepare
 from ._masks import Mask
 from ._native import TraceError
 from ._paged import paged
 from ._transformer import MultiheadAttention, TransformerLayer
+from ._varlen import varlen
 
 __all__ = [
     "AuxOutput",

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from torch.utils.checkpoint import checkpoint
 
-from ._flex import flex_attention, varlen
+from ._flex import flex_attention
 from ._masks import Mask, offsets_of
+from ._varlen import varlen
 
 MASK_TYPES = (
     "no_mask",

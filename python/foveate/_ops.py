@@ -15,7 +15,7 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor
 
-from . import _blocks, _cuda, _flex, _native, _paged
+from . import _autograd, _blocks, _cuda, _native, _paged, _varlen
 
 _MODS = (
     "str? score, Tensor[] score_captures, SymInt[] score_scalars, "
@@ -64,19 +64,19 @@ def _call(
     learned: Sequence[int] = (),
     varlen: tuple[Tensor, Tensor] | None = None,
     pages: tuple[Tensor, Tensor] | None = None,
-) -> _flex._Call:
+) -> _autograd.Call:
     score, score_captures, score_scalars, mask, mask_captures, mask_scalars, lists, tile, scale, seed, dropout_p = mods
     if mask is not None and lists:
         kinds = _blocks.table(lists, (tile[0], tile[1]), query.size(2), key.size(2))
         mask_captures = [*mask_captures, _blocks.narrowed(kinds)]
-    return _flex._Call(
+    return _autograd.Call(
         _program("s", score, score_captures, score_scalars, learned),
         _program("m", mask, mask_captures, mask_scalars),
         scale,
         None if seed is None else (dropout_p, seed.reshape(1).view(torch.int32) if query.is_cuda else int(seed)),
         True,
         max_scores,
-        _flex.sequences(*varlen, query, key)[0] if varlen is not None else None,
+        _varlen.sequences(*varlen, query, key)[0] if varlen is not None else None,
         _paged.pages(*pages, query) if pages is not None else None,
     )
 
@@ -118,7 +118,7 @@ def _backward(
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     operands = (query, key, value)
-    gradients = [_flex._empty_in_order(t, t.shape) if wanted else None for t, wanted in zip(operands, needs)]
+    gradients = [_autograd.empty_in_order(t, t.shape) if wanted else None for t, wanted in zip(operands, needs)]
     into = {  # On CUDA in float32.
         f"s{i}": torch.zeros(captures[i].shape, dtype=torch.float32 if query.is_cuda else mods[1][i].dtype, device=query.device)
         for i in learned
@@ -159,7 +159,7 @@ def _varlen_backward_fake(query: Tensor, key: Tensor, value: Tensor, cu_q: Tenso
 
 
 def _fake_in_order(like: Tensor, shape: Sequence[Any]) -> Tensor:
-    """:func:`_flex._empty_in_order` of symbolic shapes; the order of axes is that of the example's."""
+    """:func:`_autograd.empty_in_order` of symbolic shapes; the order of axes is that of the example's."""
 
     def known(n: Any) -> int:
         return int(n.node.hint if isinstance(n, torch.SymInt) else n)

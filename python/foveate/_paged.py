@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from . import _region, _trace
+from . import _checks, _region, _trace
+from ._autograd import Call
 from ._compile import also_compiled
-from ._flex import ScoreMod, _Call, _checked_scale, _sink
 from ._masks import Mask
+from ._trace import ScoreMod
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -95,10 +96,10 @@ def paged(
     extents = (query.size(0), query.size(1), query.size(2), _most_keys(tables, key_pages))
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
-    number = None if scale is None else _checked_scale(scale)
+    number = None if scale is None else _checks.checked_scale(scale)
     aux = AuxRequest() if return_aux is None else return_aux
-    call = _Call(score, traced, number, None, aux.lse, aux.max_scores, pages=tables)
-    logits = None if sink is None else _sink(sink, query)
+    call = Call(score, traced, number, None, aux.lse, aux.max_scores, pages=tables)
+    logits = None if sink is None else _checks.sink_of(sink, query)
     out: Tensor
     inputs = (call, query, key_pages, value_pages, logits)
     learned = () if score is None else score.learned
@@ -115,7 +116,7 @@ class _WithoutGradient(torch.autograd.Function):
     """The call, with a backward that says why there is none."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *learned: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *learned: Tensor) -> Any:
         return call.forward(q, k, v, sink, learned, forward_only=True)
 
     @staticmethod

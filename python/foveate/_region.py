@@ -16,6 +16,9 @@ from torch._higher_order_ops.flex_attention import flex_attention as _operator
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from . import _checks
+from ._masks import Mask
+
 #: Options of the operator: that Foveate made it, and for which other layout, "varlen" or "paged".
 OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
 
@@ -64,10 +67,10 @@ def flex_attention(
     A sink joins the operator's results by their ``lse``, which has no place for ``max_scores`` beside it: that breaks the
     graph. So does float64, which Inductor has no operator for; other backends run torch's, of plain operations.
     """
-    from . import _blocks, _flex
+    from . import _blocks
 
     wants_max = return_aux is not None and return_aux.max_scores
-    more = sink is not None or dropout_p or isinstance(block_mask, _flex.Mask)
+    more = sink is not None or dropout_p or isinstance(block_mask, Mask)
     if (sink is not None and wants_max) or (query.dtype == torch.float64 and (more or _by_inductor())):
         return breaking(
             query,
@@ -84,11 +87,11 @@ def flex_attention(
             dropout_p=dropout_p,
         )
     own = block_mask if isinstance(block_mask, BlockMask) else None
-    _flex._check(query, key, value, own, enable_gqa)
+    _checks.check_operands(query, key, value, own, enable_gqa)
     if return_lse and return_aux is not None:
-        _flex._check_return_lse(return_aux)
+        _checks.check_return_lse(return_aux)
     if kernel_options:
-        _flex._check_options(kernel_options)
+        _checks.check_options(kernel_options)
     options: dict[str, Any] = {} if kernel_options is None else {n: v for n, v in kernel_options.items() if n != "foveate"}
     parts = None
     if own is not None:
@@ -126,12 +129,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``out``, ``lse`` and ``max_scores`` of the operator, of a mask function or of the parts of a block mask. Arguments
     that it has no place for travel in the graph of its mask."""
-    from . import _flex
-
     _install()
-    if _flex._autocasts(query):
+    if _checks.autocasts(query):
         # Torch's operator does so itself from 2.11 on.
-        query, key, value = _flex._autocast(query, key, value)
+        query, key, value = _checks.autocast(query, key, value)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}")
     options[OURS] = True
@@ -171,7 +172,7 @@ def _attention(
     ln2 = math.log(2.0)
     lse, max_scores = lse * ln2, max_scores * ln2
     if sink is not None:
-        logit = _flex._sink(sink, query)[:, None]
+        logit = _checks.sink_of(sink, query)[:, None]
         out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, logit)
     return out, lse, max_scores
@@ -196,8 +197,6 @@ def varlen(
 ) -> Any:
     """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph, and so does a sink beside
     ``max_scores``."""
-    from . import _flex
-
     aux = AuxRequest() if return_aux is None else return_aux
     if query.is_nested or cu_seqlens_q is None or (sink is not None and aux.max_scores):
         return breaking(
@@ -215,7 +214,7 @@ def varlen(
             sink=sink,
             dropout_p=dropout_p,
         )
-    q, k, v = _flex._rows(query, key, value)
+    q, k, v = _checks.rows(query, key, value)
     layout = ("varlen", [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k])
     out, lse, max_scores = _attention(
         q, k, v, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, dropout_p, layout

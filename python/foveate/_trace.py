@@ -22,6 +22,9 @@ from . import _native
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
 
+#: A score function: of the score, b, h, q_idx and kv_idx.
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 

@@ -12,7 +12,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from . import _flex, _trace
+from . import _autograd, _trace, _varlen
 
 __all__ = ["activate"]
 
@@ -173,7 +173,7 @@ def _heads_first(
     if cu_q is None or cu_k is None:
         return tuple(t.transpose(1, 2) for t in tensors), None
     made = tuple(t.transpose(0, 1).unsqueeze(0) for t in tensors)
-    return made, _flex.sequences(cu_q, cu_k, made[0], made[1], max_q, max_k)[0]
+    return made, _varlen.sequences(cu_q, cu_k, made[0], made[1], max_q, max_k)[0]
 
 
 def _rows_first(tensor: Tensor, cu_q: Tensor | None) -> Tensor:
@@ -232,7 +232,7 @@ def _unused(query: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.uint64, device=query.device)
 
 
-def _call(q: Tensor, k: Tensor, mask: Any, scale: float | None, dropout: Any, offsets: Any) -> _flex._Call:
+def _call(q: Tensor, k: Tensor, mask: Any, scale: float | None, dropout: Any, offsets: Any) -> _autograd.Call:
     if offsets is None:
         extents = (q.size(0), q.size(1), q.size(2), k.size(2))
     elif q.is_cuda:
@@ -240,7 +240,7 @@ def _call(q: Tensor, k: Tensor, mask: Any, scale: float | None, dropout: Any, of
     else:
         extents = (len(offsets[0]) - 1, q.size(1), q.size(2), k.size(2))
     traced = None if mask is None else _trace.mask(mask, extents)
-    return _flex._Call(None, traced, scale, dropout, True, False, offsets)
+    return _autograd.Call(None, traced, scale, dropout, True, False, offsets)
 
 
 def _forward(
@@ -258,5 +258,5 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     call = _call(q, k, mask, scale, dropout, offsets)
     needs = (True, True, True, False, False)
-    gradients: Any = _flex._Gradient.forward(call, needs, q, k, v, None, out, lse, d_out, None)
+    gradients: Any = _autograd.Gradient.forward(call, needs, q, k, v, None, out, lse, d_out, None)
     return tuple(gradients[:3])

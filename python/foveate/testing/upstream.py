@@ -39,7 +39,7 @@ import torch.utils.checkpoint
 from torch.nn.attention import flex_attention as _torch_flex
 
 import foveate
-from foveate import _blocks, _dense, _enable, _flex
+from foveate import _autograd, _blocks, _dense, _enable
 
 #: Why a test is skipped.
 REASONS = {
@@ -83,7 +83,7 @@ SKIPS: tuple[tuple[str, str, str, str, str], ...] = (
 
 
 #: What answers calls of torch's names.
-_COUNTED: tuple[tuple[Any, str], ...] = ((_flex._Call, "planned"), (_dense, "attention"), (_blocks, "_State"))
+_COUNTED: tuple[tuple[Any, str], ...] = ((_autograd.Call, "planned"), (_dense, "attention"), (_blocks, "_State"))
 
 
 class _OnTheCpu(ast.NodeTransformer):

@@ -1,0 +1,232 @@
+"""A call of attention: its plan, and one autograd function for all that calls it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _cuda, _native, _trace
+
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def run(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any:
+    """``out``, ``lse`` and ``max_scores`` of a call, with a gradient where one is wanted."""
+    learned = () if call.score is None else call.score.learned
+    if _transforms_active():
+        return _Attention.apply(q, k, v, sink, call, *learned)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or learned
+        or (sink is not None and sink.requires_grad)
+    ):
+        return _Plain.apply(q, k, v, sink, call, *learned)  # type: ignore[no-untyped-call]
+    return call.forward(q, k, v, sink, (), forward_only=True)
+
+
+class Call:
+    """What one call asks for, besides tensors; after ``forward``, its plan."""
+
+    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "varlen", "pages", "plan")
+
+    def __init__(
+        self,
+        score: Any,
+        mask: Any,
+        scale: float | None,
+        dropout: Any,
+        wants_lse: bool,
+        wants_max: bool,
+        varlen: Any = None,
+        pages: tuple[Tensor, Any] | None = None,
+    ) -> None:
+        self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout
+        self.wants_lse, self.wants_max, self.varlen, self.pages = wants_lse, wants_max, varlen, pages
+        self.plan: Any = None
+
+    def again(self) -> Call:
+        """The same, for another run."""
+        of = (self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max, self.varlen, self.pages)
+        return Call(*of)
+
+    def planned(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
+    ) -> Any:
+        of = (q, k, v, self.score, self.mask, self.scale, sink, self.dropout, self.varlen, self.pages)
+        if q.is_cuda:
+            _cuda.start()
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            return _native.cuda_plan(*of, list(learned), forward_only, deterministic)
+        return _native.plan(*of, list(learned), forward_only, torch.get_num_threads())
+
+    def clear(self, queries: tuple[Tensor | None, ...], keys: tuple[Tensor | None, ...]) -> None:
+        """Sets rows past the last sequence to 0: nothing is computed there."""
+        if self.varlen is None:
+            return
+        for ends, tensors in zip(self.varlen, (queries, keys)):
+            for tensor in tensors:
+                if tensor is None:
+                    continue
+                if isinstance(ends, Tensor):
+                    past = torch.arange(tensor.size(2), device=tensor.device) >= ends[-1]
+                    tensor.masked_fill_(past[:, None], 0)
+                elif tensor.size(2) > ends[-1]:
+                    tensor[:, :, ends[-1] :] = 0
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        plan = self.planned(q, k, v, sink, learned, forward_only)
+        shape = q.shape
+        out = empty_in_order(q, shape if v.shape[3] == shape[3] else (*shape[:3], v.shape[3]))
+        rows = shape[:3]
+        lse = q.new_empty(rows, dtype=torch.float32) if self.wants_lse or not forward_only or q.is_cuda else None
+        max_scores = q.new_empty(rows, dtype=torch.float32) if self.wants_max else None
+        try:
+            plan.forward(q, k, v, out, lse, max_scores)
+        except IndexError as error:
+            raise _trace.named(error, self.score, self.mask) from None
+        self.plan = plan
+        if self.varlen is not None:
+            self.clear((out,), ())
+            end = self.varlen[0][-1]
+            for of_rows in (lse, max_scores):
+                if of_rows is not None and isinstance(end, Tensor):
+                    of_rows.masked_fill_(torch.arange(of_rows.size(2), device=of_rows.device) >= end, -math.inf)
+                elif of_rows is not None:
+                    of_rows[:, :, end:] = -math.inf
+        return out, lse, max_scores
+
+
+class _Attention(torch.autograd.Function):
+    """Attention and its gradient. Captured tensors that want one are inputs, in the order of the score's
+    captures."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, *learned: Tensor) -> Any:
+        return call.forward(q, k, v, sink, learned, forward_only=False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Any]) -> None:
+        q, k, v, sink, call, *learned = inputs
+        out, lse, max_scores = output
+        ctx.call = call
+        ctx.learned = learned
+        ctx.sink = sink
+        ctx.set_materialize_grads(False)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        # Torch says so if one that is read where it lies is written to before the backward.
+        shared = (t for traced in (call.score, call.mask) if traced is not None for t in traced.shared)
+        ctx.save_for_backward(q, k, v, out, lse, *shared)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        q, k, v, out, lse, *_shared = ctx.saved_tensors
+        if d_out is None:
+            d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        d_out, d_lse = (None if d is None else d.resolve_neg() for d in (d_out, d_lse))
+        inputs = (ctx.call, ctx.needs_input_grad, q, k, v, ctx.sink, out, lse, d_out, d_lse, *ctx.learned)
+        if torch.is_grad_enabled() or _transforms_active():
+            gradients = Gradient.apply(*inputs)  # type: ignore[no-untyped-call]
+        else:
+            gradients = Gradient.forward(*inputs)
+        return (*gradients[:4], None, *gradients[4:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """One run for each entry of the axis: functions see the indices of their own run."""
+        return _each_entry(_Attention, info, in_dims, inputs)
+
+
+class _Plain(torch.autograd.Function):
+    """:class:`_Attention` outside of transforms of ``torch.func``, for which alone torch binds signatures, in
+    twice the time of everything else."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _Attention.forward(*inputs)
+        _Attention.setup_context(ctx, inputs, output)
+        return output
+
+    backward = _Attention.backward
+
+
+class Gradient(torch.autograd.Function):
+    """The gradients of q, k, v, the sink and captured tensors. They have none themselves."""
+
+    @staticmethod
+    def forward(
+        call: Call,
+        needs: tuple[bool, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        *learned: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        plan = call.plan or call.planned(q, k, v, sink, learned, forward_only=False)
+        gradients = [empty_in_order(t, t.shape) if wanted else None for t, wanted in zip((q, k, v), needs)]
+        d_sink = torch.empty_like(sink) if sink is not None and needs[3] else None
+        captures = () if call.score is None else call.score.captures
+        destinations = [
+            torch.empty(t.shape, dtype=torch.float32 if t.is_cuda else t.dtype, device=t.device) if wanted else None
+            for t, wanted in zip(learned, needs[5:])
+        ]
+        each = iter(destinations)
+        into = [next(each) if capture.learned else None for capture in captures]
+        try:
+            plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
+        except IndexError as error:
+            raise _trace.named(error, call.score, call.mask) from None
+        call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
+        return (*gradients, d_sink, *(d if d is None else d.to(t.dtype) for d, t in zip(destinations, learned)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "foveate.flex_attention has no second derivative for this dtype; float64 tensors take a path that has one"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
+        return _each_entry(Gradient, info, in_dims, inputs)
+
+
+def _each_entry(
+    function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """``function`` on each entry of a batch axis, stacked."""
+    runs = []
+    for at in range(info.batch_size):
+        entry = (x.select(dim, at) if isinstance(x, Tensor) and dim is not None else x for x, dim in zip(inputs, in_dims))
+        runs.append(function.apply(*(x.again() if isinstance(x, Call) else x for x in entry)))
+    outputs = tuple(None if of[0] is None else torch.stack(of) for of in zip(*runs))
+    return outputs, tuple(None if out is None else 0 for out in outputs)
+
+
+def empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A new tensor of ``shape`` whose axes lie in memory in the order of ``like``'s, the last one innermost."""
+    if like.is_contiguous():
+        # Of the ways to ask for memory the first takes a third of the time.
+        return torch.empty_like(like) if shape is like.shape or shape == like.shape else like.new_empty(shape)
+    strides = like.stride()
+    order = sorted(range(len(shape) - 1), key=lambda axis: (-strides[axis], axis))
+    made, step = [1] * len(shape), max(shape[-1], 1)
+    for axis in reversed(order):
+        made[axis] = step
+        step *= max(shape[axis], 1)
+    return like.new_empty_strided(shape, made)

@@ -1,0 +1,210 @@
+"""What :func:`foveate.flex_attention` and its relatives check of their arguments before anything is traced."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as _torch_flex
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+_log = logging.getLogger("foveate")
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+_OWN_OPTIONS: frozenset[str] = frozenset()
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_said: set[str] = set()
+
+
+def autocasts(query: Tensor) -> bool:
+    """Whether autocast is on for the device of the queries."""
+    if torch.is_autocast_enabled("cpu"):
+        return bool(query.device.type == "cpu")
+    return torch.is_autocast_enabled("cuda") and bool(query.is_cuda)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v, and nothing else, in the dtype of the autocast that is on."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    eligible = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if t.dtype in eligible else t for t in tensors)
+
+
+def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
+    """Raises what torch raises for operands that do not fit each other."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor)}")
+    if query.device != key.device or query.device != value.device:
+        raise ValueError(
+            "Expected query, key, and value to have the same device type, but got query.device: "
+            f"{query.device}, key.device: {key.device}, and value.device: {value.device} instead."
+        )
+    if query.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"foveate.flex_attention computes on CPU and CUDA tensors, got tensors on {query.device}; call "
+            "torch.nn.attention.flex_attention for these"
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"Expected {name} to be a float tensor, got {name}.dtype: {tensor.dtype}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got {name}.layout: {tensor.layout}; {name}.to_dense() is one")
+    if query.dtype not in _DTYPES:
+        raise ValueError(f"query must be float32, bfloat16, float16 or float64, got query.dtype: {query.dtype}")
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise ValueError(
+            "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
+            f"{query.dim()}, key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if query.size(-1) != key.size(-1):
+        raise ValueError(
+            "Expect query and key/value to have the same embedding dimension but got "
+            f"E={query.size(-1)} and E={key.size(-1)}."
+        )
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            "Expect key and value to have the same batch size, heads and length but got "
+            f"{tuple(key.shape[:3])} and {tuple(value.shape[:3])}."
+        )
+    heads, kv_heads = query.size(1), key.size(1)
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(
+            "Expect query and key/value to have the same number of heads but got "
+            f"Hq={heads} and Hkv={kv_heads}. Try setting enable_gqa=True for GQA."
+        )
+    if enable_gqa and (kv_heads == 0 or heads % kv_heads != 0):
+        raise ValueError(
+            "Expect number of query heads to be a multiple of kv heads for GQA but got "
+            f"Hq={heads} and Hkv={kv_heads}."
+        )
+    if query.size(0) != key.size(0):
+        if block_mask is None:
+            raise ValueError(
+                "Expect query and key/value to have the same batch size, or non-none block_mask, but got "
+                f"block_mask=None, Bq={query.size(0)}, and Bkv={key.size(0)}."
+            )
+        if isinstance(block_mask, BlockMask) and block_mask.kv_num_blocks.size(0) != query.size(0):
+            raise ValueError(
+                "Expect query and key/value to have the same batch size, or block_mask and query to have the "
+                f"same batch size, but got Bq={query.size(0)}, Bkv={key.size(0)}, "
+                f"B_block_mask={block_mask.kv_num_blocks.size(0)}."
+            )
+        if key.size(0) != 1:
+            raise RuntimeError(f"Bq and Bkv must broadcast. Got Bq={query.size(0)} and Bkv={key.size(0)}")
+
+
+def check_aux(return_aux: Any) -> None:
+    if not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux must be an AuxRequest, got {return_aux!r}; AuxRequest(lse=True) asks for lse")
+
+
+def check_number(name: str, given: Any) -> None:
+    try:
+        math.isfinite(given)
+    except TypeError:
+        raise TypeError(f"{name} must be a number, got {given!r}") from None
+
+
+def check_options(options: dict[str, Any] | None) -> None:
+    """Options for Triton change nothing here; ours are checked."""
+    if not options:
+        return
+    if not isinstance(options, dict):
+        raise TypeError(f"kernel_options must be a dict of options, got {options!r}")
+    if not isinstance(options.get("foveate", {}), dict):
+        raise TypeError(f"kernel_options['foveate'] must be a dict of options, got {options['foveate']!r}")
+    if "BACKEND" in options:
+        if options.get("FORCE_USE_FLEX_ATTENTION", False):
+            raise RuntimeError(
+                "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION. BACKEND supersedes the legacy "
+                "knob; please drop FORCE_USE_FLEX_ATTENTION and only specify the desired BACKEND."
+            )
+        if options["BACKEND"] not in _BACKENDS:
+            raise ValueError(f"Invalid BACKEND value '{options['BACKEND']}'. Must be one of {_BACKENDS}")
+    own = options.get("foveate", {})
+    for name in own:
+        if name not in _OWN_OPTIONS:
+            raise ValueError(f"kernel_options['foveate'] has no option {name!r}; it has {sorted(_OWN_OPTIONS)}")
+    if set(options) - {"foveate"} and "kernel_options" not in _said:
+        _said.add("kernel_options")
+        _log.info("kernel_options for Triton change nothing: %s", ", ".join(sorted(set(options) - {"foveate"})))
+
+
+def check_return_lse(return_aux: AuxRequest | None) -> None:
+    if return_aux is not None:
+        raise ValueError(
+            "Cannot specify both return_lse and return_aux. return_lse is deprecated, please use "
+            "return_aux=AuxRequest(lse=True) instead."
+        )
+    # Torch's function has said so too, and code that wants to hear it again clears torch's list.
+    shown = getattr(_torch_flex, "_WARNINGS_SHOWN", _said)
+    if "deprecated_return_lse" not in shown:
+        shown.add("deprecated_return_lse")
+        warnings.warn(
+            "return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.",
+            FutureWarning,
+            stacklevel=4,
+        )
+
+
+def checked_scale(scale: float) -> float:
+    check_number("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    return float(scale)
+
+
+def dropout_of(p: float, query: Tensor) -> tuple[float, int | Tensor]:
+    """The probability, and a seed from torch's generator of the query's device, where it stays."""
+    check_number("dropout_p", p)
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {p}")
+    if query.is_cuda:
+        return p, torch.randint(2**63 - 1, (1,), device=query.device).view(torch.int32)
+    return p, int(torch.randint(2**63 - 1, ()))
+
+
+def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in the dtype of the queries, which they need not have where nothing wants a gradient."""
+    if key.dtype == query.dtype and value.dtype == query.dtype:
+        return key, value
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise ValueError(
+            "Backward pass with mixed query, key, and value dtype is not supported, got "
+            f"query.dtype={query.dtype}, key.dtype={key.dtype}, and value.dtype={value.dtype}"
+        )
+    return key.to(query.dtype), value.to(query.dtype)
+
+
+def sink_of(sink: Tensor, query: Tensor) -> Tensor:
+    """The sink in float32, or float64 as the operands; its gradient finds the way back by itself."""
+    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point or sink.device != query.device:
+        raise ValueError(f"sink must be a float tensor on {query.device}, got {sink!r}")
+    if sink.shape != query.shape[1:2]:
+        raise ValueError(f"sink must have a logit for each of {query.size(1)} query heads, got {tuple(sink.shape)}")
+    return sink.to(torch.promote_types(query.dtype, torch.float32)).resolve_neg().contiguous()
+
+
+def rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows ``[T, H, D]`` as ``[1, H, T, D]``.
+
+    Raises:
+        ValueError: They are none, or do not fit each other.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
+            raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
+    if autocasts(query):
+        query, key, value = autocast(query, key, value)
+    q, k, v = (t.resolve_neg().transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    check_operands(q, k, v, None, enable_gqa=True)
+    if len({query.dtype, key.dtype, value.dtype}) != 1 or query.dtype == torch.float64:
+        dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
+        raise ValueError(f"query, key and value must have one dtype, float32, bfloat16 or float16, got {dtypes}")
+    return q, k, v
