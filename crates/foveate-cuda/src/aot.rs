@@ -96,7 +96,7 @@ pub fn plan(
         ..Class::of(spec, dtype, dims, gradient.as_deref())
     };
     let sizes = Sizes::of(dims).under(spec, run.mean_kv_len);
-    let recorded = |kernel| records?.tiles(kernel, &class, &sizes, spec);
+    let recorded = |kernel| records?.record(kernel, &class, &sizes, spec);
     let plan = KernelPlan::with_records(profile, &class, &sizes, run.backward, options, &recorded)?;
     Ok(Planned { class, sizes, plan, gradient })
 }

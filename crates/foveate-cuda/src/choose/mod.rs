@@ -9,6 +9,8 @@ mod class;
 mod key;
 mod limits;
 mod mean_kv_len;
+#[cfg(test)]
+mod measured;
 mod model;
 mod options;
 mod pass;

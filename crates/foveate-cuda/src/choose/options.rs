@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::compile::config::{Family, Kernel, Tiles};
+use crate::error::CudaError;
 
 /// Tiles, warps and stages that a user asks for; what is `None` is left to the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -17,6 +18,8 @@ pub struct TileOptions {
     pub warps: Option<usize>,
     /// Tiles of the main loop's axis that smem holds.
     pub stages: Option<usize>,
+    /// Hopper: warpgroups that consume; warps are four for each and four more.
+    pub consumers: Option<usize>,
     /// Hopper: whether softmax runs beside a product within a warpgroup.
     pub overlap: Option<bool>,
     /// Hopper's backward: whether dq is added in a fixed order, where it must be in one; otherwise a
@@ -81,6 +84,7 @@ impl KernelOptions {
             }
             "overlap" => of.overlap = Some(truth(name, value)?),
             "ordered_dq" => of.ordered_dq = Some(truth(name, value)?),
+            "consumers" => of.consumers = Some(number(name, value)?),
             "tile_q" => of.tile_q = Some(number(name, value)?),
             "tile_kv" => of.tile_kv = Some(number(name, value)?),
             "warps" => of.warps = Some(number(name, value)?),
@@ -92,7 +96,7 @@ impl KernelOptions {
 
     /// What is asked of `kernel`.
     pub(super) fn of(&self, kernel: Kernel) -> TileOptions {
-        match kernel {
+        let asked = match kernel {
             Kernel::Forward => self.forward,
             Kernel::Backward => self.backward,
             Kernel::BackwardDq => self.backward_dq,
@@ -104,7 +108,8 @@ impl KernelOptions {
             | Kernel::RangeTable
             | Kernel::Sequences
             | Kernel::TransposeValues => TileOptions::default(),
-        }
+        };
+        TileOptions { warps: asked.warps.or(asked.warps_of_consumers()), ..asked }
     }
 }
 
@@ -116,7 +121,25 @@ impl TileOptions {
 
     /// Whether what is asked for is the Hopper family's alone.
     pub(super) fn is_of_hopper(&self) -> bool {
-        self.overlap == Some(true) || self.ordered_dq == Some(true)
+        self.overlap == Some(true) || self.ordered_dq == Some(true) || self.consumers.is_some()
+    }
+
+    /// Refuses consumers that make other warps than are asked for.
+    pub(super) fn check(&self) -> Result<(), CudaError> {
+        match (self.warps_of_consumers(), self.warps) {
+            (Some(consumers), Some(warps)) if consumers != warps => {
+                Err(CudaError::argument(format!(
+                    "{warps} warps are asked for, and consumers that make {consumers}; leave one of \
+                     them out"
+                )))
+            }
+            (Some(_) | None, _) => Ok(()),
+        }
+    }
+
+    /// Warps of a CTA with so many consumers.
+    pub(super) fn warps_of_consumers(&self) -> Option<usize> {
+        self.consumers.map(|count| count.saturating_add(1).saturating_mul(4))
     }
 
     /// Asks for these.
@@ -125,7 +148,8 @@ impl TileOptions {
         let family = Some(family);
         let [tile_q, tile_kv, warps, stages] = [tile_q, tile_kv, warps, stages].map(Some);
         let [overlap, ordered_dq] = [overlap, ordered_dq].map(Some);
-        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
+        let consumers = None;
+        Self { family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq }
     }
 }
 
@@ -136,8 +160,9 @@ impl fmt::Display for TileOptions {
             ("family", self.family.map(|family| family.name().to_owned())),
             ("tile_q", number(self.tile_q)),
             ("tile_kv", number(self.tile_kv)),
-            ("warps", number(self.warps)),
+            ("warps", number(self.warps.filter(|_| self.consumers.is_none()))),
             ("stages", number(self.stages)),
+            ("consumers", number(self.consumers)),
             ("overlap", self.overlap.map(|overlaps| overlaps.to_string())),
             ("ordered_dq", self.ordered_dq.map(|ordered| ordered.to_string())),
         ];
@@ -158,6 +183,6 @@ fn truth(name: &str, value: &str) -> Result<bool, String> {
 fn unknown(name: &str) -> String {
     format!(
         "there is no kernel option `{name}`; there are kv_splits and, after forward., backward. or \
-         backward_dq., family, tile_q, tile_kv, warps, stages, overlap, ordered_dq"
+         backward_dq., family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq"
     )
 }

@@ -11,6 +11,7 @@ use std::fmt;
 use super::class::{Class, MOST_ROWS, Sizes, Unmapped};
 use super::options::{KernelOptions, TileOptions};
 use super::pass::Pass;
+use super::records::Record;
 use super::{model, table};
 use crate::compile::Candidate;
 use crate::compile::config::{Config, Elem, Family, HeadDims, Kernel, Tiles, TilesOf};
@@ -87,6 +88,9 @@ pub struct KernelPlan {
 /// CTAs that a launch can have along its third axis.
 const MAX_KV_SPLITS: usize = 65535;
 
+/// Times the best modelled time from which on a candidate is not worth timing; the model is off by less.
+const FAR_BEHIND: f64 = 1.5;
+
 /// Candidates that a refusal lists; those that miss the least are the first.
 const MOST_TOLD: usize = 12;
 
@@ -117,7 +121,7 @@ impl KernelPlan {
         sizes: &Sizes,
         backward: bool,
         options: &KernelOptions,
-        recorded: &dyn Fn(Kernel) -> Option<Tiles>,
+        recorded: &dyn Fn(Kernel) -> Option<Record>,
     ) -> Result<Self, CudaError> {
         let choose = |kernel| choose(profile, class, sizes, kernel, options, recorded(kernel));
         let mut forward = choose(Kernel::Forward)?;
@@ -208,9 +212,10 @@ pub fn choose(
     sizes: &Sizes,
     kernel: Kernel,
     options: &KernelOptions,
-    recorded: Option<Tiles>,
+    recorded: Option<Record>,
 ) -> Result<Choice, CudaError> {
     let asked = options.of(kernel);
+    asked.check()?;
     let pack_gqa = asked.allows(Family::Portable) && class.packs_gqa(kernel, sizes, asked.tile_q);
     let heads = if pack_gqa { class.group } else { 1 };
     let mut fitting = Vec::new();
@@ -237,6 +242,7 @@ pub fn choose(
     if asked.is_of_hopper() && asked.allows(Family::Portable) {
         let what = match asked.overlap {
             Some(true) => "overlap of its own",
+            _ if asked.consumers.is_some() => "consumers",
             _ => "fixed order for dq",
         };
         let reason = format!("portable: it has no {what}; leave the option out");
@@ -274,13 +280,23 @@ pub fn choose(
         Tiles { ordered_dq, ..tiles }
     });
     let first = measured(hopper).or_else(|| measured(portable));
-    let (at, origin) = match (at(recorded), first) {
+    let unrecorded = first.unwrap_or(0);
+    let (at, origin) = match (at(recorded.map(|record| record.tiles)), first) {
         (Some(at), _) => (at, Origin::Record),
         (None, Some(at)) => (at, Origin::Table),
         (None, None) => (0, Origin::Model),
     };
     let origin = if asked == TileOptions::default() { origin } else { Origin::User };
+    let family_without = fitting[unrecorded].config.family;
     let chosen = fitting.remove(at);
+    let is_hopper = |c: &Candidate| c.config.family == Family::Hopper;
+    if !is_hopper(&chosen) && fitting.iter().any(is_hopper) {
+        let beaten = recorded.filter(|_| family_without == Family::Hopper);
+        refused.extend(slower(origin, beaten).map(|reason| Refused {
+            config: class.config(kernel, HOPPER_TILES),
+            refusal: Refusal::Family { reason },
+        }));
+    }
     // What runs if a program leaves the Hopper kernel too few registers was measured, too.
     if let Some(at) = fitting.iter().position(|c| portable == Some(Tiles::of(&c.config))) {
         fitting[..=at].rotate_right(1);
@@ -296,6 +312,29 @@ impl Choice {
     /// Everything that fits, what was chosen first and then by model.
     pub fn ranked(&self) -> impl Iterator<Item = &Candidate> {
         std::iter::once(&self.chosen).chain(&self.others)
+    }
+
+    /// The first `count` of these that a tuner should time: the chosen one, and of the others those that the
+    /// model does not have far behind the best.
+    pub fn worth_timing(&self, count: usize) -> impl Iterator<Item = &Candidate> {
+        let best = self.ranked().map(|c| c.modelled_us).fold(f64::INFINITY, f64::min);
+        let near = move |c: &&Candidate| c.modelled_us <= FAR_BEHIND * best;
+        std::iter::once(&self.chosen).chain(self.others.iter().filter(near)).take(count.max(1))
+    }
+}
+
+/// Why a portable kernel of this origin runs where one of the Hopper family could; `beaten` is a record that the
+/// latter lost. Nothing where the user asked.
+fn slower(origin: Origin, beaten: Option<Record>) -> Option<String> {
+    match (origin, beaten) {
+        (Origin::Record, Some(Record { us, planned_us: Some(planned), .. })) => {
+            Some(format!("hopper: {planned:.0} µs, portable: {us:.0} µs (record)"))
+        }
+        (Origin::Record | Origin::Table, _) => {
+            Some("hopper: the portable kernel was measured faster".to_owned())
+        }
+        (Origin::Model, _) => Some("hopper: the portable kernel is faster by model".to_owned()),
+        (Origin::User, _) => None,
     }
 }
 
@@ -373,7 +412,7 @@ fn hopper_candidates(
         let (warps, tile_kv) =
             (asked.warps.unwrap_or(usual.warps), asked.tile_kv.unwrap_or(usual.tile_kv));
         let own = warps == usual.warps && tile_kv == usual.tile_kv;
-        if !own && asked.family != Some(Family::Hopper) {
+        if !own && asked.family != Some(Family::Hopper) && asked.consumers.is_none() {
             return Vec::new();
         }
         let ordered_dq = asked.ordered_dq.unwrap_or_else(|| class.orders_dq(kernel, sizes));
@@ -398,7 +437,7 @@ fn hopper_candidates(
     };
     let mut sides: Vec<Tiles> = consumers.iter().map(|&n| Tiles::hopper(n, 0, 0)).collect();
     sides.retain(own);
-    if sides.is_empty() && asked.family == Some(Family::Hopper) {
+    if sides.is_empty() && (asked.family == Some(Family::Hopper) || asked.consumers.is_some()) {
         let Tiles { tile_q, warps, .. } = HOPPER_TILES;
         let (tile_q, warps) = (asked.tile_q.unwrap_or(tile_q), asked.warps.unwrap_or(warps));
         sides.push(Tiles { tile_q, warps, ..HOPPER_TILES });

@@ -163,15 +163,14 @@ impl Records {
     }
 
     /// What was recorded for a kernel of this problem.
-    pub fn tiles(
+    pub fn record(
         &self,
         kernel: Kernel,
         class: &Class,
         sizes: &Sizes,
         spec: &Spec,
-    ) -> Option<Tiles> {
-        let key = RecordKey::of(kernel, class, sizes, spec)?;
-        self.find(&key).map(|record| record.tiles)
+    ) -> Option<Record> {
+        self.find(&RecordKey::of(kernel, class, sizes, spec)?)
     }
 
     /// Keeps a record, for this process and for those to come.
@@ -257,13 +256,15 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let at = || Records::at(Some(root.path()), machine());
         let records = at();
-        let tiles = |r: &Records, dim| r.tiles(Kernel::Forward, &class(dim), &SIZES, &spec());
+        let tiles = |r: &Records, dim| {
+            r.record(Kernel::Forward, &class(dim), &SIZES, &spec()).map(|record| record.tiles)
+        };
         assert_eq!(tiles(&records, 64), None);
         records.keep(&key(64), record(5.0)).unwrap();
         for records in [records, at()] {
             assert_eq!(tiles(&records, 64), Some(BEST));
             assert_eq!(tiles(&records, 128), None);
-            assert_eq!(records.tiles(Kernel::Backward, &class(64), &SIZES, &spec()), None);
+            assert_eq!(records.record(Kernel::Backward, &class(64), &SIZES, &spec()), None);
             assert_eq!(records.find(&key(64)), Some(record(5.0)));
             assert!(records.ignored().is_empty());
         }

@@ -297,15 +297,16 @@ fn a_choice_is_the_users_before_a_record_before_the_table_before_the_model() {
     assert_eq!(table.origin, Origin::Table);
     // Any that fits may be the best of a GPU.
     let best = Tiles::of(&table.others.last().unwrap().config);
-    let record = choice(&class, &none, Some(best));
+    let recorded = |tiles| Some(Record { tiles, us: 12.0, planned_us: Some(18.0) });
+    let record = choice(&class, &none, recorded(best));
     assert_eq!((record.origin, Tiles::of(&record.chosen.config)), (Origin::Record, best));
     assert_eq!(record.ranked().count(), table.ranked().count());
     let mut asked = none;
     asked.set("backward.tile_q", "64").unwrap();
-    assert_eq!(choice(&class, &asked, Some(best)).origin, Origin::User);
+    assert_eq!(choice(&class, &asked, recorded(best)).origin, Origin::User);
     // A record of tiles that no longer fit is none.
     let foreign = Tiles { tile_q: 512, ..best };
-    assert_eq!(choice(&class, &none, Some(foreign)), table);
+    assert_eq!(choice(&class, &none, recorded(foreign)), table);
     let profile = Profile::named("l40s").unwrap();
     let model = choose(&profile, &class, &sizes, Kernel::Backward, &none, None).unwrap();
     assert_eq!(model.origin, Origin::Model);
@@ -775,4 +776,87 @@ fn e4m3_operands_have_a_forward_on_hopper_and_one_line_elsewhere() {
          takes them; hopper: rows of q are aligned to 8 B; a tensor map needs 16"
     );
     assert!(refused(&class, true).ends_with("hopper: f8e4m3 operands; it has a forward of them"));
+}
+
+#[test]
+fn what_was_measured_slower_on_the_hopper_family_is_said() {
+    let profile = Profile::named("h200").unwrap();
+    let options = KernelOptions::default();
+    let refused = |class: &Class, sizes: &Sizes, recorded| {
+        let choice = choose(&profile, class, sizes, Kernel::Forward, &options, recorded).unwrap();
+        let lines: Vec<_> = choice.refused.iter().map(|refused| refused.to_string()).collect();
+        let found = lines.into_iter().find(|line| line.starts_with("hopper: "));
+        (choice.chosen.config.family, found)
+    };
+    let long = sizes(2, 16, 16, 8192);
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    assert_eq!(refused(&class, &long, None), (Family::Hopper, None));
+    let portable = Tiles::portable(128, 48, 4, 2);
+    let record = |planned_us| Some(Record { tiles: portable, us: 12.2, planned_us });
+    let said = |line: &str| (Family::Portable, Some(line.to_owned()));
+    let numbers = said("hopper: 18 µs, portable: 12 µs (record)");
+    assert_eq!(refused(&class, &long, record(Some(18.4))), numbers);
+    let measured = said("hopper: the portable kernel was measured faster");
+    assert_eq!(refused(&class, &long, record(None)), measured);
+    let masked = Class { mask: true, ..Class::new(Elem::Bf16, 64, 64, 1) };
+    let documents = Sizes { mean_kv_len: 256, ..sizes(2, 32, 32, 8192) };
+    assert_eq!(refused(&masked, &documents, None), measured);
+}
+
+#[test]
+fn consumers_are_asked_for_by_their_number() {
+    let profile = Profile::named("h200").unwrap();
+    let class = Class::new(Elem::Bf16, 128, 128, 1);
+    let long = sizes(2, 16, 16, 8192);
+    let with = |asked: &[(&str, &str)], kernel| {
+        let mut options = KernelOptions::default();
+        asked.iter().for_each(|(name, value)| options.set(name, value).unwrap());
+        choose(&profile, &class, &long, kernel, &options, None)
+    };
+    for (count, warps) in [("1", 8), ("2", 12), ("3", 16)] {
+        let found = with(&[("forward.consumers", count)], Kernel::Forward);
+        // Three leave too few registers for scores and out at head dim 128.
+        match found {
+            Ok(choice) => {
+                let tiles = Tiles::of(&choice.chosen.config);
+                assert_eq!((tiles.family, tiles.warps), (Family::Hopper, warps));
+                assert_eq!(choice.origin, Origin::User);
+            }
+            Err(e) => assert!(count == "3" && e.to_string().contains("registers"), "{count}: {e}"),
+        }
+    }
+    let said = |asked: &[(&str, &str)], kernel| with(asked, kernel).unwrap_err().to_string();
+    let many = said(&[("forward.consumers", "4")], Kernel::Forward);
+    assert!(many.contains("20 warps; hopper has 8, 12 or 16, four of them producers"), "{many}");
+    let most = said(&[("forward.consumers", &usize::MAX.to_string())], Kernel::Forward);
+    assert!(most.contains("hopper has 8, 12 or 16"), "{most}");
+    let three = said(&[("backward.consumers", "3")], Kernel::Backward);
+    assert!(three.contains("16 warps; hopper has 12"), "{three}");
+    let both = said(&[("forward.consumers", "2"), ("forward.warps", "8")], Kernel::Forward);
+    let reason = "8 warps are asked for, and consumers that make 12; leave one of them out";
+    assert_eq!(both, reason);
+    let family = [("forward.consumers", "2"), ("forward.family", "portable")];
+    let portable = said(&family, Kernel::Forward);
+    assert!(portable.contains("portable: it has no consumers; leave the option out"), "{portable}");
+}
+
+/// The tuner compiles and runs each of these: none that the model has far behind, and what runs now.
+#[test]
+fn the_tuner_times_what_the_model_has_near_the_best() {
+    let profile = Profile::named("h200").unwrap();
+    for (dim, kernel) in [64, 128, 256].into_iter().flat_map(|dim| {
+        [Kernel::Forward, Kernel::Backward, Kernel::BackwardDq].map(|kernel| (dim, kernel))
+    }) {
+        let class = Class { deterministic: true, ..Class::new(Elem::Bf16, dim, dim, 1) };
+        let sizes = sizes(2, 2048 / dim, 2048 / dim, 8192);
+        let options = KernelOptions::default();
+        let choice = choose(&profile, &class, &sizes, kernel, &options, None).unwrap();
+        let best = choice.ranked().map(|c| c.modelled_us).fold(f64::INFINITY, f64::min);
+        let all: Vec<_> = choice.worth_timing(usize::MAX).collect();
+        assert_eq!(all[0], &choice.chosen);
+        assert!(all[1..].iter().all(|c| c.modelled_us <= 1.5 * best), "{kernel} at {dim}");
+        assert!(all.len() < choice.ranked().count(), "{kernel} at {dim}: some are far behind");
+        assert_eq!(choice.worth_timing(12).count(), all.len().min(12));
+        assert_eq!(choice.worth_timing(0).count(), 1);
+    }
 }

@@ -145,7 +145,7 @@ impl CudaPlan {
         let profile = self.engine.profile();
         let sizes = sizes.under(&self.spec, self.options.mean_kv_len);
         let records = Records::of_engine(&self.engine);
-        let recorded = |kernel| (*records).as_ref()?.tiles(kernel, &key.0, &sizes, &self.spec);
+        let recorded = |kernel| (*records).as_ref()?.record(kernel, &key.0, &sizes, &self.spec);
         let options = &self.options.kernels;
         let plan = KernelPlan::with_records(profile, &key.0, &sizes, backward, options, &recorded)?;
         let plan = Arc::new(plan);

@@ -54,7 +54,8 @@ struct Teller<'a> {
 }
 
 impl CudaPlan {
-    /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem,
+    /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem, but for
+    /// those that its model has far behind,
     /// forward and, with `backward`, backward, and records the fastest on disk: this plan and those
     /// made later choose it for problems like this one ([`RecordKey`] says which). Operands are random
     /// numbers that lie as `arrangement` says; pages are in no order.
@@ -103,8 +104,8 @@ impl CudaPlan {
         kernels.retain(|kernel| kernel.has_tiles());
         let choices: Vec<Choice> =
             kernels.iter().map(|kernel| subject.choice(*kernel)).collect::<Result<_, _>>()?;
-        let ranked = |c: &Choice| c.ranked().count().min(candidates.max(1));
-        let of = choices.iter().map(|c| ranked(c) + most_runs(ranked(c))).sum();
+        let count = |c: &Choice| c.worth_timing(candidates).count();
+        let of = choices.iter().map(|c| count(c) + most_runs(count(c))).sum();
         let now = Progress { kernel: Kernel::Forward, doing: "compiling", done: 0, of, us: None };
         let mut teller = Teller { tell, now };
         let records = Records::of_engine(&self.engine);
@@ -112,7 +113,7 @@ impl CudaPlan {
         let folder = records.and_then(|r| r.folder()).map(Into::into);
         let mut tuning = Tuning { kernels: Vec::new(), folder, trouble: None };
         for (kernel, choice) in kernels.iter().zip(&choices) {
-            let count = ranked(choice);
+            let count = count(choice);
             let end = teller.now.done + count + most_runs(count);
             let tuned = subject.tune(*kernel, choice, count, &mut teller)?;
             teller.now.done = end;
@@ -176,7 +177,7 @@ impl Subject<'_> {
         count: usize,
         teller: &mut Teller<'_>,
     ) -> Result<Tuned, CudaError> {
-        let tiles: Vec<Tiles> = choice.ranked().take(count).map(|c| Tiles::of(&c.config)).collect();
+        let tiles: Vec<Tiles> = choice.worth_timing(count).map(|c| Tiles::of(&c.config)).collect();
         let mut skipped = Vec::new();
         let mut trials = Vec::new();
         (teller.now.kernel, teller.now.us) = (kernel, None);
