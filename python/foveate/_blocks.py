@@ -9,14 +9,13 @@ authoritative: ``full | partial & mask_mod``.
 from __future__ import annotations
 
 import operator
-import warnings
 import weakref
 from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
-from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from . import _cuda, _native, _region, _trace
 from ._compile import also_compiled
@@ -81,7 +80,8 @@ def create_block_mask(
         raise TypeError(f"create_block_mask requires a mask_mod function! Got {mask_mod}")
     tile = _tile(BLOCK_SIZE)
     named = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    batch, heads, Q_LEN, KV_LEN = extents = tuple(_integer(name, n) for name, n in named.items())
+    batch, heads, Q_LEN, KV_LEN = (_integer(name, n) for name, n in named.items())
+    extents = (batch, heads, Q_LEN, KV_LEN)
     if not isinstance(dq_kv_order, bool):
         raise ValueError("dq_kv_order must be a bool when using create_block_mask")
     if min(extents) < 0:
