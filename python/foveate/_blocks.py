@@ -352,7 +352,7 @@ def within(kinds: Tensor, tile: tuple[int, int], table: Tensor | None = None) ->
 
     def wrap(trace: Any, values: tuple[Any, ...], allowed: Any) -> Any:
         b, h, q, kv = values
-        index = [*([b] if batch > 1 else ()), *([h] if heads > 1 else ()), q // tile[0], kv // tile[1]]
+        index = [*([b] if batch != 1 else ()), *([h] if heads != 1 else ()), q // tile[0], kv // tile[1]]
         kind = trace.capture(table).at(index)
         return (kind == 2) | ((kind == 1) & allowed)
 
