@@ -143,9 +143,20 @@ impl Ranks<'_> {
         }
     }
 
-    /// Compares what has to be the same on all ranks.
+    /// Compares what has to be the same on all ranks. All find what differs; the first says it.
     pub fn agree(self, fields: &[(&str, u64)]) -> Result<(), TrainError> {
-        if self.alone() { Ok(()) } else { Ok(agree(self.all, fields)?) }
+        if self.alone() {
+            return Ok(());
+        }
+        agree(self.all, fields).map_err(|e| {
+            let e = TrainError::from(e);
+            match e.kind() {
+                TrainErrorKind::Ranks { message, lost: false } if !self.first() => {
+                    TrainErrorKind::Elsewhere { message: message.clone(), lost: false }.into()
+                }
+                _ => e,
+            }
+        })
     }
 
     /// What every rank gives, in order of rank.

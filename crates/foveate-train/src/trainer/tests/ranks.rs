@@ -238,7 +238,7 @@ fn refused(sets: [&[&str]; 2], before: impl FnOnce(&Place)) -> [String; 2] {
 fn what_is_wrong_on_one_rank_ends_all_before_anything_is_written() {
     let same: &[&str] = &[];
     let [one, other] = refused([same, &["optimizer.lr=2e-2"]], |_| {});
-    // All find it; one that was slow is told by another.
+    // All find it, and the first says it.
     for said in [one, other] {
         assert!(said.contains("ranks [1] have another recipe than rank 0"), "{said}");
     }
