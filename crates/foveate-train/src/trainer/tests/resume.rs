@@ -1,0 +1,102 @@
+//! Runs that go on with other documents, another model, state, device or driver.
+
+use super::*;
+
+#[test]
+fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
+    let place = Place::new();
+    let mut first = Log { stop_after: Some(2), ..Log::default() };
+    train(&place.recipe(&[]), &place.file(), Start::New, &mut first).unwrap();
+    for (set, key) in [
+        ("model.num_hidden_layers=1", "[model]"),
+        ("attention.mask=causal", "[attention]"),
+        ("data.len=23", "[data]"),
+        ("run.seed=4", "run.seed"),
+        ("train.batch_rows=2", "train.batch_rows"),
+    ] {
+        let error = place.run(&place.recipe(&[set]), Start::Resume).unwrap_err().to_string();
+        assert!(error.contains(&format!("{key} is not what this run was started with")), "{error}");
+    }
+    let state = place.0.path().join("run/checkpoints/step-000002/state.json");
+    let whole = std::fs::read_to_string(&state).unwrap();
+    for (key, value) in [("document", 99), ("token", 1 << 30)] {
+        let mut damaged: serde_json::Value = serde_json::from_str(&whole).unwrap();
+        damaged["cursor"][key] = value.into();
+        std::fs::write(&state, damaged.to_string()).unwrap();
+        let error = place.run(&place.recipe(&[]), Start::Resume).unwrap_err().to_string();
+        assert!(error.contains("state.json: does not match its checksum"), "{error}");
+        let unchecked = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
+        let error = place.run(&place.recipe(&[]), unchecked).unwrap_err().to_string();
+        assert!(error.contains("step-000002: state.json has a cursor outside"), "{error}");
+    }
+    std::fs::write(&state, whole).unwrap();
+    let file = place.0.path().join("3.txt");
+    let before = std::fs::read(&file).unwrap();
+    std::fs::write(&file, "other words").unwrap();
+    let error = place.run(&place.recipe(&[]), Start::Resume).unwrap_err().to_string();
+    assert!(error.contains("documents are not those"), "{error}");
+    std::fs::write(&file, before).unwrap();
+    assert_eq!(place.run(&place.recipe(&["train.steps=7"]), Start::Resume).unwrap().0.steps, 7);
+}
+
+#[test]
+fn the_cpu_refuses_a_state_that_it_does_not_keep() {
+    let place = Place::new();
+    let recipe = place.recipe(&["precision.state=\"exact\""]);
+    let told = place.run(&recipe, Start::New).unwrap_err().to_string();
+    assert!(told.contains("precision.state: is \"exact\", but the CPU keeps f32"), "{told}");
+    assert!(!recipe.run.dir.exists());
+}
+
+#[test]
+fn a_resume_tells_of_the_device_that_earlier_steps_ran_on() {
+    let place = Place::new();
+    let (first, _) = place.run(&place.recipe(&["train.steps=2"]), Start::New).unwrap();
+    let path = first.checkpoint.join("state.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(!text.contains("gpu"), "a CPU's state is that of earlier versions: {text}");
+    let elsewhere = text.replacen('{', "{\n  \"gpu\": \"NVIDIA H200\",", 1);
+    std::fs::write(&path, elsewhere).unwrap();
+    let options = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
+    let mut told = Devices::default();
+    train(&place.recipe(&["train.steps=4"]), &place.file(), options.clone(), &mut told).unwrap();
+    train(&place.recipe(&["train.steps=6"]), &place.file(), options, &mut told).unwrap();
+    assert_eq!(told.0, [Some("NVIDIA H200".to_owned()), None]);
+}
+
+#[test]
+fn a_resume_tells_of_a_driver_and_kernels_that_are_others() {
+    let place = Place::new();
+    let (first, _) = place.run(&place.recipe(&["train.steps=2"]), Start::New).unwrap();
+    let path = first.checkpoint.join("state.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(!text.contains("bits_depend_on"), "the CPU's bits depend on nothing: {text}");
+    let depends = r#"{ "bits_depend_on": { "driver": "CUDA 12.9", "attention": "forward" },"#;
+    std::fs::write(&path, text.replacen('{', depends, 1)).unwrap();
+    let options = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
+    let mut told = Changes::default();
+    train(&place.recipe(&["train.steps=4"]), &place.file(), options.clone(), &mut told).unwrap();
+    train(&place.recipe(&["train.steps=6"]), &place.file(), options, &mut told).unwrap();
+    let lines = ["attention: forward before, nothing now", "driver: CUDA 12.9 before, nothing now"];
+    assert_eq!(told.0, [lines.map(str::to_owned).to_vec(), Vec::new()]);
+}
+
+/// What was other in earlier steps, of each run.
+#[derive(Default)]
+struct Changes(Vec<Vec<String>>);
+
+impl Observer for Changes {
+    fn started(&mut self, run: &Started) {
+        self.0.push(run.changed.clone());
+    }
+}
+
+/// The devices that earlier steps ran on, of each run.
+#[derive(Default)]
+struct Devices(Vec<Option<String>>);
+
+impl Observer for Devices {
+    fn started(&mut self, run: &Started) {
+        self.0.push(run.other_device.clone());
+    }
+}
