@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use foveate::Layout;
-use foveate_gpu::DeviceTensor;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::Allocation;
+use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_nn::{
     Array, Blocks, ContextForward, ContextPlan, DOCUMENTS, KeyStage, NnError, PackedHeads,
 };
@@ -47,6 +47,18 @@ impl Keys {
         stages: &[KeyStage],
     ) -> Result<Self, NnError> {
         let rows = KeyRows::new(plan, stages);
+        // What the first stage gives, later ones join.
+        let first = stages
+            .iter()
+            .zip(&rows.stages)
+            .find(|(stage, keys)| !stage.queries.is_empty() && !keys.is_empty());
+        if let Some((KeyStage { queries, .. }, _)) = first
+            && *queries != (0..heads.len)
+        {
+            let said =
+                format!("the first stage has queries {queries:?} of {}; give all", heads.len);
+            return Err(failed(&GpuError::argument(said)));
+        }
         let sources = rows.sources(heads.rows);
         let arrays = [
             (plan.whole.to_vec(), plan.documents.clone()),
