@@ -63,7 +63,7 @@ pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
 }
 
 /// CTAs of a launch.
-fn ctas(config: &Config, sizes: &Sizes) -> usize {
+pub fn ctas(config: &Config, sizes: &Sizes) -> usize {
     let tiles = match config.kernel.owns_keys() {
         true => sizes.keys.div_ceil(config.tile_kv) * sizes.heads_kv,
         false => sizes.queries.div_ceil(config.queries()) * (sizes.heads_q / config.heads()),

@@ -88,7 +88,8 @@ pub struct KernelPlan {
 /// CTAs that a launch can have along its third axis.
 const MAX_KV_SPLITS: usize = 65535;
 
-/// Times the best modelled time from which on a candidate is not worth timing; the model is off by less.
+/// Times the best modelled time from which on a candidate is not worth timing on compute capability
+/// 9.0, whose rates are known; elsewhere nothing says how far the model is off.
 const FAR_BEHIND: f64 = 1.5;
 
 /// Candidates that a refusal lists; those that miss the least are the first.
@@ -280,6 +281,14 @@ pub fn choose(
         Tiles { ordered_dq, ..tiles }
     });
     let first = measured(hopper).or_else(|| measured(portable));
+    let tile = at(hopper).map(|at| &fitting[at].config);
+    let passed = match (hopper, tile) {
+        (None, _) => Passed::Slower,
+        (Some(_), None) => Passed::Unfit,
+        (Some(_), Some(config)) => {
+            Passed::Idle { tiles: model::ctas(config, sizes), sms: profile.sms }
+        }
+    };
     let unrecorded = first.unwrap_or(0);
     let (at, origin) = match (at(recorded.map(|record| record.tiles)), first) {
         (Some(at), _) => (at, Origin::Record),
@@ -292,7 +301,7 @@ pub fn choose(
     let is_hopper = |c: &Candidate| c.config.family == Family::Hopper;
     if !is_hopper(&chosen) && fitting.iter().any(is_hopper) {
         let beaten = recorded.filter(|_| family_without == Family::Hopper);
-        refused.extend(slower(origin, beaten).map(|reason| Refused {
+        refused.extend(slower(origin, beaten, passed).map(|reason| Refused {
             config: class.config(kernel, HOPPER_TILES),
             refusal: Refusal::Family { reason },
         }));
@@ -314,28 +323,48 @@ impl Choice {
         std::iter::once(&self.chosen).chain(&self.others)
     }
 
-    /// The first `count` of these that a tuner should time: the chosen one, and of the others those that the
-    /// model does not have far behind the best.
+    /// The first `count` of these that a tuner should time: the chosen one and the others, but
+    /// where the Hopper family is among them, so on compute capability 9.0 alone, not those that the
+    /// model has far behind the best.
     pub fn worth_timing(&self, count: usize) -> impl Iterator<Item = &Candidate> {
         let best = self.ranked().map(|c| c.modelled_us).fold(f64::INFINITY, f64::min);
-        let near = move |c: &&Candidate| c.modelled_us <= FAR_BEHIND * best;
+        let known = self.ranked().any(|c| c.config.family == Family::Hopper);
+        let near = move |c: &&Candidate| !known || c.modelled_us <= FAR_BEHIND * best;
         std::iter::once(&self.chosen).chain(self.others.iter().filter(near)).take(count.max(1))
     }
 }
 
+/// Why the table prefers a portable kernel where one of the Hopper family fits.
+#[derive(Clone, Copy)]
+enum Passed {
+    /// It has none of the family's tiles for such a mask: the portable kernel was faster.
+    Slower,
+    /// It has some, which do not fit.
+    Unfit,
+    /// It has some, too few for all multiprocessors.
+    Idle { tiles: usize, sms: usize },
+}
+
 /// Why a portable kernel of this origin runs where one of the Hopper family could; `beaten` is a record that the
 /// latter lost. Nothing where the user asked.
-fn slower(origin: Origin, beaten: Option<Record>) -> Option<String> {
-    match (origin, beaten) {
+fn slower(origin: Origin, beaten: Option<Record>, passed: Passed) -> Option<String> {
+    let reason = match (origin, beaten) {
+        (Origin::User, _) => return None,
+        (Origin::Model, _) => "the portable kernel is faster by model".to_owned(),
         (Origin::Record, Some(Record { us, planned_us: Some(planned), .. })) => {
-            Some(format!("hopper: {planned:.0} µs, portable: {us:.0} µs (record)"))
+            format!("{planned:.0} µs, portable: {us:.0} µs (record)")
         }
-        (Origin::Record | Origin::Table, _) => {
-            Some("hopper: the portable kernel was measured faster".to_owned())
-        }
-        (Origin::Model, _) => Some("hopper: the portable kernel is faster by model".to_owned()),
-        (Origin::User, _) => None,
-    }
+        (Origin::Record, _) => "a record prefers the portable kernel".to_owned(),
+        (Origin::Table, _) => match passed {
+            Passed::Slower => "the portable kernel was measured faster".to_owned(),
+            Passed::Unfit => "the tiles that were measured do not fit".to_owned(),
+            Passed::Idle { tiles, sms } => {
+                let idle = sms.saturating_sub(tiles);
+                format!("its {tiles} tiles leave {idle} of {sms} multiprocessors idle")
+            }
+        },
+    };
+    Some(format!("hopper: {reason}"))
 }
 
 /// What stands for all tiles of the Hopper family where it is refused.

@@ -54,11 +54,11 @@ struct Teller<'a> {
 }
 
 impl CudaPlan {
-    /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem, but for
-    /// those that its model has far behind,
+    /// Times the best `candidates` of the planner's ranking for each kernel on this plan's problem,
     /// forward and, with `backward`, backward, and records the fastest on disk: this plan and those
-    /// made later choose it for problems like this one ([`RecordKey`] says which). Operands are random
-    /// numbers that lie as `arrangement` says; pages are in no order.
+    /// made later choose it for problems like this one ([`RecordKey`] says which). On compute
+    /// capability 9.0 those that the model has far behind are left out. Operands are random numbers
+    /// that lie as `arrangement` says; pages are in no order.
     ///
     /// `tell` is called after each compilation and each run; tuning stops when it returns false.
     ///
