@@ -203,18 +203,11 @@ impl Class {
     /// A kernel of this class. What the kernel does not read is left at its default, so that
     /// classes share what they can.
     pub(crate) fn config(&self, kernel: Kernel, tiles: Tiles) -> Config {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, .. } = tiles;
         let ordered_dq = tiles.ordered_dq && !self.separate_dq;
         let plain = Config {
-            family,
-            tile_q,
-            tile_kv,
-            warps,
-            stages,
-            overlap,
             ordered_dq,
             align: self.align,
-            ..Config::new(kernel, self.dtype, self.dim, self.dim_v)
+            ..Config::new(kernel, self.dtype, self.dim, self.dim_v).tiled(tiles)
         };
         let wide = tiles.are_wide_backward(kernel, self.dim.max(self.dim_v));
         let separate_dq = wide || self.separate_dq || self.deterministic && !ordered_dq;
@@ -229,7 +222,7 @@ impl Class {
                 out_dtype: self.out_dtype,
                 sink: self.sink,
                 paged: self.paged,
-                copied: match family {
+                copied: match tiles.family {
                     Family::Hopper => self.copied(),
                     Family::Portable => Copied::default(),
                 },

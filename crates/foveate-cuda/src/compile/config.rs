@@ -280,6 +280,12 @@ impl Config {
         }
     }
 
+    /// The same kernel with other tiles.
+    pub(crate) fn tiled(self, tiles: Tiles) -> Self {
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = tiles;
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, ..self }
+    }
+
     /// The kernel that makes range tables of captured buffers.
     pub fn range_table() -> Self {
         Self { warps: 32, stages: 1, ..Self::new(Kernel::RangeTable, Elem::F16, 64, 64) }

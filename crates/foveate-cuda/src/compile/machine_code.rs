@@ -201,18 +201,8 @@ mod tests {
     use crate::compile::config::Tiles;
 
     fn written(kernel: Kernel, dtype: Elem, dim: usize, tiles: Tiles) -> MachineCode {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = tiles;
-        let config = Config {
-            family,
-            tile_q,
-            tile_kv,
-            warps,
-            stages,
-            overlap,
-            ..Config::new(kernel, dtype, dim, dim)
-        };
-        let separate_dq = config.is_wide_backward();
-        let config = Config { ordered_dq, separate_dq, ..config };
+        let config = Config::new(kernel, dtype, dim, dim).tiled(tiles);
+        let config = Config { separate_dq: config.is_wide_backward(), ..config };
         let planned = Resources::of(&config).expect("it fits");
         MachineCode::written(&config, &planned).expect("it has products")
     }

@@ -303,30 +303,21 @@ constexpr int panels(int columns) { return ceil_div(columns, PANEL_COLUMNS); }
                 tiles.iter().map(move |tiles| (*kernel, *dtype, *tiles))
             });
             for (kernel, dtype, tiles) in each {
-                let Tiles { family, tile_q, tile_kv, warps, stages, overlap, .. } = tiles;
-                let config = Config {
-                    family,
-                    tile_q,
-                    tile_kv,
-                    warps,
-                    stages,
-                    overlap,
-                    separate_dq: wide,
-                    ..Config::new(kernel, dtype, dim, dim_v)
-                };
+                let config = Config::new(kernel, dtype, dim, dim_v).tiled(tiles);
+                let config = Config { separate_dq: wide, ..config };
                 // A copy has a box for each panel of an operand's rows.
                 let of = |rows: usize, dim: usize| {
                     rows * PANEL_ROW * (dim * dtype.bytes()).div_ceil(PANEL_ROW)
                 };
                 let forward = kernel == Kernel::Forward;
-                let queries = if forward { CONSUMER_ROWS } else { tile_q };
+                let queries = if forward { CONSUMER_ROWS } else { tiles.tile_q };
                 // Of e4m3 boxes of 128 or 64 keys, a byte each, cover the tile.
                 let values = match dtype == Elem::E4m3 {
-                    true => value_tile(&config).rows as usize * tile_kv,
-                    false => of(tile_kv, dim_v),
+                    true => value_tile(&config).rows as usize * tiles.tile_kv,
+                    false => of(tiles.tile_kv, dim_v),
                 };
                 let d_out = if forward { 0 } else { of(queries, dim_v) };
-                let boxes = [of(queries, dim), of(tile_kv, dim), values, d_out];
+                let boxes = [of(queries, dim), of(tiles.tile_kv, dim), values, d_out];
                 let Some(announced) = announced(&config) else { return };
                 assert_eq!(announced, boxes, "{config}");
             }
