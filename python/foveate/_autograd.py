@@ -57,12 +57,11 @@ class Call:
     def planned(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
     ) -> Any:
-        of = (q, k, v, self.score, self.mask, self.scale, sink, self.dropout, self.varlen, self.pages)
+        of = (self, (q, k, v), sink, learned, forward_only)
         if q.is_cuda:
             _cuda.start()
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            return _native.cuda_plan(*of, list(learned), forward_only, deterministic)
-        return _native.plan(*of, list(learned), forward_only, torch.get_num_threads())
+            return _native.cuda_plan(*of, torch.are_deterministic_algorithms_enabled())
+        return _native.plan(*of, torch.get_num_threads())
 
     def clear(self, queries: tuple[Tensor | None, ...], keys: tuple[Tensor | None, ...]) -> None:
         """Sets rows past the last sequence to 0: nothing is computed there."""

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._autograd import Call
+
 class TraceError(RuntimeError):
     """A mask or score function cannot be traced: the message names operation, file and line."""
 
@@ -136,32 +138,18 @@ def mask(expr: Expr, captures: list[Capture], function: Any = None) -> Traced: .
 def score(expr: Expr, captures: list[Capture], function: Any = None) -> Traced: ...
 def extents(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[int, int, int, int] | None: ...
 def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Traced | None,
-    mask: Traced | None,
-    scale: float | None,
+    call: Call,
+    operands: tuple[Tensor, Tensor, Tensor],
     sink: Tensor | None,
-    dropout: tuple[float, int] | None,
-    varlen: tuple[list[int], list[int]] | None,
-    pages: tuple[Tensor, Tensor] | None,
-    learned: list[Tensor],
+    learned: tuple[Tensor, ...],
     forward_only: bool,
     threads: int,
 ) -> Plan: ...
 def cuda_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Traced | None,
-    mask: Traced | None,
-    scale: float | None,
+    call: Call,
+    operands: tuple[Tensor, Tensor, Tensor],
     sink: Tensor | None,
-    dropout: tuple[float, Tensor] | None,
-    varlen: tuple[Tensor, Tensor, int, int] | None,
-    pages: tuple[Tensor, list[int] | Tensor] | None,
-    learned: list[Tensor],
+    learned: tuple[Tensor, ...],
     forward_only: bool,
     deterministic: bool,
 ) -> CudaPlan: ...

@@ -28,6 +28,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
+use crate::call::Call;
 use crate::dlpack::Place;
 use crate::dtype::TorchDtype;
 use crate::error::raised;
@@ -131,28 +132,24 @@ pub struct Plan {
 }
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on tensors of one
-/// CUDA device and dtype, of any strides. `sink` is f32 `[Hq]`; `dropout` a probability and a seed,
-/// int32 `[2]` on the device; `varlen` offsets of sequences; `pages` the table `[B, entries]`,
-/// contiguous int32 on the device, and the lengths, a list or int32 `[B]` on the device; `learned` takes
-/// the place of the score's captured tensors that want a gradient, unless it is empty.
+/// CUDA device and dtype, of any strides. `sink` is f32 `[Hq]`; `learned` takes the place of the score's
+/// captured tensors that want a gradient, unless it is empty. Of the call the seed of dropout is int32
+/// `[2]`, the offsets are [`Offsets`], and the table of pages is contiguous int32, all of them on the
+/// device; the pages' lengths are a list, or int32 on the device.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, forward_only, deterministic))]
+#[pyo3(signature = (call, operands, sink, learned, forward_only, deterministic))]
 pub fn cuda_plan(
     py: Python<'_>,
-    q: &Bound<'_, PyAny>,
-    k: &Bound<'_, PyAny>,
-    v: &Bound<'_, PyAny>,
-    score: Option<&Bound<'_, Traced>>,
-    mask: Option<&Bound<'_, Traced>>,
-    scale: Option<f64>,
+    call: Call<'_>,
+    operands: [Bound<'_, PyAny>; 3],
     sink: Option<&Bound<'_, PyAny>>,
-    dropout: Option<(f32, Bound<'_, PyAny>)>,
-    varlen: Option<Offsets<'_>>,
-    pages: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     learned: Vec<Bound<'_, PyAny>>,
     forward_only: bool,
     deterministic: bool,
 ) -> PyResult<Plan> {
+    let Call { score, mask, scale, dropout, varlen, pages } = call;
+    let [score, mask] = [&score, &mask].map(|f| f.as_ref().map(|f| f.get()));
+    let [q, k, v] = &operands;
     let Place::Cuda(device) = Borrowed::anywhere(q)?.place else {
         return Err(PyValueError::new_err("the query is on no CUDA device"));
     };
@@ -173,7 +170,7 @@ pub fn cuda_plan(
         }
         None => None,
     };
-    let mods = [mask.map(|m| m.get().program()), score.map(|s| s.get().program())];
+    let mods = [mask.map(Traced::program), score.map(Traced::program)];
     let mut plan = Plan {
         device,
         backward: match forward_only {
@@ -182,14 +179,15 @@ pub fn cuda_plan(
                 q: requires_grad(q)?,
                 k: requires_grad(k)?,
                 v: requires_grad(v)?,
-                captures: score.is_some_and(|s| s.get().learns()),
+                captures: score.is_some_and(Traced::learns),
             }),
         },
         captures: Vec::new(),
         learned: Vec::new(),
         sink: sink.map(|sink| Held::new(sink, device, "the sink")).transpose()?,
         varlen: varlen
-            .map(|(q, k, longest_q, longest_k)| -> PyResult<_> {
+            .map(|offsets| -> PyResult<_> {
+                let (q, k, longest_q, longest_k): Offsets<'_> = offsets.extract()?;
                 let hold = |t: &Bound<'_, PyAny>| Held::new(t, device, "cu_seqlens");
                 Ok(([hold(&q)?, hold(&k)?], [longest_q, longest_k]))
             })
@@ -217,7 +215,7 @@ pub fn cuda_plan(
     let mut learned = learned.into_iter();
     for (program, traced) in slots.into_iter().zip([mask, score]) {
         let (Some(program), Some(traced)) = (program, traced) else { continue };
-        plan.captures.extend(held(py, device, program, traced.get(), &mut learned)?);
+        plan.captures.extend(held(py, device, program, traced, &mut learned)?);
     }
     let score_slots = kept.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
     plan.learned = score_slots.iter().map(|slot| slot.name().to_owned()).collect();

@@ -15,6 +15,7 @@
 //! Torch is not linked and not needed to build: tensors say their address, shape and strides through
 //! the table of C functions that DLPack standardises (`dlpack`), or by their attributes.
 
+mod call;
 mod capture;
 mod cuda;
 mod dlpack;

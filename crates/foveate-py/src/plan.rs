@@ -21,6 +21,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
+use crate::call::Call;
 use crate::capture::{self, Capture, Captured};
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
@@ -356,28 +357,23 @@ pub fn extents(
 }
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on CPU tensors
-/// of one dtype and any strides. `sink` is contiguous f32 `[Hq]`, `dropout` a probability and a seed;
-/// `varlen` are the offsets of sequences that lie one after another in q, and in k and v, of batch 1;
-/// `pages` are the table `[B, entries]` and the lengths `[B]`, contiguous i32, of k `[pages, Hkv, page_size, D]`
-/// and v; `learned` are the score's captured tensors that want a gradient.
+/// of one dtype and any strides. `sink` is contiguous f32 `[Hq]`; `learned` are the score's captured
+/// tensors that want a gradient. The call's seed of dropout is a number, its offsets are lists, and its
+/// table of pages and their lengths contiguous i32.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, score, mask, scale, sink, dropout, varlen, pages, learned, forward_only, threads))]
+#[pyo3(signature = (call, operands, sink, learned, forward_only, threads))]
 pub fn plan(
     py: Python<'_>,
-    q: &Bound<'_, PyAny>,
-    k: &Bound<'_, PyAny>,
-    v: &Bound<'_, PyAny>,
-    score: Option<&Bound<'_, Traced>>,
-    mask: Option<&Bound<'_, Traced>>,
-    scale: Option<f64>,
+    call: Call<'_>,
+    operands: [Bound<'_, PyAny>; 3],
     sink: Option<&Bound<'_, PyAny>>,
-    dropout: Option<(f32, u64)>,
-    varlen: Option<(Vec<i32>, Vec<i32>)>,
-    pages: Option<[Bound<'_, PyAny>; 2]>,
     learned: Vec<Bound<'_, PyAny>>,
     forward_only: bool,
     threads: usize,
 ) -> PyResult<Plan> {
+    let Call { score, mask, scale, dropout, varlen, pages } = call;
+    let dropout = dropout.map(|(p, seed)| PyResult::Ok((p, seed.extract::<u64>()?))).transpose()?;
+    let [q, k, v] = &operands;
     let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
     // SAFETY: the arguments hold the tensors, and the views are gone when the problem is made.
     let [q, k, v] = unsafe { views(&tensors)? };
@@ -406,8 +402,8 @@ pub fn plan(
     };
     let pairs = dims.batch.saturating_mul(dims.heads_q).saturating_mul(dims.len_q);
     let work = pairs.saturating_mul(dims.len_k).saturating_mul(dims.dim + dims.dim_v);
-    let mut mask = mask.map(|m| Function::of(py, m.get(), &[])).transpose()?;
-    let mut score = score.map(|s| Function::of(py, s.get(), &learned)).transpose()?;
+    let mut mask = mask.as_ref().map(|m| Function::of(py, m.get(), &[])).transpose()?;
+    let mut score = score.as_ref().map(|s| Function::of(py, s.get(), &learned)).transpose()?;
     let now = found(&class, [&mask, &score], || {
         let fresh = |f: &Option<Function<'_>>| {
             f.as_ref().map(|f| at_rest(f.program, f, |_| Ok(()))).transpose()
@@ -445,7 +441,8 @@ pub fn plan(
             plan = plan.set_scalar(name, half as i32).map_err(raised)?;
         }
     }
-    if let Some((cu_q, cu_k)) = varlen {
+    if let Some(offsets) = varlen {
+        let (cu_q, cu_k): (Vec<i32>, Vec<i32>) = offsets.extract()?;
         plan = plan.with_varlen(&cu_q, &cu_k).map_err(raised)?;
     }
     if let Some([table, lengths]) = pages {
