@@ -5,7 +5,7 @@
 
     from foveate import flex_attention, create_block_mask
 
-Masks and scores are ordinary functions. They are traced in each call, and run in fused kernels, forward
+Masks and scores are ordinary functions. They are read as they are in each call, and run in fused kernels, forward
 and backward, without being compiled first. The manual is ``docs/python.md`` of the repository.
 """
 

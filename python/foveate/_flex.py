@@ -90,8 +90,8 @@ def flex_attention(
             operations that is differentiable twice.
         key: ``[B, Hkv, S, E]``; a batch of 1 is shared by all of ``query``'s, with a block mask of batch B.
         value: ``[B, Hkv, S, Ev]``.
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives the new score. It is traced in each call,
-            so it may be a closure over anything; tensors that it captures and that require grad get
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives the new score. It is read as it is in
+            each call, so it may be a closure over anything; tensors that it captures and that require grad get
             gradients.
         block_mask: Which keys each query sees: a :class:`Mask`, a block mask from :func:`create_block_mask`, or
             any ``BlockMask`` of torch's. Of a block mask that was made here the function counts as it is now; of another

@@ -32,15 +32,18 @@ class Mask:
         ValueError: The text is no mask, or names what is not given; raised where the mask is used.
     """
 
-    __slots__ = ("_function", "_what")
+    #: ``_reads``: what the function is made of, as :mod:`foveate._kept` follows it.
+    __slots__ = ("_function", "_what", "_reads")
 
     def __init__(self, what: str | Callable[..., Any], **names: Tensor | float | int | bool) -> None:
         if isinstance(what, str):
             self._what = what
             self._function: Callable[..., Any] = lambda b, h, q, kv: _parsed(what, names)
+            self._reads: tuple[Any, ...] = (what, names)
         elif callable(what) and not names:
             self._what = _trace.name_of(what)
             self._function = what
+            self._reads = (what,)
         else:
             raise TypeError(f"a Mask is made of text with names, or of a mask function, got {what!r}")
 
@@ -64,7 +67,7 @@ class Mask:
         return Mask(other) | self
 
     def __invert__(self) -> Mask:
-        return self._made(f"~({self._what})", lambda *at: ~self(*at))
+        return self._made(f"~({self._what})", lambda *at: ~self(*at), ("~", self))
 
     def __repr__(self) -> str:
         return f"Mask({self._what})"
@@ -73,12 +76,13 @@ class Mask:
         if not callable(other):
             return NotImplemented  # type: ignore[no-any-return]
         other = other if isinstance(other, Mask) else Mask(other)
-        return self._made(f"({self._what}) {sign} ({other._what})", lambda *at: join(self(*at), other(*at)))
+        what = f"({self._what}) {sign} ({other._what})"
+        return self._made(what, lambda *at: join(self(*at), other(*at)), (sign, self, other))
 
     @staticmethod
-    def _made(what: str, function: Callable[..., Any]) -> Mask:
+    def _made(what: str, function: Callable[..., Any], reads: tuple[Any, ...]) -> Mask:
         mask = Mask(function)
-        mask._what = what
+        mask._what, mask._reads = what, reads
         return mask
 
     @staticmethod

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterator
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import _native
+from . import _kept, _native
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
 
@@ -475,6 +475,8 @@ class Trace(Reader):
         self.kind, self.function, self.extents = kind, function, extents
         self.captures: dict[int, _native.Capture] = {}
         self.held: list[torch.Tensor] = []
+        #: Whether an element of a captured tensor became a number.
+        self.read_elements = False
         _native.begin(kind == "mask")
 
     def capture(self, tensor: torch.Tensor) -> _native.Capture:
@@ -505,11 +507,18 @@ class Trace(Reader):
             # The value of one on a device is read by the kernel: nothing waits for it.
             if x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
                 return self.capture(x).only()
+            self.read_elements = True
             return _native.constant(x.item(), x.dtype)
         return x
 
     def element(self, tensor: torch.Tensor, index: list[Any]) -> Expr:
         return self.capture(tensor).at(index)
+
+    def kept(self, reads: _kept.Reads | None, traced: _native.Traced) -> _native.Traced:
+        """The result, kept if all that it depends on is known."""
+        if reads is not None and not self.read_elements:
+            reads.keep(traced)
+        return traced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # First what most functions do: one element of a captured tensor, an operation on values and numbers.
@@ -700,6 +709,10 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
     """
     if not callable(function):
         raise TypeError(f"a mask must be a Mask or a function of (b, h, q_idx, kv_idx), got {_said(function)}")
+    reads = None if wrap is not None else _kept.Reads.of("mask", function, extents)
+    known = None if reads is None else reads.known(function)
+    if known is not None:
+        return known
     trace = Trace("mask", function, extents)
     values = tuple(map(_native.leaf, ("b", "h", "q", "kv"), extents))
     result = _run(trace, function, values)
@@ -707,18 +720,22 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
     result = cast(result, torch.bool)
     if wrap is not None:
         result = _run(trace, lambda *v: wrap(trace, v, result), values)
-    return _native.mask(result, list(trace.captures.values()), function)
+    return trace.kept(reads, _native.mask(result, list(trace.captures.values()), function))
 
 
 def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
     """The program of a score function, for ``extents`` of b, h, q and kv."""
     if not callable(function):
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {_said(function)}")
+    reads = _kept.Reads.of("score", function, extents)
+    known = None if reads is None else reads.known(function)
+    if known is not None:
+        return known
     trace = Trace("score", function, extents)
     values = tuple(map(_native.leaf, ("score", "b", "h", "q", "kv"), (0, *extents)))
     result = _run(trace, function, values)
     _check(result, function, "score", None)
-    return _native.score(cast(result, torch.float32), list(trace.captures.values()), function)
+    return trace.kept(reads, _native.score(cast(result, torch.float32), list(trace.captures.values()), function))
 
 
 def _check(result: Any, function: Any, kind: str, dtype: torch.dtype | None) -> None:

@@ -23,12 +23,18 @@ use crate::value::{self, Value, refused};
 /// Bytes of the largest tensor that is copied.
 const MOST_COPIED: usize = 1 << 20;
 
-/// A captured tensor of one trace: its place in the structure, without its elements.
+/// A captured tensor of one trace.
 #[pyclass(frozen, module = "foveate._native")]
 pub struct Capture {
-    /// Elements are bound when the program runs.
-    slot: AnyBuffer,
+    slot: Slot,
     tensor: Py<PyAny>,
+}
+
+/// The place of a captured tensor in the structure, without its elements.
+#[derive(Clone)]
+pub struct Slot {
+    /// Elements are bound when the program runs.
+    buffer: AnyBuffer,
     dtype: Dtype,
     /// Whether calls read it where it lies: a large one, and every one on a device.
     shared: bool,
@@ -50,10 +56,11 @@ impl Capture {
     ) -> PyResult<Self> {
         let (dtype, shape, place) = tensor::kind(tensor)?;
         let shape = if shape.is_empty() { vec![1] } else { shape };
-        let slot = AnyBuffer::on_device(name, &shape, dtype, learned).map_err(raised)?;
-        let shared = place != Place::Cpu || slot.elems() * dtype.bytes() > MOST_COPIED;
+        let buffer = AnyBuffer::on_device(name, &shape, dtype, learned).map_err(raised)?;
+        let shared = place != Place::Cpu || buffer.elems() * dtype.bytes() > MOST_COPIED;
         let may_learn = learned || may_learn;
-        Ok(Self { slot, tensor: tensor.clone().unbind(), dtype, shared, may_learn })
+        let slot = Slot { buffer, dtype, shared, may_learn };
+        Ok(slot.with(tensor.clone().unbind()))
     }
 
     /// The element at `index`, one value or number an axis, counted from the end when negative.
@@ -63,8 +70,8 @@ impl Capture {
         let positive = index.iter().all(|i| i.range.is_some_and(|(low, _)| low >= 0));
         let index = index.into_iter().map(|i| i.expr).collect();
         let made = match positive {
-            true => DynExpr::load(&self.slot, index),
-            false => DynExpr::load_from_end(&self.slot, index),
+            true => DynExpr::load(&self.slot.buffer, index),
+            false => DynExpr::load_from_end(&self.slot.buffer, index),
         };
         Ok(self.element(made.map_err(raised)?))
     }
@@ -72,7 +79,7 @@ impl Capture {
     /// The only element of a 0-d tensor.
     fn only(&self) -> PyResult<Expr> {
         let zero = DynExpr::constant(foveate::ScalarValue::I32(0));
-        Ok(self.element(DynExpr::load(&self.slot, vec![zero]).map_err(raised)?))
+        Ok(self.element(DynExpr::load(&self.slot.buffer, vec![zero]).map_err(raised)?))
     }
 
     /// The tensor.
@@ -84,7 +91,7 @@ impl Capture {
     /// The name in the program.
     #[getter]
     fn name(&self) -> &str {
-        self.slot.name()
+        self.slot.buffer.name()
     }
 
     /// Whether a gradient is wanted.
@@ -96,12 +103,18 @@ impl Capture {
 
 impl Capture {
     /// Its place in the program.
-    pub fn slot(&self) -> &AnyBuffer {
+    pub fn buffer(&self) -> &AnyBuffer {
+        &self.slot.buffer
+    }
+
+    /// What it is without the tensor.
+    pub fn slot(&self) -> &Slot {
         &self.slot
     }
 
     fn element(&self, expr: DynExpr) -> Expr {
-        Expr(Value { expr, dtype: self.dtype, range: self.dtype.narrow(), learns: self.may_learn })
+        let Slot { dtype, may_learn, .. } = self.slot;
+        Expr(Value { expr, dtype, range: dtype.narrow(), learns: may_learn })
     }
 
     /// The tensor as it is now, or `other` in its place: what a transform of torch's unwrapped.
@@ -112,10 +125,11 @@ impl Capture {
         let object = other.unwrap_or(self.tensor.bind(py));
         let captured =
             Captured { tensor: Borrowed::of(object)?, object: Some(object.clone().unbind()) };
-        if captured.tensor.dtype != self.dtype || captured.shape() != self.slot.shape() {
+        if captured.tensor.dtype != self.slot.dtype || captured.shape() != self.slot.buffer.shape()
+        {
             return Err(refused(format!(
                 "captured tensor `{}` has another shape or dtype when attention runs",
-                self.slot.name()
+                self.slot.buffer.name()
             )));
         }
         Ok(captured)
@@ -128,12 +142,19 @@ impl Capture {
 
     /// Whether calls read the tensor where it lies: it must not be written to before the backward.
     pub fn is_shared(&self) -> bool {
-        self.shared
+        self.slot.shared
     }
 
     /// Whether a gradient is wanted.
     pub fn is_learned(&self) -> bool {
-        self.slot.learned()
+        self.slot.buffer.learned()
+    }
+}
+
+impl Slot {
+    /// The place with a tensor of its dtype, shape and device in it.
+    pub fn with(&self, tensor: Py<PyAny>) -> Capture {
+        Capture { slot: self.clone(), tensor }
     }
 }
 
@@ -301,7 +322,7 @@ pub fn in_order<'a>(
     slots
         .iter()
         .map(|slot| {
-            let found = captures.iter().find(|c| c.get().slot.same(slot));
+            let found = captures.iter().find(|c| c.get().buffer().same(slot));
             found.ok_or_else(|| refused("a traced value of another trace is used"))
         })
         .collect()

@@ -2,9 +2,9 @@
 //!
 //! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
-//! (`value`, `expr`), captured tensors (`capture`), borrowed operands (`tensor`), plans that are kept by
-//! structure (`plan`, and `cuda` for device tensors) and the threads that run them (`threads`). Nothing
-//! here is public: it changes with the Python sources.
+//! (`value`, `expr`), captured tensors (`capture`), borrowed operands (`tensor`), what a call asks for
+//! (`call`), plans that are kept by structure (`plan`, and `cuda` for device tensors) and the threads
+//! that run them (`threads`). Nothing here is public: it changes with the Python sources.
 //!
 //! ```python
 //! from foveate import flex_attention
@@ -44,7 +44,7 @@ mod _native {
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]
-    use crate::plan::{Plan, Traced, extents, kinds, mask, plan, score};
+    use crate::plan::{Plan, Structure, Traced, extents, kinds, mask, plan, score};
     #[pymodule_export]
     use crate::text::{parse, program};
     #[cfg(debug_assertions)]

@@ -1,7 +1,8 @@
 //! Traced functions, and plans found again by their structure.
 //!
-//! A function is traced in each call, so what it reads is what it reads now. The structure of the
-//! trace has no elements of captured tensors and no values of captured numbers; plans are kept by
+//! A function is traced in each call, unless it can read nothing else than in an earlier one
+//! (`python/foveate/_kept.py`), so what it reads is what it reads now. The structure of the trace has
+//! no elements of captured tensors and no values of captured numbers; plans are kept by
 //! structure, and a call binds elements and values to one. A plan whose mask did not change keeps
 //! its block masks.
 
@@ -110,6 +111,42 @@ impl Traced {
     /// The program in Foveate's text form.
     fn text(&self) -> String {
         self.program.text().0
+    }
+
+    /// What is left without the tensors, which it does not hold.
+    fn structure(&self) -> Structure {
+        let slots = self.captures.iter().map(|c| c.get().slot().clone()).collect();
+        Structure { program: self.program.clone(), slots }
+    }
+}
+
+/// A traced function without its captured tensors.
+#[pyclass(frozen, module = "foveate._native")]
+pub struct Structure {
+    program: Program,
+    slots: Vec<capture::Slot>,
+}
+
+#[pymethods]
+impl Structure {
+    /// What tracing `function` would give, which reads these tensors, in the order of [`Traced::captures`] and
+    /// of the dtypes, shapes and places of those.
+    fn of(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Bound<'_, PyAny>>,
+        function: Py<PyAny>,
+    ) -> PyResult<Traced> {
+        if tensors.len() != self.slots.len() {
+            return Err(PyValueError::new_err("one tensor for each that was captured"));
+        }
+        let captures = self.slots.iter().zip(tensors);
+        let captures = captures.map(|(slot, tensor)| Py::new(py, slot.with(tensor.unbind())));
+        Ok(Traced {
+            program: self.program.clone(),
+            captures: captures.collect::<PyResult<_>>()?,
+            function: Some(function),
+        })
     }
 }
 
@@ -377,7 +414,7 @@ pub fn plan(
     let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
     // SAFETY: the arguments hold the tensors, and the views are gone when the problem is made.
     let [q, k, v] = unsafe { views(&tensors)? };
-    let held = pages.as_ref().map(|[t, l]| PyResult::Ok([Borrowed::of(t)?, Borrowed::of(l)?]));
+    let held = pages.as_ref().map(|(t, l)| PyResult::Ok([Borrowed::of(t)?, Borrowed::of(l)?]));
     let held = held.transpose()?;
     let pages =
         held.as_ref().map(|[table, lengths]| PyResult::Ok([integers(table)?, integers(lengths)?]));

@@ -24,7 +24,7 @@ pub fn parse(
 ) -> PyResult<Expr> {
     let mut names = Names::new().heads(heads).positions(positions);
     for (name, capture) in &tensors {
-        names = names.buffer_as(name, capture.get().slot());
+        names = names.buffer_as(name, capture.get().buffer());
     }
     for (name, number) in &numbers {
         let value = match value::number(number)? {
@@ -43,7 +43,7 @@ pub fn parse(
         let mut said = one_line(&e.to_string());
         for (name, capture) in &tensors {
             said =
-                said.replace(&format!("`{}`", capture.get().slot().name()), &format!("`{name}`"));
+                said.replace(&format!("`{}`", capture.get().buffer().name()), &format!("`{name}`"));
         }
         PyValueError::new_err(format!("mask `{text}`: {said}"))
     })?;
@@ -61,7 +61,7 @@ pub fn program(
 ) -> PyResult<Traced> {
     let mut names = Names::new();
     for capture in &captures {
-        names = names.buffer(capture.get().slot());
+        names = names.buffer(capture.get().buffer());
     }
     for (name, value) in scalars {
         let value = i32::try_from(value).map_err(|_| {

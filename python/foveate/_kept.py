@@ -1,0 +1,144 @@
+"""Traces that are kept.
+
+What a function reads may have changed since its last call, so it is traced in each. Of one whose code can do nothing
+but compute, all that its trace depends on is known without running it: the code, the numbers that it captures, and
+dtype, shape and place of the tensors. It is traced once for each of these, and a later call takes that trace with the
+tensors of now. Which code this is, its instructions say: operators, functions of torch that the tracer knows, and
+other functions of the kind. With any other instruction, a new one of Python's too, it is traced in each call.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import _native
+from ._operations import OPERATIONS
+
+#: Instructions that only move values, or apply an operator: of ``BINARY_OP`` some write, see :func:`_globals_of`.
+_PURE = frozenset(
+    """
+    BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MODULO BINARY_MULTIPLY BINARY_OP BINARY_OR
+    BINARY_POWER BINARY_RSHIFT BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR BUILD_TUPLE CACHE COMPARE_OP
+    COPY COPY_FREE_VARS DUP_TOP EXTENDED_ARG LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_BORROW
+    LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST LOAD_SMALL_INT NOP PUSH_NULL RESUME RETURN_CONST RETURN_VALUE
+    ROT_THREE ROT_TWO STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST SWAP UNARY_INVERT UNARY_NEGATIVE
+    UNARY_POSITIVE
+    """.split()
+)
+#: Calls: what may be called is what may be named or captured.
+_CALLS = frozenset("CALL CALL_FUNCTION CALL_FUNCTION_KW CALL_KW CALL_METHOD KW_NAMES PRECALL".split())
+#: Attributes of values, captured tensors and torch; ``rand`` of torch draws.
+_ATTRIBUTES = frozenset(OPERATIONS) - {"rand"} | {"shape", "dtype", "ndim"}
+_ATTRIBUTES |= {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+#: Values whose reads are followed at most.
+_MOST_READ = 64
+#: Traces that are kept at most.
+_MOST = 256
+_kept: dict[tuple[Any, ...], tuple[_native.Structure, list[int]]] = {}
+
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
+    """The globals that code reads; None where it may do something else than compute."""
+    found = []
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name == "LOAD_GLOBAL":
+            found.append(instruction.argval)
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            if instruction.argval not in _ATTRIBUTES:
+                return None
+        elif name not in _PURE and name not in _CALLS or name == "BINARY_OP" and instruction.argrepr.endswith("="):
+            return None
+    return tuple(found)
+
+
+class Reads:
+    """What a function would read if it were traced now: what its trace depends on, and the tensors."""
+
+    __slots__ = ("key", "tensors")
+
+    def __init__(self) -> None:
+        self.key: list[Any] = []
+        self.tensors: list[Tensor] = []
+
+    @staticmethod
+    def of(kind: str, function: Any, extents: tuple[int, int, int, int]) -> Reads | None:
+        """Of a mask or score function for these extents; None where it has to be traced."""
+        if _transforms_active():
+            return None
+        reads = Reads()
+        reads.key += (kind, extents, torch.is_grad_enabled(), torch.get_default_dtype())
+        if not reads._value(function):
+            return None
+        if len(reads.tensors) > 1:
+            which = list(map(id, reads.tensors))
+            reads.key += map(which.index, which)
+        return reads
+
+    def known(self, function: Any) -> _native.Traced | None:
+        """The trace, if it is kept."""
+        found = _kept.get(tuple(self.key))
+        if found is None:
+            return None
+        structure, order = found
+        return structure.of([self.tensors[i] for i in order], function)
+
+    def keep(self, traced: _native.Traced) -> None:
+        """Keeps the trace, unless it captures what it computed of tensors."""
+        which = list(map(id, self.tensors))
+        captured = [id(capture.tensor) for capture in traced.captures]
+        if not set(captured) <= set(which):
+            return
+        if len(_kept) >= _MOST:
+            _kept.pop(next(iter(_kept)), None)
+        _kept[tuple(self.key)] = traced.structure(), list(map(which.index, captured))
+
+    def _value(self, value: Any) -> bool:
+        """Notes a value that is read; false where nothing can be said of it."""
+        kind = type(value)
+        if len(self.key) > _MOST_READ:
+            return False
+        if kind is Tensor or kind is Parameter:
+            if value.is_neg() or value.layout is not torch.strided:
+                return False
+            self.tensors.append(value)
+            self.key.append((value.dtype, value.shape, value.device, value.requires_grad))
+        elif kind is types.FunctionType:
+            return self._function(value)
+        elif kind is float:
+            self.key.append(value.hex())  # Tells -0.0 from 0.0.
+        elif kind is int or kind is bool or kind is str:
+            self.key += (kind, value)
+        elif kind is dict:
+            self.key += (len(value), *value)
+            return all(map(self._value, value.values()))
+        elif hasattr(kind, "_reads"):  # A mask.
+            self.key.append(len(value._reads))
+            return all(map(self._value, value._reads))
+        else:
+            return value is torch
+        return True
+
+    def _function(self, function: types.FunctionType) -> bool:
+        code, defaults = function.__code__, function.__defaults__ or ()
+        names = _globals_of(code)
+        if names is None or function.__kwdefaults__:
+            return False
+        self.key += (code, len(defaults))
+        try:
+            read = [cell.cell_contents for cell in function.__closure__ or ()]
+            read += [function.__globals__[name] for name in names]
+        except (ValueError, KeyError):
+            return False
+        return all(map(self._value, read)) and all(map(self._value, defaults))
