@@ -3,7 +3,7 @@
 
 use pyo3::prelude::*;
 
-use crate::plan::Traced;
+use crate::traced::Traced;
 
 /// `foveate._autograd.Call`, by its attributes. What is a `PyAny` has another type on each device, which
 /// the functions that plan say.

@@ -2,9 +2,10 @@
 //!
 //! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
-//! (`value`, `expr`), captured tensors (`capture`), borrowed operands (`tensor`), what a call asks for
-//! (`call`), plans that are kept by structure (`plan`, and `cuda` for device tensors) and the threads
-//! that run them (`threads`). Nothing here is public: it changes with the Python sources.
+//! (`value`, `expr`), what they become (`traced`), captured tensors (`capture`), borrowed operands
+//! (`tensor`), what a call asks for (`call`), plans that are kept by structure (`plan`, and `cuda` for
+//! device tensors) and the threads that run them (`threads`). Nothing here is public: it changes with
+//! the Python sources.
 //!
 //! ```python
 //! from foveate import flex_attention
@@ -26,6 +27,7 @@ mod plan;
 mod tensor;
 mod text;
 mod threads;
+mod traced;
 mod value;
 
 use pyo3::prelude::*;
@@ -44,12 +46,14 @@ mod _native {
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]
-    use crate::plan::{Plan, Structure, Traced, extents, kinds, mask, plan, score};
+    use crate::plan::{Plan, extents, kinds, plan};
     #[pymodule_export]
     use crate::text::{parse, program};
     #[cfg(debug_assertions)]
     #[pymodule_export]
     use crate::threads::panic_next;
+    #[pymodule_export]
+    use crate::traced::{Structure, Traced, mask, score};
     #[pymodule_export]
     use crate::value::TraceError;
 }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::capture::Capture;
 use crate::dtype::Dtype;
 use crate::expr::Expr;
-use crate::plan::Traced;
+use crate::traced::Traced;
 use crate::value::{self, Number, Value};
 
 /// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name;
