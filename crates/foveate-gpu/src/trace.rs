@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::abi::Address;
 use crate::sync::lock;
 
-/// Something that happened to device memory.
+/// Something that happened to device memory, or that the host did for work on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Noted {
     /// A pool gave memory to somebody, from an address on.
@@ -46,6 +46,11 @@ pub enum Noted {
         /// For what.
         what: String,
     },
+    /// A plan was made again, for captured buffers of other lengths.
+    Bound {
+        /// Their names and shapes.
+        buffers: Vec<(String, Vec<usize>)>,
+    },
 }
 
 static ON: AtomicBool = AtomicBool::new(false);
@@ -64,7 +69,7 @@ pub fn stop() -> Vec<Noted> {
 }
 
 /// Notes what happened, where somebody asked.
-pub(crate) fn note(make: impl FnOnce() -> Noted) {
+pub fn note(make: impl FnOnce() -> Noted) {
     if ON.load(Ordering::Acquire) {
         lock(&NOTES).push(make());
     }

@@ -15,6 +15,7 @@ use crate::compile::params::Address;
 use crate::error::CudaError;
 use crate::operands::{DeviceOffsets, DeviceOperands, captured};
 use foveate_gpu::sync::lock;
+use foveate_gpu::trace::{Noted, note};
 use foveate_gpu::{DeviceArray, Queue};
 
 /// One call of a plan.
@@ -193,6 +194,12 @@ impl CudaPlan {
         if let Some(found) = found {
             return Ok(Bound::Other(found));
         }
+        note(|| {
+            let shape = |(name, array): &(&str, DeviceArray<'_>)| {
+                ((*name).to_owned(), array.shape.to_vec())
+            };
+            Noted::Bound { buffers: captures.iter().map(shape).collect() }
+        });
         let mut plan = self.clone();
         let mut of = Vec::with_capacity(captures.len());
         for (name, array) in captures {

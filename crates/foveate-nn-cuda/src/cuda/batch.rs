@@ -1,6 +1,5 @@
 //! Batches on the device: one copy brings all that depends on a batch alone.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -101,9 +100,9 @@ impl Words {
         DeviceArray { version: Some(self.version), ..array }
     }
 
-    /// Those of `range` of a vector.
-    pub fn part(&self, range: Range<usize>) -> Self {
-        Self { start: self.start + 4 * range.start, shape: vec![range.len()], ..self.clone() }
+    /// `len` of a vector, from `first` on.
+    pub fn part(&self, first: usize, len: usize) -> Self {
+        Self { start: self.start + 4 * first, shape: vec![len], ..self.clone() }
     }
 }
 

@@ -13,7 +13,7 @@ use foveate_nn::{
 use foveate_tensor::DType;
 
 use super::super::array::CudaArray;
-use super::super::attention::{POSITIONS, output, packed, statistics};
+use super::super::attention::{AttentionPlan, POSITIONS, output, packed, statistics};
 use super::super::batch::Words;
 use super::super::sharing::Spans;
 use super::super::{Cuda, failed};
@@ -31,7 +31,7 @@ pub(super) struct Keys {
     /// Tokens that each stage computes.
     queries: Vec<Range<usize>>,
     documents: Words,
-    /// Of the rank's queries, and of the keys as they lie.
+    /// Of the rank's queries, and of the keys as they lie, followed by as many as a plan is told of.
     positions: [Words; 2],
     /// [`KeyRows::sources`].
     sources: Words,
@@ -60,10 +60,16 @@ impl Keys {
             return Err(failed(&GpuError::argument(said)));
         }
         let sources = rows.sources(heads.rows);
+        let told = [heads.len, plan.whole[1]];
+        let followed = |positions: &[i32], told: usize| {
+            let mut positions = positions.to_vec();
+            positions.resize(positions.len() + told, 0);
+            (vec![positions.len()], positions)
+        };
         let arrays = [
             (plan.whole.to_vec(), plan.documents.clone()),
-            (vec![heads.len], rows.positions[..heads.len].to_vec()),
-            (vec![rows.len()], rows.positions.clone()),
+            followed(&rows.positions[..heads.len], told[0]),
+            followed(&rows.positions, told[1]),
             (vec![sources.len()], sources),
         ];
         let words = Words::upload(blocks.queue.pool(), arrays).map_err(|e| failed(&e))?;
@@ -123,13 +129,7 @@ impl Keys {
                 continue;
             }
             let (place, tokens) = (self.rows.stages[stage].clone(), self.queries[stage].clone());
-            let [queries, seen] = [(0, &tokens), (1, &place)]
-                .map(|(of, range)| self.positions[of].part(range.clone()));
-            let plan = pass.plan.capturing(&[
-                (DOCUMENTS, &self.documents),
-                (POSITIONS[0], &queries),
-                (POSITIONS[1], &seen),
-            ]);
+            let plan = self.plan(pass, [tokens.start, place.start]);
             let [q, ..] = packed(self.heads, qkv.vector().start(), dtype);
             let [k, v] = self.views(keys, dtype, place.start, place.len());
             let (part, part_lse) = sums.next(PackedHeads { len: tokens.len(), ..self.heads }, to);
@@ -158,11 +158,7 @@ impl Keys {
         let d_keys = blocks.scratch("gradients of keys", d_keys)?;
         let d_q = blocks.scratch("gradients of queries", 4 * rows * len * q_width)?;
         if self.is_needed() {
-            let plan = pass.plan.capturing(&[
-                (DOCUMENTS, &self.documents),
-                (POSITIONS[0], &self.positions[0]),
-                (POSITIONS[1], &self.positions[1]),
-            ]);
+            let plan = self.plan(pass, [0, 0]);
             let [q, ..] = packed(self.heads, forward.qkv.vector().start(), dtype);
             let [k, v] = self.views(keys, dtype, 0, all);
             let [dk, dv] = self.views(d_keys.address(), DType::F32, 0, all);
@@ -203,6 +199,22 @@ impl Keys {
             blocks.run(&SumKeys { from, sources, to: to(q_width, width) })?;
         }
         Ok(())
+    }
+
+    /// The plan of a pass whose first query and first key are these. It is told of as many positions
+    /// whichever part of them a stage has: lengths differ from batch to batch, and a plan for other lengths
+    /// would be another one.
+    fn plan(&self, pass: &Pass<'_>, first: [usize; 2]) -> AttentionPlan {
+        let of = [self.heads.len, self.rows.len()];
+        let [queries, keys] = [0, 1].map(|i| {
+            let told = self.positions[i].array().shape[0] - of[i];
+            self.positions[i].part(first[i], told)
+        });
+        pass.plan.capturing(&[
+            (DOCUMENTS, &self.documents),
+            (POSITIONS[0], &queries),
+            (POSITIONS[1], &keys),
+        ])
     }
 
     /// Elements of a token's keys and values.
