@@ -14,8 +14,8 @@ use std::sync::Arc;
 use foveate::mods::Program;
 use foveate::tensor::ElementType;
 use foveate::{
-    AnyBuffer, Attention, Buffer, Coordinates, DType, Data, Device, ForwardRef, GradientsMut,
-    Layout, Plan, Positions, Problem, Tensor, TensorMut, TensorRef,
+    AnyBuffer, Attention, Buffer, BufferData, Coordinates, DType, Data, Device, ForwardRef,
+    GradientsMut, Layout, Plan, Positions, Problem, Tensor, TensorMut, TensorRef,
 };
 
 use crate::arrays;
@@ -30,23 +30,55 @@ use crate::table::{Rows, Table, elements};
 
 /// Attention of one layer on one rank: see [`RankAttention::new`].
 pub struct RankAttention {
+    planned: PlannedAttention,
+    context: Box<dyn Collectives>,
+    /// Ranks with the same heads: they sum the gradient of the sink.
+    same_heads: Box<dyn Collectives>,
+    world: Box<dyn Collectives>,
+    /// Whether the gradients of sink and captured buffers are summed over ranks.
+    sums: bool,
+}
+
+/// Attention of one layer, planned for one rank, which has met no other: see [`RankAttention::of`].
+#[derive(Clone)]
+pub struct PlannedAttention {
     proven: Arc<ProvenPlan>,
     rank: usize,
     dtype: DType,
     /// Ranks of the mesh in the context group, in order.
     members: Vec<usize>,
-    context: Box<dyn Collectives>,
-    /// Ranks with the same heads: they sum the gradient of the sink.
-    same_heads: Box<dyn Collectives>,
-    world: Box<dyn Collectives>,
     /// By stage; `None` where there is nothing to compute.
     stages: Vec<Option<Plan>>,
     /// Over the keys of all stages.
     joint: Plan,
     joint_cells: Cells,
     has_sink: bool,
-    /// Whether the gradients of sink and captured buffers are summed over ranks.
-    sums: bool,
+    statement: Statement,
+}
+
+/// What a rank states of attention before it first runs, for a comparison with the other ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Statement {
+    /// Ranks of the plan's mesh.
+    ranks: usize,
+    fields: Vec<(&'static str, u64)>,
+}
+
+impl Statement {
+    /// Compares what this rank states with what the other ranks of `world` do, in one exchange. All ranks
+    /// call it.
+    ///
+    /// # Errors
+    /// When ranks differ in a plan, a mask, a score or dropout, or the group has another number of ranks
+    /// than a plan.
+    pub fn agree(all: &[Self], world: &dyn Collectives) -> Result<(), ShardError> {
+        if let Some(other) = all.iter().find(|statement| statement.ranks != world.ranks()) {
+            let (runs, planned) = (world.ranks(), other.ranks);
+            return refused(format!("{runs} ranks run a plan of {planned}; start {planned}"));
+        }
+        let fields: Vec<_> = all.iter().flat_map(|of| of.fields.iter().copied()).collect();
+        agree(world, &fields)
+    }
 }
 
 /// What a forward pass gives on a rank.
@@ -87,34 +119,35 @@ pub struct RankGradients {
 
 impl std::fmt::Debug for RankAttention {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RankAttention").field("rank", &self.rank).finish_non_exhaustive()
+        f.debug_struct("RankAttention").field("rank", &self.planned.rank).finish_non_exhaustive()
     }
 }
 
-impl RankAttention {
-    /// Attention of a layer with `program` on this rank of `world`, whose ranks are those of the
-    /// plan's mesh. `sink` has a logit for each query head of the whole problem. All ranks call it,
-    /// and compare their plans first.
+impl std::fmt::Debug for PlannedAttention {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PlannedAttention").field("rank", &self.rank).finish_non_exhaustive()
+    }
+}
+
+impl PlannedAttention {
+    /// Attention of a layer with `program` on rank `rank` of the plan's mesh. `sink` has a logit for each
+    /// query head of the whole problem. It needs no other rank.
     ///
     /// # Errors
-    /// When the mask of `program` is none that the plan was proven for, ranks differ in the plan, the
-    /// mask, the score or dropout, the group has another number of ranks, or the program cannot be
-    /// planned.
+    /// Those of [`ProvenPlan::states`], and a program that cannot be planned.
     pub fn new(
-        world: &dyn Collectives,
         proven: &Arc<ProvenPlan>,
+        rank: usize,
         program: &Attention,
         sink: Option<&[f32]>,
     ) -> Result<Self, ShardError> {
-        proven.agree(world, program, sink)?;
+        let statement = proven.states(program, sink)?;
         let plan = proven.plan();
-        let mesh = plan.sharding.map().mesh();
-        let rank = world.rank();
-        let own = &plan.ranks[rank];
+        let Some(own) = plan.ranks.get(rank) else {
+            let planned = plan.ranks.len();
+            return refused(format!("rank {rank} runs a plan of {planned}; start {planned}"));
+        };
         let dtype = dtype_of(plan.shape.element)?;
-        let members = plan.context_group(rank);
-        let with_heads = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
-        let everyone: Vec<usize> = (0..world.ranks()).collect();
         let compiled = |stage: &Stage, cells: &Cells, sink: Option<&[f32]>| {
             let problem = Problem::shaped(
                 dtype,
@@ -146,17 +179,60 @@ impl RankAttention {
         Ok(Self {
             joint: compiled(first, &joint_cells, sink)?,
             joint_cells,
-            context: world.subgroup(&members)?,
-            same_heads: world.subgroup(&mesh.group(rank, &with_heads))?,
-            world: world.subgroup(&everyone)?,
             proven: Arc::clone(proven),
             rank,
             dtype,
-            members,
+            members: plan.context_group(rank),
             stages,
             has_sink: sink.is_some(),
-            sums: true,
+            statement,
         })
+    }
+}
+
+impl RankAttention {
+    /// Attention of a layer with `program` on this rank of `world`, whose ranks are those of the
+    /// plan's mesh. `sink` has a logit for each query head of the whole problem. All ranks call it,
+    /// and compare their plans first.
+    ///
+    /// # Errors
+    /// When the mask of `program` is none that the plan was proven for, ranks differ in the plan, the
+    /// mask, the score or dropout, the group has another number of ranks, or the program cannot be
+    /// planned.
+    pub fn new(
+        world: &dyn Collectives,
+        proven: &Arc<ProvenPlan>,
+        program: &Attention,
+        sink: Option<&[f32]>,
+    ) -> Result<Self, ShardError> {
+        let planned = PlannedAttention::new(proven, world.rank(), program, sink)?;
+        Ok(Self::of(&[planned], world)?.remove(0))
+    }
+
+    /// Attention of several layers as it was planned for this rank of `world`. All ranks call it, and
+    /// compare all plans first, in one exchange.
+    ///
+    /// # Errors
+    /// Those of [`Statement::agree`].
+    pub fn of(
+        planned: &[PlannedAttention],
+        world: &dyn Collectives,
+    ) -> Result<Vec<Self>, ShardError> {
+        let statements: Vec<_> = planned.iter().map(|of| of.statement.clone()).collect();
+        Statement::agree(&statements, world)?;
+        let everyone: Vec<usize> = (0..world.ranks()).collect();
+        let with_heads = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
+        let attention = |planned: &PlannedAttention| {
+            let mesh = planned.proven.plan().sharding.map().mesh();
+            Ok(Self {
+                context: world.subgroup(&planned.members)?,
+                same_heads: world.subgroup(&mesh.group(planned.rank, &with_heads))?,
+                world: world.subgroup(&everyone)?,
+                planned: planned.clone(),
+                sums: true,
+            })
+        };
+        planned.iter().map(attention).collect()
     }
 
     /// Leaves the gradients of sink and captured buffers what this rank's queries give, for a caller
@@ -173,23 +249,23 @@ impl RankAttention {
     /// When the score captures no such buffer, or one of another shape, or a mask does, which the plan
     /// was proven for.
     pub fn bind(&mut self, buffer: &AnyBuffer) -> Result<(), ShardError> {
-        let mut masks = self.proven.masks().iter().flatten();
+        let mut masks = self.planned.proven.masks().iter().flatten();
         let name = buffer.name();
         if masks.any(|mask| mask.program().graph().buffers().iter().any(|b| b.name() == name)) {
             return refused(format!("a mask reads `{name}`; plan with its other values"));
         }
-        for plan in self.stages.iter_mut().flatten().chain([&mut self.joint]) {
+        for plan in self.planned.stages.iter_mut().flatten().chain([&mut self.planned.joint]) {
             *plan = plan.rebind(buffer).map_err(of)?;
         }
         Ok(())
     }
 
     fn plan(&self) -> &ShardPlan {
-        self.proven.plan()
+        self.planned.proven.plan()
     }
 
     fn own(&self) -> &RankPlan {
-        &self.plan().ranks[self.rank]
+        &self.plan().ranks[self.planned.rank]
     }
 
     /// Computes attention of the rank's queries. All ranks call it.
@@ -214,7 +290,7 @@ impl RankAttention {
         lse.elems_mut().fill(f32::NEG_INFINITY);
         for (number, stage) in own.stages.iter().enumerate() {
             let moves = |r: &usize| !plan.ranks[*r].stages[number].sends.is_empty();
-            if self.members.iter().any(moves) {
+            if self.planned.members.iter().any(moves) {
                 let send = |part: &Part| {
                     pack(part, &[("q", &queries[0]), ("k", &keys[0]), ("v", &values[0])])
                 };
@@ -230,7 +306,7 @@ impl RankAttention {
                     parts.positions(part, &part.cells.kv)?;
                 }
             }
-            let Some(compiled) = &self.stages[number] else { continue };
+            let Some(compiled) = &self.planned.stages[number] else { continue };
             let [q, k, v] = self.operands(&stage.compute, [&queries, &keys, &values])?;
             let mut part_out = Table::zeros(Rows::queries(&stage.compute), width);
             let mut part_lse = Table::zeros(Rows::queries(&stage.compute), 1);
@@ -241,7 +317,7 @@ impl RankAttention {
             compiled.forward_call(&q, &k, &v).write_to(to, lse_to).map_err(of)?;
             out.join(&mut lse, &part_out, &part_lse);
         }
-        let [q, k, v] = self.operands(&self.joint_cells, [&queries, &keys, &values])?;
+        let [q, k, v] = self.operands(&self.planned.joint_cells, [&queries, &keys, &values])?;
         // Queries of others are computed here where heads were given for tokens: their results go
         // home, and those of the rank's own come from others.
         let mut own_out = out.take(Rows::queries(&own.own));
@@ -266,10 +342,10 @@ impl RankAttention {
             &[b, h, s],
             self.layout("lse")?,
             plan.sharding.map(),
-            self.rank,
+            self.planned.rank,
         )?;
         Ok(RankForward {
-            out: self.sharded("out", rounded(&own_out, plan.shape.dim_v, self.dtype)?)?,
+            out: self.sharded("out", rounded(&own_out, plan.shape.dim_v, self.planned.dtype)?)?,
             lse: lse_sharded,
             saved: Saved { q, k, v, out, lse },
         })
@@ -287,7 +363,7 @@ impl RankAttention {
         let (plan, own) = (self.plan(), self.own());
         let RankForward { saved, .. } = forward;
         let local = self.table("d_out", d_out, Rows::queries(&own.own))?;
-        let mut d_out = local.take(Rows::queries(&self.joint_cells));
+        let mut d_out = local.take(Rows::queries(&self.planned.joint_cells));
         if self.moves_queries() {
             let stage = &own.stages[0];
             let send = |part: &Part| local.take(Rows::queries(&part.cells)).bytes().to_vec();
@@ -299,14 +375,14 @@ impl RankAttention {
                 )?);
             }
         }
-        let d_out = tensor(&d_out, plan.shape.dim_v, self.dtype)?;
+        let d_out = tensor(&d_out, plan.shape.dim_v, self.planned.dtype)?;
         let (dim, dim_v) = (plan.shape.dim, plan.shape.dim_v);
-        let cells = &self.joint_cells;
+        let cells = &self.planned.joint_cells;
         let mut dq = Table::zeros(Rows::queries(cells), dim);
         let mut dk = Table::zeros(Rows::keys(cells), dim);
         let mut dv = Table::zeros(Rows::keys(cells), dim_v);
         let mut d_sink = vec![0.0f32; cells.heads.len()];
-        let learned = self.joint.learned();
+        let learned = self.planned.joint.learned();
         let mut captures: BTreeMap<String, Vec<f32>> =
             learned.iter().map(|b| (b.name().to_owned(), vec![0.0; b.elems()])).collect();
         if Rows::queries(cells).len() > 0 {
@@ -317,14 +393,15 @@ impl RankAttention {
                 .dq(TensorMut::from_slice(dq.elems_mut(), q_shape(plan, cells)).map_err(of)?)
                 .dk(TensorMut::from_slice(dk.elems_mut(), k_shape(plan, cells)).map_err(of)?)
                 .dv(TensorMut::from_slice(dv.elems_mut(), v_shape(plan, cells)).map_err(of)?);
-            if self.has_sink {
+            if self.planned.has_sink {
                 to = to.d_sink(d_sink.as_mut_slice());
             }
             for (name, into) in &mut captures {
                 to = to.capture(name, into.as_mut_slice());
             }
             let forward = ForwardRef { out, lse };
-            let call = self.joint.backward_call(&saved.q, &saved.k, &saved.v, forward, &d_out);
+            let call =
+                self.planned.joint.backward_call(&saved.q, &saved.k, &saved.v, forward, &d_out);
             call.write_to(to).map_err(of)?;
         }
         let (rows_q, rows_kv) = (Rows::queries(&own.own), Rows::keys(&own.own));
@@ -338,14 +415,14 @@ impl RankAttention {
             [&queries, dk.take(kv.clone()).bytes(), dv.take(kv).bytes()].concat()
         };
         let moves = |r: &usize| !plan.ranks[*r].returns.is_empty();
-        let returned = match self.members.iter().any(moves) {
+        let returned = match self.planned.members.iter().any(moves) {
             true => self.exchange(&own.returns, &own.returned, send)?,
             false => Vec::new(),
         };
         // In order of rank, the rank's own among them.
         let mut returned = returned.into_iter().peekable();
-        for &member in &self.members {
-            if member == self.rank {
+        for &member in &self.planned.members {
+            if member == self.planned.rank {
                 own_dq.add_from(&dq);
                 own_dk.add_from(&dk);
                 own_dv.add_from(&dv);
@@ -360,7 +437,7 @@ impl RankAttention {
             }
         }
         let mut of_sink = None;
-        if self.has_sink {
+        if self.planned.has_sink {
             let mut sums = vec![0.0f32; own.own.heads.len()];
             let first = cells.heads.start - own.own.heads.start;
             sums[first..first + d_sink.len()].copy_from_slice(&d_sink);
@@ -375,9 +452,9 @@ impl RankAttention {
             }
         }
         Ok(RankGradients {
-            dq: self.sharded("dq", rounded(&own_dq, dim, self.dtype)?)?,
-            dk: self.sharded("dk", rounded(&own_dk, dim, self.dtype)?)?,
-            dv: self.sharded("dv", rounded(&own_dv, dim_v, self.dtype)?)?,
+            dq: self.sharded("dq", rounded(&own_dq, dim, self.planned.dtype)?)?,
+            dk: self.sharded("dk", rounded(&own_dk, dim, self.planned.dtype)?)?,
+            dv: self.sharded("dv", rounded(&own_dv, dim_v, self.planned.dtype)?)?,
             d_sink: of_sink,
             captures,
         })
@@ -387,7 +464,7 @@ impl RankAttention {
     fn moves_queries(&self) -> bool {
         let moves = |s: &Stage| s.sends.iter().chain(&s.receives).any(|p| p.carries.contains(&"q"));
         let of = |r: &usize| self.plan().ranks[*r].stages.iter().any(moves);
-        self.members.iter().any(of)
+        self.planned.members.iter().any(of)
     }
 
     /// Sends each part and returns what arrived, in order of rank.
@@ -397,9 +474,10 @@ impl RankAttention {
         receives: &'a [Part],
         pack: impl Fn(&Part) -> Vec<u8>,
     ) -> Result<Vec<(&'a Part, Vec<u8>)>, ShardError> {
-        let place =
-            |peer: usize| self.members.iter().position(|&m| m == peer).expect("it is proven");
-        let mut parts = vec![Vec::new(); self.members.len()];
+        let place = |peer: usize| {
+            self.planned.members.iter().position(|&m| m == peer).expect("it is proven")
+        };
+        let mut parts = vec![Vec::new(); self.planned.members.len()];
         for part in sends {
             parts[place(part.peer)] = pack(part);
         }
@@ -418,7 +496,7 @@ impl RankAttention {
         let gather = |rows: Rows, from: &[Table<u8>], dim: usize| {
             let mut table = Table::zeros(rows, from[0].width());
             from.iter().for_each(|other| table.copy_from(other));
-            tensor(&table, dim, self.dtype)
+            tensor(&table, dim, self.planned.dtype)
         };
         Ok([
             gather(Rows::queries(cells), from[0], shape.dim)?,
@@ -441,10 +519,12 @@ impl RankAttention {
         rows: Rows,
     ) -> Result<Table<u8>, ShardError> {
         let tensor = operand.expect(name, &self.layout(name)?)?;
-        let width = tensor.shape()[3] * self.dtype.bytes();
+        let width = tensor.shape()[3] * self.planned.dtype.bytes();
         let contiguous = match *tensor.layout() == Layout::contiguous(tensor.shape()) {
             true => tensor.clone(),
-            false => Tensor::from_fn(self.dtype, tensor.shape(), |at| tensor.view().get_f64(at)),
+            false => {
+                Tensor::from_fn(self.planned.dtype, tensor.shape(), |at| tensor.view().get_f64(at))
+            }
         };
         let bytes: &[u8] = match contiguous.data() {
             Data::F32(v) => bytemuck::cast_slice(v),
@@ -465,31 +545,25 @@ impl RankAttention {
             &shape,
             self.layout(name)?,
             self.plan().sharding.map(),
-            self.rank,
+            self.planned.rank,
         )
     }
 }
 
 impl ProvenPlan {
-    /// Compares the plan of attention with `program` with those of the other ranks of `world`, which are those
-    /// of the plan's mesh. `sink` has a logit for each query head of the whole problem. All ranks call it,
-    /// before attention first runs.
+    /// What a rank states of attention with `program` by this plan, before it first runs. `sink` has a logit
+    /// for each query head of the whole problem.
     ///
     /// # Errors
-    /// When the mask of `program` is none that the plan was proven for, ranks differ in the plan, the mask,
-    /// the score or dropout, or the group has another number of ranks.
-    pub fn agree(
+    /// When the mask of `program` is none that the plan was proven for, or the sink has not a logit for each
+    /// head.
+    pub fn states(
         &self,
-        world: &dyn Collectives,
         program: &Attention,
         sink: Option<&[f32]>,
-    ) -> Result<(), ShardError> {
+    ) -> Result<Statement, ShardError> {
         let plan = self.plan();
         let mesh = plan.sharding.map().mesh();
-        if world.ranks() != mesh.ranks() {
-            let (runs, planned) = (world.ranks(), mesh.ranks());
-            return refused(format!("{runs} ranks run a plan of {planned}; start {planned}"));
-        }
         if !self.masks().iter().any(|mask| mask.as_ref() == program.get_mask()) {
             return refused(
                 "the mask of the program is none of those that the plan was proven for; plan with it",
@@ -501,27 +575,21 @@ impl ProvenPlan {
         }
         let hash = |program: Option<&Program>| program.map_or(0, program_hash);
         let dropout = program.get_dropout().map(|d| d.keep_mask().program());
-        agree(
-            world,
-            &[
-                ("version", crate::hash::bytes(env!("CARGO_PKG_VERSION").bytes())),
-                ("mesh", crate::hash::bytes(mesh.to_string().bytes())),
-                ("map", crate::hash::bytes(plan.sharding.map().to_string().bytes())),
-                ("lengths", crate::hash::bytes(format!("{:?}", plan.whole).bytes())),
-                ("permutation", crate::hash::bytes(plan.permutation.id().to_string().bytes())),
-                ("dtype", plan.shape.element as u64),
-                ("plan", self.proof().plan_hash),
-                ("mask", hash(program.get_mask().map(|m| m.program()))),
-                ("score", hash(program.get_score().map(|s| s.program()))),
-                ("dropout", hash(dropout)),
-                (
-                    "sink",
-                    crate::hash::words(
-                        sink.iter().flat_map(|s| s.iter().map(|x| x.to_bits().into())),
-                    ),
-                ),
-            ],
-        )
+        let sink = sink.iter().flat_map(|s| s.iter().map(|x| x.to_bits().into()));
+        let fields = vec![
+            ("version", crate::hash::bytes(env!("CARGO_PKG_VERSION").bytes())),
+            ("mesh", crate::hash::bytes(mesh.to_string().bytes())),
+            ("map", crate::hash::bytes(plan.sharding.map().to_string().bytes())),
+            ("lengths", crate::hash::bytes(format!("{:?}", plan.whole).bytes())),
+            ("permutation", crate::hash::bytes(plan.permutation.id().to_string().bytes())),
+            ("dtype", plan.shape.element as u64),
+            ("plan", self.proof().plan_hash),
+            ("mask", hash(program.get_mask().map(|m| m.program()))),
+            ("score", hash(program.get_score().map(|s| s.program()))),
+            ("dropout", hash(dropout)),
+            ("sink", crate::hash::words(sink)),
+        ];
+        Ok(Statement { ranks: mesh.ranks(), fields })
     }
 }
 
@@ -619,10 +687,17 @@ fn coordinates(cells: &Cells, [q_len, kv_len]: [usize; 2]) -> Result<Coordinates
 fn program_hash(program: &Program) -> u64 {
     let graph = program.graph();
     let scalars = graph.scalars().iter().map(|s| format!("{:?}", s.value));
-    let buffers = graph.buffers().iter().filter(|b| !b.is_on_device());
-    let buffers = buffers.map(|b| format!("{:?}{:?}", b.shape(), b.to_data()));
-    let data = crate::hash::bytes(scalars.chain(buffers).flat_map(String::into_bytes));
-    crate::hash::words([program.structural_hash(), data])
+    let scalars = crate::hash::bytes(scalars.flat_map(String::into_bytes));
+    let buffer = |buffer: &AnyBuffer| {
+        let data = match buffer.to_data() {
+            BufferData::Bool(values) => crate::hash::bytes(values.into_iter().map(u8::from)),
+            BufferData::I32(values) => crate::hash::slice(bytemuck::cast_slice(&values)),
+            BufferData::F32(values) => crate::hash::slice(bytemuck::cast_slice(&values)),
+        };
+        crate::hash::words(buffer.shape().iter().map(|&len| len as u64).chain([data]))
+    };
+    let buffers = graph.buffers().iter().filter(|b| !b.is_on_device()).map(buffer);
+    crate::hash::words([program.structural_hash(), scalars].into_iter().chain(buffers))
 }
 
 fn dtype_of(element: ElementType) -> Result<DType, ShardError> {

@@ -11,5 +11,10 @@ pub(crate) fn words(words: impl IntoIterator<Item = u64>) -> u64 {
 
 /// Of bytes.
 pub(crate) fn bytes(bytes: impl IntoIterator<Item = u8>) -> u64 {
-    xxh3_64(&bytes.into_iter().collect::<Vec<_>>())
+    slice(&bytes.into_iter().collect::<Vec<_>>())
+}
+
+/// Of bytes that lie together.
+pub(crate) fn slice(bytes: &[u8]) -> u64 {
+    xxh3_64(bytes)
 }

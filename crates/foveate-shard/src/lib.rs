@@ -66,7 +66,7 @@ mod ranges;
 pub mod simulate;
 mod table;
 
-pub use attention::{RankAttention, RankForward, RankGradients};
+pub use attention::{PlannedAttention, RankAttention, RankForward, RankGradients, Statement};
 pub use check::{Contradiction, Limits, Proof, ProvenPlan, RankBytes};
 pub use combine::combine;
 pub use dispatch::{CHUNKS_A_RANK, Dispatch, usual_tile};

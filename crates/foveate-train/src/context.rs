@@ -3,8 +3,12 @@
 //! A plan is made for the masks of all layers over the documents of a batch, and proven, before
 //! anything runs. Its one permutation moves tokens, labels, documents and positions of every row; the
 //! blocks of a step then see rows of this rank's tokens, and attention alone knows of the others. A plan
-//! holds for the next batch, too, where the masks read no documents, or the documents are the same. A device
-//! that computes attention over ranks itself is told what the plan says; elsewhere the host does.
+//! holds for the next batch, too, where the masks read no documents, or the documents are the same.
+//!
+//! A [`ContextPlanner`] makes plans from what is known of all rows of a batch and from nothing of other
+//! ranks, so it works where batches are made, ahead of the steps ([`crate::loader`]). A step takes a finished
+//! plan ([`RunContext`]): ranks compare it before it first runs. A device that computes attention over ranks
+//! itself is told what the plan says; elsewhere the host does.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,13 +22,12 @@ use foveate_nn::{
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{
-    Axis, Cells, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, Part, PlanOptions, Planes,
-    ProvenPlan, Ranges, RankAttention, RankForward, ShardError, ShardLayout, ShardPlan, Sharded,
-    Stage, Strategy, Whole, arrays, usual_tile,
+    Axis, Cells, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
+    PlannedAttention, ProvenPlan, Ranges, RankAttention, RankForward, ShardError, ShardLayout,
+    ShardPlan, Sharded, Stage, Statement, Strategy, Whole, arrays, usual_tile,
 };
 
-use crate::error::TrainError;
-use crate::pack::Packed;
+use crate::pack::{AllRows, Packed, Part};
 use crate::ranks::{ROWS, Ranks};
 use crate::transfers::of_ranks;
 
@@ -37,43 +40,71 @@ pub(crate) fn is_needed<B: Blocks>(mesh: &Mesh, model: &Model<B>) -> bool {
 }
 
 /// What makes the plans of a run whose ranks compute attention together.
+#[derive(Clone, Debug)]
 pub(crate) struct ContextPlanner {
     map: Map,
+    rank: usize,
     /// Named by the recipe; the planner's choice where it names none.
     strategy: Option<Strategy>,
     /// Whether the device computes attention over ranks.
     by_device: bool,
-    /// Ranks that have the other rows of a batch.
-    rows: Box<dyn Collectives>,
-    last: Option<ContextBatch>,
+    programs: Vec<AttentionProgram>,
+    /// How many layers have each program.
+    layers: Vec<u64>,
+    /// Query heads and key/value heads of the model.
+    heads: [usize; 2],
+    shape: ModelShape,
+    last: Option<Arc<PlannedBatch>>,
 }
 
 impl ContextPlanner {
-    /// For the mesh of `ranks`, which all call it; `by_device` says whether the model's device computes
-    /// attention over ranks.
-    pub fn new(
+    /// For `model` in the mesh of `ranks`; `by_device` says whether its device computes attention over
+    /// ranks.
+    ///
+    /// # Errors
+    /// When the model cannot be cut over `tensor`.
+    pub fn new<B: Blocks>(
         ranks: Ranks<'_>,
+        model: &Model<B>,
         strategy: Option<Strategy>,
         by_device: bool,
-    ) -> Result<Self, TrainError> {
-        let (map, rows) = (Map::new(ranks.mesh()), ranks.group(&ROWS)?);
-        Ok(Self { map, strategy, by_device, rows, last: None })
+    ) -> Result<Self, NnError> {
+        let config = model.config();
+        let layers_of = |i| model.programs_of_layers().iter().filter(|&&of| of == i).count() as u64;
+        // Of the first rank of `tensor`, which all ranks plan with.
+        let first = TensorPart::of(config, 0, model.tensor_part().parts)?;
+        let layout = model.layout_of(&first)?;
+        let group = |group: &foveate_nn::ParameterGroup| (group.name.clone(), group.place.len());
+        let shape = ModelShape {
+            dim: config.dim(),
+            dim_v: config.dim(),
+            hidden: config.hidden_size,
+            ffn: config.intermediate_size,
+            vocab: config.vocab_size,
+            element: model.precision().weights.into(),
+            parameters: layout.groups().iter().map(group).collect(),
+        };
+        Ok(Self {
+            map: Map::new(ranks.mesh()),
+            rank: ranks.rank(),
+            strategy,
+            by_device,
+            programs: model.programs().to_vec(),
+            layers: (0..model.programs().len()).map(layers_of).collect(),
+            heads: [config.num_attention_heads, config.kv_heads()],
+            shape,
+            last: None,
+        })
     }
 
     /// The plan of batches of `rows` rows of one document of `len` tokens.
     ///
     /// # Errors
     /// When such a batch cannot be planned.
-    pub fn describe<B: Blocks>(
-        &self,
-        ranks: Ranks<'_>,
-        model: &Model<B>,
-        [rows, len]: [usize; 2],
-    ) -> Result<Described, ShardError> {
-        let documents = vec![0; rows * len];
-        let (proven, _) = proven(&self.map, self.strategy, model, [rows, len], &documents)?;
+    pub fn describe(&self, [rows, len]: [usize; 2]) -> Result<Described, ShardError> {
+        let (proven, _) = self.proven([rows, len], &vec![0; rows * len])?;
         let ShardPlan { strategy, reason, .. } = proven.plan();
-        let bytes = &proven.proof().bytes[ranks.rank()];
+        let bytes = &proven.proof().bytes[self.rank];
         let [layer_bytes, passing_bytes] = match self.by_device {
             true => [bytes.kept, bytes.passing],
             false => [bytes.held, 0],
@@ -81,57 +112,182 @@ impl ContextPlanner {
         Ok(Described { strategy: format!("{strategy}: {reason}"), layer_bytes, passing_bytes })
     }
 
-    /// This rank's tokens of its rows, which are part of a batch of `all` rows, and attention over
-    /// them. Where the rows are shorter than the ranks of `context` are many, the first of these has
-    /// them whole, and there is none. All ranks call it.
-    pub fn part<B: Blocks>(
+    /// This rank's tokens of its rows `own`, which are part of a batch of which `all` is known, and the plan
+    /// of attention over them. Where the rows are shorter than the ranks of `context` are many, the first of
+    /// these has them whole, and there is no plan.
+    ///
+    /// # Errors
+    /// When the batch cannot be planned.
+    pub fn part(
         &mut self,
-        ranks: Ranks<'_>,
-        model: &Model<B>,
-        all: usize,
         own: Packed,
-    ) -> Result<(Packed, Option<&mut ContextBatch>), TrainError> {
-        if own.len < self.map.mesh().size(MeshAxis::Context) {
-            let is_first = ranks.coordinate(&[MeshAxis::Context]) == 0;
+        all: AllRows,
+    ) -> Result<(Packed, Option<ContextPart>), ShardError> {
+        let mesh = self.map.mesh();
+        let AllRows { shape, mut documents, positions } = all;
+        if own.len < mesh.size(MeshAxis::Context) {
+            let is_first = mesh.index(self.rank, MeshAxis::Context) == 0;
             return Ok((if is_first { own } else { own.part(0..0) }, None));
         }
-        let reads = model.programs().iter().any(AttentionProgram::reads_documents);
-        let mut told = vec![own.positions.iter().max().map_or(0, |&position| position + 1)];
-        told.extend(own.documents.iter().filter(|_| reads));
-        let (mut positions, mut documents) = (0, Vec::new());
-        for told in self.rows.all_gather(&words(&told))? {
-            let mut told = numbers(&told);
-            positions = positions.max(told.next().unwrap_or(0));
-            documents.extend(told);
+        if !self.programs.iter().any(AttentionProgram::reads_documents) {
+            documents.fill(0);
         }
-        let shape = [all, own.len];
-        documents.resize(all * own.len, 0);
-        let holds = |last: &ContextBatch| last.shape == shape && last.documents == documents;
-        if !self.last.as_ref().is_some_and(holds) {
-            // What it kept goes first.
-            self.last = None;
-            let (proven, programs) = proven(&self.map, self.strategy, model, shape, &documents)?;
-            let layers = model.programs_of_layers().len();
-            let batch = match self.by_device {
-                true => {
-                    ContextBatch::by_device(ranks.world(), proven, &programs, layers, &documents)?
-                }
-                false => ContextBatch::new(ranks.world(), proven, &programs, layers)?,
-            };
-            self.last = Some(ContextBatch { shape, documents, ..batch });
-        }
-        let batch = self.last.as_mut().expect("it was just made");
-        batch.positions = positions as usize;
-        Ok((batch.own(&own), Some(batch)))
+        let holds = |last: &Arc<PlannedBatch>| last.shape == shape && last.documents == documents;
+        let planned = match self.last.take().filter(holds) {
+            Some(last) => last,
+            None => Arc::new(self.planned(shape, documents)?),
+        };
+        let own = planned.own(&own);
+        self.last = Some(Arc::clone(&planned));
+        Ok((own, Some(ContextPart { planned, positions })))
+    }
+
+    fn planned(&self, shape: [usize; 2], documents: Vec<i32>) -> Result<PlannedBatch, ShardError> {
+        let (proven, programs) = self.proven(shape, &documents)?;
+        let rank = self.rank;
+        let live_pairs = {
+            let (loads, layers) = (&proven.proof().loads, self.layers.iter().sum::<u64>());
+            loads[rank] as f64 / (self.heads[0] as u64 * layers) as f64
+        };
+        let attention = match self.by_device {
+            true => {
+                let states = |program: &AttentionProgram| proven.states(&program.attention(), None);
+                let statements = programs.iter().map(states).collect::<Result<_, _>>()?;
+                let plan = device_plan(proven.plan(), rank, &documents, live_pairs);
+                PlannedPrograms::Device(statements, Arc::new(plan))
+            }
+            false => {
+                let planned = |program: &AttentionProgram| {
+                    PlannedAttention::new(&proven, rank, &program.attention(), None)
+                };
+                let learned = programs.iter().map(|program| program.learned.clone()).collect();
+                let planned = programs.iter().map(planned).collect::<Result<_, _>>()?;
+                PlannedPrograms::Host(planned, learned)
+            }
+        };
+        Ok(PlannedBatch { shape, documents, proven, rank, live_pairs, attention })
+    }
+
+    /// The plan for the masks of the model over the documents of all rows of a batch, and the programs
+    /// over them.
+    fn proven(
+        &self,
+        shape @ [rows, len]: [usize; 2],
+        documents: &[i32],
+    ) -> Result<(Arc<ProvenPlan>, Vec<AttentionProgram>), ShardError> {
+        #[cfg(test)]
+        tests::PLANS.set(tests::PLANS.get() + 1);
+        let over = |program: &AttentionProgram| program.over(shape, documents);
+        let programs: Vec<AttentionProgram> = self
+            .programs
+            .iter()
+            .map(over)
+            .collect::<Result<_, _>>()
+            .map_err(|e| ShardError::new(e.to_string()))?;
+        let masks = programs.iter().zip(&self.layers);
+        let masks: Vec<LayerMask> = masks
+            .map(|(program, &layers)| LayerMask { mask: program.mask.clone(), layers })
+            .collect();
+        let [heads, kv_heads] = self.heads;
+        let whole = Whole { batch: rows, heads, kv_heads, q_len: len, kv_len: len };
+        let context = self.map.mesh().size(MeshAxis::Context);
+        let planes = Planes::new(whole, &masks, usual_tile(len, context))?;
+        let options = PlanOptions { strategy: self.strategy, chunk: None };
+        let plan = ShardPlan::new(&self.map, &planes, &self.shape, options)?;
+        let proven = plan
+            .prove(&planes, &Limits::default())
+            .map_err(|e| ShardError::new(format!("the plan of a batch is wrong: {e}")))?;
+        Ok((Arc::new(proven), programs))
     }
 }
 
-fn words(numbers: &[i32]) -> Vec<u8> {
-    numbers.iter().flat_map(|n| n.to_le_bytes()).collect()
+/// What ranks do with batches of some documents, planned for one of them.
+#[derive(Debug)]
+pub(crate) struct PlannedBatch {
+    shape: [usize; 2],
+    /// Of all rows, `[rows, len]`; zeros where no mask or score reads them.
+    documents: Vec<i32>,
+    proven: Arc<ProvenPlan>,
+    rank: usize,
+    /// Pairs that the masks let through of the rank's queries, in the mean of heads and layers.
+    live_pairs: f64,
+    attention: PlannedPrograms,
 }
 
-fn numbers(words: &[u8]) -> impl Iterator<Item = i32> {
-    words.as_chunks().0.iter().map(|&word| i32::from_le_bytes(word))
+#[derive(Debug)]
+enum PlannedPrograms {
+    /// What the ranks compare, and what a device is told.
+    Device(Vec<Statement>, Arc<ContextPlan>),
+    /// What the host computes, and what it learns, by program.
+    Host(Vec<PlannedAttention>, Vec<Vec<(String, LearnedBuffer)>>),
+}
+
+impl PlannedBatch {
+    /// Of this rank's rows its tokens, in the order of the plan.
+    fn own(&self, rows: &Packed) -> Packed {
+        let plan = self.proven.plan();
+        let tokens = plan.sharding.range(Axis::Seq, self.rank);
+        rows.columns(&plan.permutation.positions(tokens))
+    }
+}
+
+/// What a step has to know of a batch of tokens on several ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct ContextPart {
+    planned: Arc<PlannedBatch>,
+    /// One more than the largest position of all rows.
+    positions: usize,
+}
+
+/// Attention over ranks in a run: the plan of the last batch, with what it keeps between passes.
+pub(crate) struct RunContext {
+    planner: ContextPlanner,
+    last: Option<ContextBatch>,
+}
+
+impl RunContext {
+    pub fn new(planner: ContextPlanner) -> Self {
+        Self { planner, last: None }
+    }
+
+    pub fn planner(&self) -> &ContextPlanner {
+        &self.planner
+    }
+
+    /// Attention over the ranks of the next batch, which is planned. All ranks call it, and compare a plan
+    /// before it first runs.
+    ///
+    /// # Errors
+    /// When their plans differ, or they fail to meet.
+    pub fn take(
+        &mut self,
+        ranks: Ranks<'_>,
+        part: ContextPart,
+    ) -> Result<&mut ContextBatch, ShardError> {
+        let ContextPart { planned, positions } = part;
+        if !self.last.as_ref().is_some_and(|last| Arc::ptr_eq(&last.planned, &planned)) {
+            // What it kept goes first.
+            self.last = None;
+            self.last = Some(ContextBatch::new(ranks.world(), planned)?);
+        }
+        let batch = self.last.as_mut().expect("it was just made");
+        batch.positions = positions;
+        Ok(batch)
+    }
+
+    /// [`ContextPlanner::part`] of rows that were made just now, and attention over them.
+    ///
+    /// # Errors
+    /// Those of [`ContextPlanner::part`] and of [`Self::take`].
+    pub fn part(
+        &mut self,
+        ranks: Ranks<'_>,
+        part: Part,
+    ) -> Result<(Packed, Option<&mut ContextBatch>), ShardError> {
+        let all = part.all_rows();
+        let (own, planned) = self.planner.part(part.packed, all)?;
+        Ok((own, planned.map(|planned| self.take(ranks, planned)).transpose()?))
+    }
 }
 
 /// What a plan comes to on a rank.
@@ -146,19 +302,14 @@ pub(crate) struct Described {
 
 /// A batch over the ranks: who holds which tokens, and attention.
 pub(crate) struct ContextBatch {
-    shape: [usize; 2],
-    /// Of all rows, `[rows, len]`.
-    documents: Vec<i32>,
+    planned: Arc<PlannedBatch>,
     positions: usize,
-    proven: Arc<ProvenPlan>,
-    rank: usize,
     /// What a device does; nothing where the host computes.
     device: Option<Arc<ContextPlan>>,
     /// What the host computes.
     programs: Vec<LayerAttention>,
     /// What forward passes keep, by slot.
     kept: Vec<Option<RankForward>>,
-    layers: usize,
     /// Time of attention, waiting for other ranks included.
     seconds: f64,
 }
@@ -169,65 +320,27 @@ struct LayerAttention {
 }
 
 impl ContextBatch {
-    fn new(
-        world: &dyn Collectives,
-        proven: Arc<ProvenPlan>,
-        programs: &[AttentionProgram],
-        layers: usize,
-    ) -> Result<Self, ShardError> {
-        let attention = |program: &AttentionProgram| {
-            let attention = RankAttention::new(world, &proven, &program.attention(), None)?;
-            Ok(LayerAttention {
-                // They are gradients of parameters, which a step sums over the ranks.
-                attention: attention.without_sums(),
-                learned: program.learned.clone(),
-            })
+    fn new(world: &dyn Collectives, planned: Arc<PlannedBatch>) -> Result<Self, ShardError> {
+        let (programs, device) = match &planned.attention {
+            PlannedPrograms::Device(statements, plan) => {
+                Statement::agree(statements, world)?;
+                (Vec::new(), Some(Arc::clone(plan)))
+            }
+            PlannedPrograms::Host(attention, learned) => {
+                let attention = RankAttention::of(attention, world)?.into_iter().zip(learned);
+                let of_layer = |(attention, learned): (RankAttention, &Vec<_>)| LayerAttention {
+                    // They are gradients of parameters, which a step sums over the ranks.
+                    attention: attention.without_sums(),
+                    learned: learned.clone(),
+                };
+                (attention.map(of_layer).collect(), None)
+            }
         };
-        let programs = programs.iter().map(attention).collect::<Result<_, ShardError>>()?;
-        Ok(Self { programs, ..Self::of(world, proven, layers) })
+        Ok(Self { planned, positions: 0, device, programs, kept: Vec::new(), seconds: 0.0 })
     }
 
-    /// A batch whose attention a device computes. All ranks call it.
-    fn by_device(
-        world: &dyn Collectives,
-        proven: Arc<ProvenPlan>,
-        programs: &[AttentionProgram],
-        layers: usize,
-        documents: &[i32],
-    ) -> Result<Self, ShardError> {
-        for program in programs {
-            proven.agree(world, &program.attention(), None)?;
-        }
-        let batch = Self::of(world, proven, layers);
-        let plan = device_plan(batch.plan(), batch.rank, documents, batch.live_pairs());
-        Ok(Self { device: Some(Arc::new(plan)), ..batch })
-    }
-
-    fn of(world: &dyn Collectives, proven: Arc<ProvenPlan>, layers: usize) -> Self {
-        Self {
-            shape: [0; 2],
-            documents: Vec::new(),
-            positions: 0,
-            device: None,
-            programs: Vec::new(),
-            rank: world.rank(),
-            proven,
-            kept: Vec::new(),
-            layers,
-            seconds: 0.0,
-        }
-    }
-
-    /// The plan.
-    pub fn plan(&self) -> &ShardPlan {
-        self.proven.plan()
-    }
-
-    /// Of this rank's rows its tokens, in the order of the plan.
-    fn own(&self, rows: &Packed) -> Packed {
-        let plan = self.plan();
-        let tokens = plan.sharding.range(Axis::Seq, self.rank);
-        rows.columns(&plan.permutation.positions(tokens))
+    fn plan(&self) -> &ShardPlan {
+        self.planned.proven.plan()
     }
 
     /// Attention, as a model takes it.
@@ -264,7 +377,7 @@ impl ContextBatch {
         let shape = [p.rows, heads, p.len, p.dim];
         let tensor = Tensor::from_vec(values, shape).map_err(|e| ShardError::new(e.to_string()))?;
         let map = self.plan().sharding.map();
-        Sharded::new(name, tensor, &shape, self.layout(name)?, map, self.rank)
+        Sharded::new(name, tensor, &shape, self.layout(name)?, map, self.planned.rank)
     }
 
     /// Attention with the values that a layer learned.
@@ -361,8 +474,7 @@ impl ContextAttention for ContextBatch {
     }
 
     fn live_pairs(&self) -> f64 {
-        let heads = self.plan().whole.heads;
-        self.proven.proof().loads[self.rank] as f64 / (heads * self.layers) as f64
+        self.planned.live_pairs
     }
 }
 
@@ -370,7 +482,7 @@ impl ContextAttention for ContextBatch {
 fn device_plan(plan: &ShardPlan, rank: usize, documents: &[i32], live: f64) -> ContextPlan {
     let own = &plan.ranks[rank].own;
     let members = plan.sharding.map().mesh().group(rank, &[MeshAxis::Context]);
-    let of_ranks = |parts: &[Part]| {
+    let of_ranks = |parts: &[foveate_shard::Part]| {
         let of = |member: &usize| {
             let part = parts.iter().find(|part| part.peer == *member);
             part.map_or(Vec::new(), |part| part.cells.kv.as_slice().to_vec())
@@ -423,59 +535,6 @@ fn place_within(all: &Ranges, some: &Ranges) -> Range<usize> {
     }
 }
 
-/// The plan for the masks of `model` over the documents of all rows of a batch, and the programs over
-/// them.
-fn proven<B: Blocks>(
-    map: &Map,
-    strategy: Option<Strategy>,
-    model: &Model<B>,
-    shape @ [rows, len]: [usize; 2],
-    documents: &[i32],
-) -> Result<(Arc<ProvenPlan>, Vec<AttentionProgram>), ShardError> {
-    let programs: Vec<AttentionProgram> = model
-        .programs()
-        .iter()
-        .map(|program| program.over(shape, documents))
-        .collect::<Result<_, _>>()
-        .map_err(|e| ShardError::new(e.to_string()))?;
-    let layers_of = |i| model.programs_of_layers().iter().filter(|&&of| of == i).count() as u64;
-    let masks: Vec<LayerMask> = programs
-        .iter()
-        .enumerate()
-        .map(|(i, program)| LayerMask { mask: program.mask.clone(), layers: layers_of(i) })
-        .collect();
-    let config = model.config();
-    let whole = Whole {
-        batch: rows,
-        heads: config.num_attention_heads,
-        kv_heads: config.kv_heads(),
-        q_len: len,
-        kv_len: len,
-    };
-    // Of the first rank of `tensor`, which all ranks plan with.
-    let first = TensorPart::of(config, 0, model.tensor_part().parts);
-    let layout = first.and_then(|part| model.layout_of(&part));
-    let layout = layout.map_err(|e| ShardError::new(e.to_string()))?;
-    let group = |group: &foveate_nn::ParameterGroup| (group.name.clone(), group.place.len());
-    let model_shape = ModelShape {
-        dim: config.dim(),
-        dim_v: config.dim(),
-        hidden: config.hidden_size,
-        ffn: config.intermediate_size,
-        vocab: config.vocab_size,
-        element: model.precision().weights.into(),
-        parameters: layout.groups().iter().map(group).collect(),
-    };
-    let context = map.mesh().size(MeshAxis::Context);
-    let planes = Planes::new(whole, &masks, usual_tile(len, context))?;
-    let options = PlanOptions { strategy, chunk: None };
-    let plan = ShardPlan::new(map, &planes, &model_shape, options)?;
-    let proven = plan
-        .prove(&planes, &Limits::default())
-        .map_err(|e| ShardError::new(format!("the plan of a batch is wrong: {e}")))?;
-    Ok((Arc::new(proven), programs))
-}
-
 /// Heads `[rows, heads, len, dim]` into packed rows of `width`, from head `first` on.
 fn packed(heads: &Tensor, p: PackedHeads, [width, first]: [usize; 2], into: &mut [f32]) {
     let values = heads.as_slice::<f32>().expect("attention of f32 gives f32");
@@ -488,4 +547,4 @@ fn packed(heads: &Tensor, p: PackedHeads, [width, first]: [usize; 2], into: &mut
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,7 +1,8 @@
 //! Batches made ahead of the steps that take them, on a thread of their own.
 //!
 //! The thread reads, tokenises and packs while a step computes, and is at most [`AHEAD`] batches ahead:
-//! what it makes does not depend on when it makes it. Each batch comes with the cursor behind it, so
+//! what it makes does not depend on when it makes it. Where ranks share the tokens of rows, it plans
+//! attention over them, too, so that no step waits for a plan. Each batch comes with the cursor behind it, so
 //! what a checkpoint says is where the steps are, not where the thread is. An error comes in the place
 //! of the batch that could not be made.
 
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
+use crate::context::{ContextPart, ContextPlanner};
 use crate::corpus::{Corpus, TokenCounts};
 use crate::error::TrainError;
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
@@ -21,8 +23,10 @@ pub(crate) const AHEAD: usize = 2;
 /// A batch, and where the stream stands behind it.
 #[derive(Debug)]
 pub(crate) struct Loaded {
-    /// The rows of this rank.
+    /// The rows of this rank, or its tokens of them.
     pub own: Packed,
+    /// Attention over ranks, where these compute it together.
+    pub context: Option<ContextPart>,
     /// Places in the rows of all ranks.
     pub places: u64,
     /// Places without a document, in the rows of all ranks.
@@ -46,6 +50,25 @@ pub(crate) struct Wanted {
     pub own: Range<usize>,
     /// What is known of the documents; without it all rows are read.
     pub counts: Option<Arc<TokenCounts>>,
+    /// What plans attention over ranks, where these compute it together.
+    pub planner: Option<ContextPlanner>,
+}
+
+impl Wanted {
+    /// The next batch of `packer`.
+    fn next(&mut self, packer: &mut Packer<'_>) -> Result<Loaded, TrainError> {
+        let part = packer.part_of_batch(self.rows, self.own.clone())?;
+        let (places, padding) = (part.places() as u64, part.padding() as u64);
+        let (own, context) = match &mut self.planner {
+            None => (part.packed, None),
+            Some(planner) => {
+                let all = part.all_rows();
+                planner.part(part.packed, all)?
+            }
+        };
+        let (cursor, passes) = (packer.cursor(), packer.passes());
+        Ok(Loaded { own, context, places, padding, cursor, passes })
+    }
 }
 
 /// The stream of batches of a run.
@@ -66,9 +89,9 @@ impl Loader {
         wanted: Wanted,
         cursor: Cursor,
     ) -> Result<Option<Self>, TrainError> {
-        let Wanted { documents, packing, rows, own, counts } = wanted;
+        let (documents, packing) = (wanted.documents.clone(), wanted.packing);
         let packer = Packer::new(corpus, documents.clone(), packing, cursor);
-        if !packer.knowing(counts.clone()).cursor_fits()? {
+        if !packer.knowing(wanted.counts.clone()).cursor_fits()? {
             return Ok(None);
         }
         // One more is being made while the channel is full.
@@ -76,15 +99,9 @@ impl Loader {
         let corpus = corpus.clone();
         let make = move || {
             let packer = Packer::new(&corpus, documents, packing, cursor);
-            let mut packer = packer.knowing(counts);
+            let (mut packer, mut wanted) = (packer.knowing(wanted.counts.clone()), wanted);
             loop {
-                let batch = packer.part_of_batch(rows, own.clone()).map(|part| Loaded {
-                    own: part.packed,
-                    places: part.places as u64,
-                    padding: part.padding as u64,
-                    cursor: packer.cursor(),
-                    passes: packer.passes(),
-                });
+                let batch = wanted.next(&mut packer);
                 let failed = batch.is_err();
                 if put.send(batch).is_err() || failed {
                     return;
@@ -126,8 +143,12 @@ impl Drop for Loader {
 
 #[cfg(test)]
 mod tests {
+    use foveate_shard::Mesh;
+
     use super::*;
+    use crate::context::tests::planner_of;
     use crate::corpus::Sources;
+    use crate::pack::AllRows;
     use crate::tokens::Tokenizer;
 
     fn corpus(documents: usize) -> (tempfile::TempDir, Arc<Corpus>) {
@@ -144,7 +165,14 @@ mod tests {
 
     fn wanted(documents: usize) -> Wanted {
         let packing = PackOptions { len: 13, split: true, shuffle: Some(3) };
-        Wanted { documents: (0..documents).collect(), packing, rows: 4, own: 1..3, counts: None }
+        Wanted {
+            documents: (0..documents).collect(),
+            packing,
+            rows: 4,
+            own: 1..3,
+            counts: None,
+            planner: None,
+        }
     }
 
     #[test]
@@ -163,6 +191,44 @@ mod tests {
                 assert_eq!((loaded.cursor, loaded.passes), (ahead.cursor(), ahead.passes()));
             }
             packer.batch(rows).unwrap();
+        }
+    }
+
+    /// What ranks that share rows are given, beside the whole batch and a plan of it.
+    #[test]
+    fn tokens_and_plans_of_ranks_are_those_of_the_whole_batch() {
+        let (_dir, corpus) = corpus(9);
+        let of_all = (0..9).map(|i| corpus.document(i).unwrap().tokens.len() as u32).collect();
+        let counts = Some(Arc::new(TokenCounts::new(of_all)));
+        let mesh = Mesh::parse("shard=2,context=2", 4).unwrap();
+        for mask in ["causal & document", "causal"] {
+            let mut seen = [(); 4].map(|()| Vec::new());
+            for (rank, seen) in seen.iter_mut().enumerate() {
+                let planner = || planner_of(mesh, rank, mask);
+                let own = [0..2, 2..4][rank / 2].clone();
+                let wanted = Wanted {
+                    own: own.clone(),
+                    planner: Some(planner()),
+                    counts: counts.clone(),
+                    ..wanted(9)
+                };
+                let Wanted { documents, packing, rows, .. } = wanted.clone();
+                let mut packer = Packer::new(&corpus, documents, packing, Cursor::default());
+                let mut loader = Loader::start(&corpus, wanted, packer.cursor()).unwrap().unwrap();
+                for _ in 0..6 {
+                    let (loaded, all) = (loader.take().unwrap(), packer.batch(rows).unwrap());
+                    let planned = planner().part(all.part(own.clone()), AllRows::of(&all));
+                    let (tokens, part) = planned.unwrap();
+                    assert_eq!(loaded.own, tokens);
+                    let plan = loaded.context.expect("rows are shared");
+                    assert_eq!(plan, part.unwrap());
+                    seen.push((plan, loaded.own));
+                }
+                let same = seen.iter().all(|(plan, _)| plan.is_of_one_plan_with(&seen[0].0));
+                assert_eq!(same, mask == "causal", "it is made again for other documents alone");
+            }
+            let tokens = |rank: usize, batch: usize| seen[rank][batch].1.tokens.len();
+            assert!((0..6).all(|i| tokens(0, i) + tokens(1, i) == 2 * 13), "each has a part");
         }
     }
 

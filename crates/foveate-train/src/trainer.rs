@@ -37,8 +37,8 @@ use crate::recipe::Recipe;
 use evaluation::HeldOut;
 pub use evaluation::{TokenLoss, TotalLoss, held_out_loss, token_losses};
 use folder::Folder;
-pub use mesh_model::MeshModel;
 use mesh_model::sum_replicas;
+pub use mesh_model::{MeshBatch, MeshModel};
 use profile::Profile;
 use setup::{Setup, packing};
 
@@ -349,6 +349,7 @@ impl<B: Blocks> Setup<'_, B> {
             rows,
             own: self.ranks.rows(rows),
             counts: self.counts.clone(),
+            planner: self.context.as_ref().map(|context| context.planner().clone()),
         };
         Loader::start(&self.corpus, wanted, self.state.cursor)?.ok_or_else(|| {
             let message = "state.json has a cursor outside the documents; it was changed or \
@@ -409,10 +410,10 @@ impl<B: Blocks> Setup<'_, B> {
     ) -> Result<(), TrainError> {
         let reading = Instant::now();
         let loaded = loader.take()?;
-        let rows = self.recipe.train.batch_rows;
-        let (own, mut context) = match &mut self.context {
-            None => (loaded.own, None),
-            Some(context) => context.part(self.ranks, &self.model, rows, loaded.own)?,
+        let own = loaded.own;
+        let mut context = match (&mut self.context, loaded.context) {
+            (Some(context), Some(part)) => Some(context.take(self.ranks, part)?),
+            _ => None,
         };
         step.data_seconds += reading.elapsed().as_secs_f64();
         run.did("wait for data", reading);

@@ -1,5 +1,6 @@
 //! Steps over ranks of `context`, which are threads here, beside the same steps on one rank.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -12,8 +13,14 @@ use foveate_nn::{
 use foveate_shard::collectives::run_threads;
 
 use super::*;
+use crate::error::TrainError;
 use crate::recipe::{AxisSize, MeshSection};
 use crate::trainer::batch;
+
+thread_local! {
+    /// Plans that were made on this thread.
+    pub(crate) static PLANS: Cell<usize> = const { Cell::new(0) };
+}
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
@@ -113,12 +120,52 @@ fn planner<'a>(
     world: &'a dyn Collectives,
     mesh: [usize; 4],
     strategy: Option<Strategy>,
-) -> Result<(Ranks<'a>, ContextPlanner), ShardError> {
+    model: &Model,
+) -> Result<(Ranks<'a>, RunContext), ShardError> {
     let [replicate, shard, context, tensor] = mesh.map(|ranks| Some(AxisSize::Ranks(ranks)));
     let section =
         MeshSection { replicate, shard, context, tensor, strategy, ..MeshSection::default() };
     let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
-    Ok((ranks, ContextPlanner::new(ranks, strategy, false).map_err(refused)?))
+    let planner = ContextPlanner::new(ranks, model, strategy, false);
+    Ok((ranks, RunContext::new(planner.map_err(|e| ShardError::new(e.to_string()))?)))
+}
+
+/// What plans for `rank` of `mesh`, of a model whose layers have `mask`.
+pub(crate) fn planner_of(mesh: Mesh, rank: usize, mask: &str) -> ContextPlanner {
+    let model = Model::new(config([4, 2]), &program(mask, None).into(), 3).unwrap();
+    let planner = ContextPlanner::new(Ranks::one(), &model, None, true).unwrap();
+    ContextPlanner { map: Map::new(mesh), rank, ..planner }
+}
+
+impl PartialEq for ContextPart {
+    /// Whether a device is told the same of both batches.
+    fn eq(&self, other: &Self) -> bool {
+        let told = |part: &Self| match &part.planned.attention {
+            PlannedPrograms::Device(statements, plan) => {
+                (part.positions, statements.clone(), Arc::clone(plan))
+            }
+            PlannedPrograms::Host(..) => panic!("planned for the host"),
+        };
+        told(self) == told(other)
+    }
+}
+
+impl ContextPart {
+    /// Whether both batches have one plan, made once.
+    pub(crate) fn is_of_one_plan_with(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.planned, &other.planned)
+    }
+}
+
+/// This rank's tokens of its rows of `rows`, and attention over them.
+fn part<'a>(
+    context: &'a mut RunContext,
+    ranks: Ranks<'_>,
+    rows: &Packed,
+) -> Result<(Packed, Option<&'a mut ContextBatch>), ShardError> {
+    let own = rows.part(ranks.rows(rows.rows));
+    let (own, planned) = context.planner.part(own, AllRows::of(rows))?;
+    Ok((own, planned.map(|planned| context.take(ranks, planned)).transpose()?))
 }
 
 /// What some steps came to.
@@ -131,7 +178,7 @@ struct Came {
 }
 
 /// Adds the loss and the gradients of a part of some rows.
-type Part<'a> =
+type OfRows<'a> =
     dyn FnMut(&Model, &Packed, &mut Gradients, &mut CpuTotals) -> Result<Queued, ShardError> + 'a;
 
 struct Run<'a> {
@@ -146,7 +193,7 @@ impl Run<'_> {
     /// The steps on the rows that `part` takes, with gradients, labels and sums over all by `sum`.
     fn steps(
         &self,
-        part: &mut Part<'_>,
+        part: &mut OfRows<'_>,
         sum: &dyn Fn(&mut [f32]) -> Result<(), ShardError>,
         sum_wide: &dyn Fn([f64; 2]) -> Result<[f64; 2], ShardError>,
     ) -> Result<Came, ShardError> {
@@ -204,12 +251,11 @@ impl Run<'_> {
         mesh: [usize; 4],
         strategy: Option<Strategy>,
     ) -> Result<Came, ShardError> {
-        let (ranks, mut planner) = planner(world, mesh, strategy)?;
+        let model = Model::new(self.config.clone(), self.attention, 3).unwrap();
+        let (ranks, mut over_ranks) = planner(world, mesh, strategy, &model)?;
         let recompute = self.recompute;
-        let mut part = |model: &Model, rows: &Packed, gradients: &mut _, totals: &mut _| {
-            let own = rows.part(ranks.rows(rows.rows));
-            let part = planner.part(ranks, model, rows.rows, own).map_err(refused)?;
-            let (own, context) = part;
+        let mut of_rows = |model: &Model, rows: &Packed, gradients: &mut _, totals: &mut _| {
+            let (own, context) = part(&mut over_ranks, ranks, rows)?;
             let context = context.map(ContextBatch::attention);
             let queued = model.accumulate_over(&batch(&own), context, gradients, recompute, totals);
             queued.map_err(|e| ShardError::new(e.to_string()))
@@ -224,7 +270,7 @@ impl Run<'_> {
             }
             Ok(sums)
         };
-        self.steps(&mut part, &|values| world.all_reduce(values), &sum_wide)
+        self.steps(&mut of_rows, &|values| world.all_reduce(values), &sum_wide)
     }
 
     /// On a mesh of threads; the same on all of them.
@@ -329,8 +375,9 @@ fn a_device_is_told_what_the_plan_says() {
         let text = format!("replicate={replicate},shard={shard},context={context},tensor={tensor}");
         let mesh = Mesh::parse(&text, sizes.iter().product()).unwrap();
         let rows = rows(4, 37, 5);
-        let (proven, _) =
-            proven(&Map::new(mesh), Some(strategy), &model, [4, 37], &rows.documents).unwrap();
+        let planner = ContextPlanner::new(Ranks::one(), &model, Some(strategy), true).unwrap();
+        let planner = ContextPlanner { map: Map::new(mesh), ..planner };
+        let (proven, _) = planner.proven([4, 37], &rows.documents).unwrap();
         let plan = proven.plan();
         let told = |rank: usize| device_plan(plan, rank, &rows.documents, 30.0);
         for rank in 0..mesh.ranks() {
@@ -455,9 +502,8 @@ fn loss_of(
     let mesh = [1, 1, ranks, 1];
     let nats = run_threads(ranks, DEADLINE, |world| {
         let model = Model::new(run.config.clone(), run.attention, 3).unwrap();
-        let (ranks, mut planner) = planner(world, mesh, Some(strategy))?;
-        let (own, context) =
-            planner.part(ranks, &model, rows.rows, rows.clone()).map_err(refused)?;
+        let (ranks, mut over_ranks) = planner(world, mesh, Some(strategy), &model)?;
+        let (own, context) = part(&mut over_ranks, ranks, &rows)?;
         let context = context.map(ContextBatch::attention);
         let loss = model
             .loss_over(&batch(&own), context, None)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use foveate_nn::{Blocks, Gradients, Model};
 
 use super::batch;
-use crate::context::{ContextBatch, ContextPlanner};
+use crate::context::{ContextBatch, RunContext};
 use crate::corpus::{Corpus, TokenCounts};
 use crate::error::TrainError;
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
@@ -60,7 +60,7 @@ pub fn held_out_loss<B: Blocks>(
 pub(super) struct HeldOut<'a, B: Blocks> {
     pub ranks: Ranks<'a>,
     /// Where several ranks have the tokens of a row.
-    pub context: Option<&'a mut ContextPlanner>,
+    pub context: Option<&'a mut RunContext>,
     pub model: &'a Model<B>,
     /// Those of [`Model::loss_over`].
     pub between: Option<&'a mut Gradients<B::Array>>,
@@ -90,11 +90,11 @@ impl<B: Blocks> HeldOut<'_, B> {
                 return Ok(None);
             }
             let next = packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?;
-            let Some((all, packed)) = next else { break };
-            left -= all;
+            let Some(part) = next else { break };
+            left -= part.lengths.len();
             let (packed, attention) = match &mut context {
-                None => (packed, None),
-                Some(context) => context.part(ranks, model, all, packed)?,
+                None => (part.packed, None),
+                Some(context) => context.part(ranks, part)?,
             };
             let (packed, attention) = match packed.rows {
                 // Other ranks gather the parameters of this one.

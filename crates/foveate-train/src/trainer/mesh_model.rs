@@ -1,16 +1,14 @@
 //! A model on the ranks of a mesh without a run: no documents, logs or checkpoints. Benchmarks step it.
 
-use std::ops::Range;
-
 use foveate_nn::{AttentionConfig, Blocks, Gradients, Model, ModelConfig, Queued, Recomputation};
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{Mesh, MeshAxis};
 
+use super::count_labelled;
 use super::setup::{context, rows_suffice, share_parameters};
-use super::{batch, count_labelled};
-use crate::context::{ContextBatch, ContextPlanner};
+use crate::context::{ContextBatch, ContextPart, RunContext};
 use crate::error::TrainError;
-use crate::pack::Packed;
+use crate::pack::{AllRows, Packed};
 use crate::ranks::Ranks;
 use crate::recipe::Recipe;
 use crate::tensor::part_of;
@@ -22,9 +20,23 @@ pub struct MeshModel<'a, B: Blocks> {
     ranks: Ranks<'a>,
     /// The ranks that hold the same parameters.
     replicas: Box<dyn Collectives>,
-    context: Option<ContextPlanner>,
+    context: Option<RunContext>,
     /// Tokens with a label that this rank's part of the step has.
     labelled: usize,
+}
+
+/// What one rank has of a batch: its rows, or its tokens of them with a plan of attention.
+#[derive(Clone, Debug)]
+pub struct MeshBatch {
+    own: Packed,
+    context: Option<ContextPart>,
+}
+
+impl MeshBatch {
+    /// Tokens, those of padding among them.
+    pub fn tokens(&self) -> usize {
+        self.own.tokens.len()
+    }
 }
 
 impl<'a, B: Blocks> MeshModel<'a, B> {
@@ -56,30 +68,38 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         self.ranks.mesh()
     }
 
-    /// The rows of this rank, of a batch of `rows`.
-    pub fn rows(&self, rows: usize) -> Range<usize> {
-        self.ranks.rows(rows)
-    }
-
-    /// Adds the gradients of a batch of `rows` rows, of which `own` are this rank's.
+    /// This rank's part of a batch, planned: no step waits for it.
     ///
     /// # Errors
-    /// Those of [`Model::accumulate`], of planning attention over ranks, and of transfers.
+    /// When attention over the ranks cannot be planned.
+    pub fn part(&self, batch: &Packed) -> Result<MeshBatch, TrainError> {
+        let own = batch.part(self.ranks.rows(batch.rows));
+        let (own, context) = match &self.context {
+            None => (own, None),
+            Some(context) => context.planner().clone().part(own, AllRows::of(batch))?,
+        };
+        Ok(MeshBatch { own, context })
+    }
+
+    /// Adds the gradients of a batch.
+    ///
+    /// # Errors
+    /// Those of [`Model::accumulate`], ranks that planned it in other ways, and those of transfers.
     pub fn accumulate(
         &mut self,
-        rows: usize,
-        own: Packed,
+        batch: &MeshBatch,
         gradients: &mut Gradients<B::Array>,
         recompute: Recomputation,
         totals: &mut B::Totals,
     ) -> Result<Queued, TrainError> {
-        let (own, context) = match &mut self.context {
-            None => (own, None),
-            Some(context) => context.part(self.ranks, &self.model, rows, own)?,
+        let MeshBatch { own, context } = batch;
+        let context = match (&mut self.context, context) {
+            (Some(of_run), Some(part)) => Some(of_run.take(self.ranks, part.clone())?),
+            _ => None,
         };
         let context = context.map(ContextBatch::attention);
         self.labelled += own.labelled();
-        let batch = batch(&own);
+        let batch = super::batch(own);
         Ok(self.model.accumulate_over(&batch, context, gradients, recompute, totals)?)
     }
 

@@ -25,7 +25,7 @@ use super::pending::Pending;
 use super::{Observer, Options, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
-use crate::context::{ContextPlanner, Described, is_needed};
+use crate::context::{ContextPlanner, Described, RunContext, is_needed};
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
 use crate::machine;
@@ -45,7 +45,7 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub folder: Folder<'a>,
     pub ranks: Ranks<'a>,
     /// Where several ranks have the tokens of a row.
-    pub context: Option<ContextPlanner>,
+    pub context: Option<RunContext>,
     /// The ranks that hold the same parameters.
     pub replicas: Box<dyn Collectives>,
     /// Of the rank that writes.
@@ -166,7 +166,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             made.map_err(wrong)?;
         share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &mut model, gpu.as_deref())?;
-        let described = described(ranks, recipe, context.as_ref(), &model)?;
+        let described = described(recipe, context.as_ref())?;
         if let Some(described) = &described {
             let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
             memory.attention += kept * described.layer_bytes + described.passing_bytes;
@@ -373,7 +373,7 @@ pub(super) fn context<B: Blocks>(
     recipe: &Recipe,
     model: &mut Model<B>,
     gpu: Option<&str>,
-) -> Result<Option<ContextPlanner>, TrainError> {
+) -> Result<Option<RunContext>, TrainError> {
     if !is_needed(&ranks.mesh(), model) {
         return Ok(None);
     }
@@ -388,18 +388,17 @@ pub(super) fn context<B: Blocks>(
         );
         return Err(TrainError::recipe("mesh.transfers", message));
     }
-    Ok(Some(ContextPlanner::new(ranks, recipe.mesh.strategy, by_device)?))
+    let planner = ContextPlanner::new(ranks, model, recipe.mesh.strategy, by_device)?;
+    Ok(Some(RunContext::new(planner)))
 }
 
 /// What the plan of a batch comes to, where ranks compute attention together.
-fn described<B: Blocks>(
-    ranks: Ranks<'_>,
+fn described(
     recipe: &Recipe,
-    context: Option<&ContextPlanner>,
-    model: &Model<B>,
+    context: Option<&RunContext>,
 ) -> Result<Option<Described>, TrainError> {
     let shape = [recipe.train.batch_rows, recipe.data.len];
-    let described = context.map(|context| context.describe(ranks, model, shape)).transpose();
+    let described = context.map(|context| context.planner().describe(shape)).transpose();
     described.map_err(|e| TrainError::recipe("[mesh]", e.to_string()))
 }
 

@@ -1,7 +1,6 @@
 //! Steps of a case on a device, timed, and their products alone.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::time::Instant;
 
 use foveate::DType;
@@ -17,8 +16,7 @@ use foveate_train::TrainError;
 use foveate_train::device::OnDevice;
 use foveate_train::machine;
 use foveate_train::memory::{BESIDE, least_that_fits};
-use foveate_train::pack::Packed;
-use foveate_train::trainer::MeshModel;
+use foveate_train::trainer::{MeshBatch, MeshModel};
 use serde::Serialize;
 use serde_json::json;
 
@@ -223,7 +221,7 @@ impl Watched<'_> {
             None => machine::peak_resident(),
         };
         let (mut blocks, profiled_ms) = training.profiled()?;
-        let cells = (training.rows.len() * case.len()) as f64;
+        let cells = training.batches[0].tokens() as f64;
         let pairs = training.pairs.filter(|_| mesh.size(MeshAxis::Context) == 1);
         let keys = pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
         let elems = training.mesh.model.layout().elems() as f64 / cutting.parts as f64;
@@ -281,9 +279,7 @@ struct Training<'a, B: Blocks> {
     gradients: Gradients<B::Array>,
     moments: Moments<B::Array>,
     spans: B::Spans,
-    /// This rank's rows of a batch.
-    rows: Range<usize>,
-    batches: Vec<Packed>,
+    batches: Vec<MeshBatch>,
     done: usize,
     /// Of query and key that the mask let through in the last batch, where the device counts them.
     pairs: Option<f64>,
@@ -308,10 +304,10 @@ impl<'a, B: Blocks> Training<'a, B> {
         };
         let moments = model.moments(&RULE)?;
         let spans = model.spans(Treatment::of)?;
-        let rows = mesh.rows(case.rows());
-        let batches = (0..BATCHES).map(|number| case.batch(number).part(rows.clone())).collect();
+        let batches = (0..BATCHES).map(|number| mesh.part(&case.batch(number)));
+        let batches = batches.collect::<Result<_, _>>()?;
         let (done, pairs) = (0, None);
-        Ok(Self { case, recompute, mesh, gradients, moments, spans, rows, batches, done, pairs })
+        Ok(Self { case, recompute, mesh, gradients, moments, spans, batches, done, pairs })
     }
 
     /// Queues a step.
@@ -320,9 +316,8 @@ impl<'a, B: Blocks> Training<'a, B> {
         let mut totals = self.mesh.model.totals()?;
         self.mesh.model.clear(gradients);
         for number in 0..case.accumulate() {
-            let own = self.batches[(self.done * case.accumulate() + number) % BATCHES].clone();
-            let (rows, recompute) = (case.rows(), self.recompute);
-            let queued = self.mesh.accumulate(rows, own, gradients, recompute, &mut totals)?;
+            let batch = &self.batches[(self.done * case.accumulate() + number) % BATCHES];
+            let queued = self.mesh.accumulate(batch, gradients, self.recompute, &mut totals)?;
             self.pairs = queued.live_pairs;
         }
         self.mesh.sum(gradients, &mut totals)?;

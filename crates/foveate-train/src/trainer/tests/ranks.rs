@@ -188,6 +188,53 @@ fn ranks_of_context_share_the_tokens_of_rows_and_reach_what_one_rank_reaches() {
     }
 }
 
+/// Plans of attention over ranks that the thread of the steps has made, at each of its steps.
+#[derive(Default)]
+struct Plans {
+    before: usize,
+    at_steps: Vec<usize>,
+    at_evaluations: Vec<usize>,
+}
+
+impl Plans {
+    fn so_far(&self) -> usize {
+        crate::context::tests::PLANS.get() - self.before
+    }
+}
+
+impl Observer for Plans {
+    fn started(&mut self, _: &Started) {
+        self.before = crate::context::tests::PLANS.get();
+    }
+
+    fn step(&mut self, _: &StepMetrics) {
+        self.at_steps.push(self.so_far());
+    }
+
+    fn evaluated(&mut self, _: &EvalMetrics) {
+        self.at_evaluations.push(self.so_far());
+    }
+}
+
+#[test]
+fn the_thread_of_the_steps_plans_nothing() {
+    for mesh in ["mesh={ context = 2 }", "mesh={ context = 2, shard = 2 }"] {
+        let (place, ranks) = (Place::new(), if mesh.contains("shard") { 4 } else { 2 });
+        let recipe = place.recipe(&[mesh, "train.accumulate=2"]);
+        run_threads(ranks, Duration::from_secs(60), |world| {
+            let mut plans = Plans::default();
+            train_on(world, &recipe, &place.file(), Start::New, &mut plans)
+                .map_err(|e| ShardError::new(e.to_string()))?;
+            // An evaluation, behind the fourth step and the last, makes its batches itself.
+            let [first, last] = plans.at_evaluations[..] else { panic!("two evaluations") };
+            assert!(0 < first && first < last, "{mesh}: {first} {last}");
+            assert_eq!(plans.at_steps, [0, 0, 0, 0, first, first], "{mesh}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
 #[test]
 fn a_run_of_ranks_goes_on_with_another_number_of_them() {
     let place = Place::new();
