@@ -75,7 +75,8 @@ fv_squares(const __grid_constant__ SquaresParams p) {
     if (threadIdx.x == 0) reinterpret_cast<double*>(p.partial)[blockIdx.x] = sum;
 }
 
-// One CTA: the sum of the parts, and what the gradients are multiplied with.
+// One CTA: the sum of the parts, and what the gradients are multiplied with. A step whose loss or gradients are not
+// finite is skipped, and so is all that was queued behind it, until the host clears `stopped`.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_factor(const __grid_constant__ FactorParams p) {
     double sum = 0.;
@@ -88,5 +89,8 @@ fv_factor(const __grid_constant__ FactorParams p) {
     totals.squares = sum;
     const double mean = 1. / double(totals.labelled > 1 ? totals.labelled : 1), norm = sqrt(sum) * mean;
     totals.factor = float(step.clip > 0.f && norm > step.clip ? mean * step.clip / norm : mean);
-    totals.skipped = !(sum <= 1.7976931348623157e308);
+    i64& stopped = *reinterpret_cast<i64*>(p.stopped);
+    constexpr double MOST = 1.7976931348623157e308;
+    if (!(sum <= MOST) || !(fabs(totals.loss) <= MOST)) stopped = 1;
+    totals.skipped = stopped != 0;
 }

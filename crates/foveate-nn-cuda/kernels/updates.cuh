@@ -42,7 +42,7 @@ struct Totals {
     i64 labelled;
     double squares;             // of all gradients, as sums over tokens
     float factor;               // of the gradients: the mean over tokens, and clipping
-    int skipped;                // 1: some gradient is not finite, and nothing is updated
+    int skipped;                // 1: nothing is updated
 };
 
 struct UpdateParams {
@@ -65,6 +65,7 @@ struct SquaresParams {
 struct FactorParams {
     u64 partial;
     u64 constants, totals;
+    u64 stopped;                // i64: whether a step before was skipped
     int parts, more;            // more: add to the squares of gradients before
 };
 

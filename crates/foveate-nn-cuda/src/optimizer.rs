@@ -206,16 +206,19 @@ pub struct Squares<'a> {
 }
 
 /// The norm of the gradients of all arenas, and what they are multiplied with: the mean over labels,
-/// brought down to the largest norm.
+/// brought down to the largest norm. Where norm or loss is not finite, nothing is updated by this step nor by those
+/// behind it.
 #[derive(Clone, Copy, Debug)]
 pub struct Factor<'a> {
     /// f64: what [`Squares`] of every arena wrote, side by side.
     pub partial: DeviceArray<'a>,
     /// Where [`StepConstants`] lie: f64 `[CONSTANTS_LEN]`.
     pub constants: DeviceArray<'a>,
-    /// Where [`Totals`] lie: f64 `[TOTALS_LEN]`; `labelled` is read, `squares`, `factor` and `skipped`
-    /// are written.
+    /// Where [`Totals`] lie: f64 `[TOTALS_LEN]`; `loss` and `labelled` are read, `squares`, `factor` and
+    /// `skipped` are written.
     pub totals: DeviceArray<'a>,
+    /// f64 `[1]` of which only the bits count: not 0 once a step was skipped, and then all behind it are.
+    pub stopped: DeviceArray<'a>,
     /// Whether gradients of the step were squared before: their sum is in `totals`.
     pub more: bool,
 }
@@ -397,15 +400,18 @@ impl Block for Factor<'_> {
         let parts = self.partial.shape.iter().product();
         array("partial", &self.partial, ElementType::F64, parts)?;
         array("constants", &self.constants, ElementType::F64, CONSTANTS_LEN)?;
+        array("stopped", &self.stopped, ElementType::F64, 1)?;
         accesses.read_array("partial", &self.partial)?;
         accesses.read_array("constants", &self.constants)?;
         accesses.write_array("totals", &self.totals)?;
+        accesses.write_array("stopped", &self.stopped)?;
         let file = File::Update { rule: 0, weights: 0, moments: 0, gradients: 0 };
         let source = Source { file, dtype: DType::F32, vector: VECTORS[1], threads: THREADS };
         let parameters = FactorParams {
             partial: self.partial.address,
             constants: self.constants.address,
             totals: Totals::check(&self.totals)?,
+            stopped: self.stopped.address,
             parts: count("parts", parts)?,
             more: self.more.into(),
         };

@@ -361,7 +361,8 @@ abi_structs! {
         pub squares: u64,
         /// What gradients are multiplied with: the mean over labels, and clipping.
         pub factor: f32,
-        /// 1 where a gradient is not finite, or its square beyond f32: nothing is updated.
+        /// 1 where the loss or a gradient is not finite, or a square beyond f32, in this step or in one that
+        /// it was queued behind: nothing is updated.
         pub skipped: i32,
     }
     /// Of `kernels/updates.cuh`.
@@ -456,6 +457,8 @@ abi_structs! {
         pub constants: Address,
         /// [`Totals`].
         pub totals: Address,
+        /// i64: 1 where a step before was skipped.
+        pub stopped: Address,
         /// Parts.
         pub parts: i32,
         /// Whether to add to the squares of gradients before.

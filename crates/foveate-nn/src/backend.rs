@@ -464,7 +464,7 @@ pub trait Blocks: Sized {
     /// and what [`Blocks::update`] multiplies gradients with: one over those tokens, times what brings
     /// the norm down to `step.clip_norm`. With `more` gradients of the same step, the squares of those
     /// before are in the norm. Where the gradients are of a part of the parameters, `sum` makes their
-    /// squares those of all; then this waits.
+    /// squares those of all, NaN where the loss is not finite; then this waits.
     ///
     /// # Errors
     /// Those of `sum`.
@@ -477,9 +477,10 @@ pub trait Blocks: Sized {
         totals: &mut Self::Totals,
     ) -> Result<(), NnError>;
 
-    /// One step of the optimiser with the factor that [`Blocks::clip`] left in `totals`; none where the
-    /// norm is not finite. Of all trained parameters, of which there are `elems`, the first gradient
-    /// is that of parameter `first`.
+    /// One step of the optimiser with the factor that [`Blocks::clip`] left in `totals`. None where the loss
+    /// or the norm is not finite; and where work is only queued, none of the steps behind, either, until
+    /// the totals of that one are read. Of all trained parameters, of which there are `elems`, the first
+    /// gradient is that of parameter `first`.
     fn update(
         &mut self,
         step: &OptimizerStep,

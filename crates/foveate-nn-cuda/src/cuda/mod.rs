@@ -63,6 +63,8 @@ pub struct Cuda {
     tables: Vec<Arc<Rotations>>,
     /// Host memory that totals were read through and others can be.
     readbacks: Vec<Readback>,
+    /// Whether a step that was not finite stops those behind it; there with the first totals.
+    stopped: Option<Allocation>,
 }
 
 /// The power of two of tokens whose logits, of `token_bytes` each, take `bytes` or less.
@@ -102,7 +104,7 @@ impl Cuda {
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
-        let (clock, tables, readbacks) = Default::default();
+        let (clock, tables, readbacks, stopped) = Default::default();
         let kernels = Kernels::new(engine);
         let shares_memory = !queue.pool().is_exact();
         Ok(Self {
@@ -115,6 +117,7 @@ impl Cuda {
             clock,
             tables,
             readbacks,
+            stopped,
         })
     }
 

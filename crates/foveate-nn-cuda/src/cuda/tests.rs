@@ -5,6 +5,7 @@ mod arena;
 mod context;
 mod rotations;
 mod sharing;
+mod stopped;
 mod tensor;
 
 use std::collections::BTreeMap;

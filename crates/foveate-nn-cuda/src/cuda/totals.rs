@@ -19,6 +19,11 @@ pub struct CudaTotals {
 impl Cuda {
     /// Zeros.
     pub(super) fn new_totals(&mut self) -> Result<CudaTotals, NnError> {
+        if self.stopped.is_none() {
+            let stopped = self.scratch("a flag", 8)?;
+            stopped.fill(0).map_err(|e| failed(&e))?;
+            self.stopped = Some(stopped);
+        }
         let memory = self.scratch("totals", 8 * TOTALS_LEN)?;
         memory.fill(0).map_err(|e| failed(&e))?;
         Ok(CudaTotals { memory, step: self.clock.step(), readback: None })
@@ -42,6 +47,7 @@ impl Cuda {
     pub(super) fn read_totals(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
         let mut words = [[0; 8]; TOTALS_LEN];
         let bytes = words.as_flattened_mut();
+        let updates = totals.readback.is_some();
         match totals.readback {
             Some(mut readback) => {
                 let read = readback.wait(default_timeout()).map_err(|e| failed(&e))?;
@@ -51,9 +57,15 @@ impl Cuda {
             None => totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?,
         }
         let [nats, labelled, squares, _] = words.map(u64::from_ne_bytes);
+        let nats = f64::from_bits(nats);
         let grad_norm = f64::from_bits(squares).sqrt() / labelled.max(1) as f64;
+        let is_finite = nats.is_finite() && grad_norm.is_finite();
+        if let Some(stopped) = self.stopped.as_ref().filter(|_| updates && !is_finite) {
+            // Whoever reads of it decides what comes next.
+            stopped.fill(0).map_err(|e| failed(&e))?;
+        }
         let times = self.clock.read(totals.step).map_err(|e| failed(&e))?;
-        Ok(Sums { nats: f64::from_bits(nats), grad_norm, ..times })
+        Ok(Sums { nats, grad_norm, ..times })
     }
 
     /// Queues the copy that the host reads.

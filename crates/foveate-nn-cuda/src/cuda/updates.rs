@@ -93,7 +93,11 @@ impl Cuda {
                 let mut own = vec![[0; 8]; parts[0]];
                 let bytes = own.as_flattened_mut();
                 partial.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
-                let of_all = sum(own.into_iter().map(f64::from_ne_bytes).sum())?;
+                let mut nats = [0; 8];
+                totals.memory.read(&mut nats, default_timeout()).map_err(|e| failed(&e))?;
+                let own = own.into_iter().map(f64::from_ne_bytes).sum();
+                let of_all =
+                    sum(if f64::from_ne_bytes(nats).is_finite() { own } else { f64::NAN })?;
                 partial.write(&of_all.to_ne_bytes()).map_err(|e| failed(&e))?;
                 parts = [1];
             }
@@ -101,7 +105,9 @@ impl Cuda {
             let constants = this.constants(step)?;
             let constants = numbers(&constants, &[CONSTANTS_LEN]);
             let totals = numbers(&totals.memory, &[TOTALS_LEN]);
-            this.run(&Factor { partial, constants, totals, more })
+            let stopped = this.stopped.as_ref().expect("there are totals");
+            let stopped = numbers(stopped, &[1]);
+            this.run(&Factor { partial, constants, totals, stopped, more })
         })
     }
 

@@ -25,6 +25,10 @@ struct Arena {
     squares: Matrix,
     constants: Memory,
     totals: Memory,
+    /// Sum of the losses.
+    loss: f64,
+    /// Whether a step was skipped.
+    stopped: Memory,
     rule: Rule,
     /// Which weight the first gradient is of.
     first_gradient: usize,
@@ -60,6 +64,8 @@ impl Arena {
             squares: f32_or_bf16(moments).matrix(shape, &zeros),
             constants: Memory::new(8 * CONSTANTS_LEN, 0),
             totals: Memory::new(8 * TOTALS_LEN, 0),
+            loss: 3.0,
+            stopped: Memory::new(8, 0),
             rule: ADAMW,
             first_gradient: 0,
         }
@@ -95,7 +101,8 @@ impl Arena {
     fn step(&mut self, constants: StepConstants, labelled: i64, pieces: &[Piece]) -> bool {
         let elems = self.weights.shape[1];
         self.constants.bytes().copy_from_slice(&constants.bytes());
-        self.totals.bytes().copy_from_slice(&Totals { labelled, ..Totals::default() }.bytes());
+        let totals = Totals { loss: self.loss.to_bits(), labelled, ..Totals::default() };
+        self.totals.bytes().copy_from_slice(&totals.bytes());
         let gradients = self.gradients.shape[1];
         let partial = Memory::new(8 * parts(gradients), 0);
         let partial_len = [parts(gradients)];
@@ -103,7 +110,8 @@ impl Arena {
         let constants = self.constants.array(ElementType::F64, &[CONSTANTS_LEN]);
         let totals = self.totals.array(ElementType::F64, &[TOTALS_LEN]);
         let squares = Squares { gradients: self.gradients.vector(), partial: partial_at };
-        let factor = Factor { partial: partial_at, constants, totals, more: false };
+        let stopped = self.stopped.array(ElementType::F64, &[1]);
+        let factor = Factor { partial: partial_at, constants, totals, stopped, more: false };
         let pieces = Pieces::new(pieces).unwrap();
         let (table, table_len) = (Memory::of(&pieces.bytes()), [pieces.len_f64()]);
         let remainders_len = [elems];
@@ -515,21 +523,33 @@ fn rounding_stochastically_keeps_infinity_and_nan() {
     }
 }
 
-/// A gradient that is not finite: nothing is updated, and the totals say so.
+/// A gradient or a loss that is not finite: nothing is updated by that step nor by one behind it, until the host
+/// has read of it, and the totals say so.
 #[test]
-fn gradients_that_are_not_finite_update_nothing() {
-    for wrong in [f64::NAN, f64::INFINITY] {
+fn a_step_that_is_not_finite_updates_nothing_and_neither_does_the_next() {
+    let (nan, infinity) = (f64::NAN, f64::INFINITY);
+    for (gradient, loss) in
+        [(nan, 2.0), (infinity, 2.0), (1.0, nan), (1.0, infinity), (1.0, -infinity)]
+    {
         let masters = vec![0.5f32; ELEMS];
         let mut arena = Arena::new(&masters, "master", false, false);
         let mut gradients = vec![1.0; ELEMS];
-        gradients[4500] = wrong;
-        arena.gradients = f32_or_bf16(false).matrix([1, ELEMS], &gradients);
-        if !arena.step(StepConstants::new(1, 9, 0.1, BETAS, 1.0), 4, &pieces()) {
-            return;
+        let constants = |step| StepConstants::new(step, 9, 0.1, BETAS, 1.0);
+        for (number, (gradient, loss)) in [(gradient, loss), (1.0, 2.0)].into_iter().enumerate() {
+            gradients[4500] = gradient;
+            arena.gradients = f32_or_bf16(false).matrix([1, ELEMS], &gradients);
+            arena.loss = loss;
+            if !arena.step(constants(1 + number as u64), 4, &pieces()) {
+                return;
+            }
+            assert_eq!(arena.factor().2, 1, "step {number} behind {gradient}, {loss}");
+            assert_eq!(arena.masters(), masters);
+            assert_eq!(arena.means.values(), vec![0.0; ELEMS]);
         }
-        assert_eq!(arena.factor().2, 1);
-        assert_eq!(arena.masters(), masters);
-        assert_eq!(arena.means.values(), vec![0.0; ELEMS]);
+        arena.stopped = Memory::new(8, 0);
+        assert!(arena.step(constants(2), 4, &pieces()));
+        assert_eq!(arena.factor().2, 0);
+        assert_ne!(arena.masters(), masters);
     }
 }
 

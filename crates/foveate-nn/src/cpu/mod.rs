@@ -338,7 +338,9 @@ impl Blocks for Cpu {
             let mean = 1.0 / totals.labelled.max(1) as f64;
             let before = if more { totals.squares } else { 0.0 };
             let own = update::squares(gradients);
-            totals.squares = before + sum.map_or(Ok(own), |sum| sum(own))?;
+            // An infinite loss may have finite gradients. Other ranks are not to go on with them, either.
+            let told = if totals.nats.is_finite() { own } else { f64::NAN };
+            totals.squares = before + sum.map_or(Ok(own), |sum| sum(told))?;
             totals.grad_norm = totals.squares.sqrt() * mean;
             totals.factor = mean * clip_factor(totals.grad_norm, step.clip_norm);
             Ok(())
@@ -355,7 +357,7 @@ impl Blocks for Cpu {
         elems: usize,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
-        if totals.grad_norm.is_finite() {
+        if totals.nats.is_finite() && totals.grad_norm.is_finite() {
             let words = [&mut moments.mean[..], &mut moments.square[..]];
             let kept = update::Kept { elems, dtype: self.moments, words };
             let array = &mut weights.array;

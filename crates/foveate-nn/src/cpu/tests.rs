@@ -6,12 +6,13 @@ use std::sync::Arc;
 use crate::architecture::Activation;
 use crate::backend::{
     AttentionShape, Blocks, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
-    NormForward, PackedHeads, Part, PartMut, Rotation,
+    Moments, NormForward, PackedHeads, Part, PartMut, Rotation, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, ProgramConfig, RopePairing};
 use crate::cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals, gated, level, loss, norm, rope};
 use crate::matmul::{Matrix, matmul, matmul_deep};
+use crate::optimizer::{OptimizerStep, Rule, Sgd, Span, Treatment};
 use crate::program::AttentionProgram;
 use crate::rope::{RopeTable, Rotary};
 use crate::tests::tiny;
@@ -514,4 +515,33 @@ fn plans_of_a_backend_run_in_one_workspace() {
     let layer = LayerAttention { program: &program, heads, values: Part::whole(&values) };
     cpu.attention(layer, &qkv, None, &mut out, &mut lse).unwrap();
     assert!(kept(&first) > 0 && kept(&first) == kept(&second));
+}
+
+/// As on a GPU, whose `fv_factor` says so: a step is told by its loss and its norm together.
+#[test]
+fn a_loss_that_is_not_finite_updates_nothing_whatever_its_gradients_are() {
+    let (mut cpu, start) = (Cpu::default(), random(33, 5));
+    let treatment = Treatment { rate: 1.0, decay: 1.0 };
+    let spans = vec![Span { origin: 0, place: 0..33, treatment }];
+    let rule = Rule::Sgd(Sgd { momentum: 0.9, weight_decay: 0.1 });
+    let step = OptimizerStep { rule, step: 1, rate: 0.1, clip_norm: 1.0, seed: 0 };
+    for (nats, changes) in [(f64::INFINITY, false), (f64::NAN, false), (3.0, true)] {
+        let mut weights = Weights { array: start.clone(), ..Weights::default() };
+        let mut moments = Moments { mean: vec![0.0; 33], square: Vec::new() };
+        let mut totals = CpuTotals { nats, labelled: 7, ..CpuTotals::default() };
+        let (gradients, mut told) = (random(33, 6), f64::INFINITY);
+        let mut sum = |own: f64| {
+            told = own;
+            Ok(own)
+        };
+        cpu.clip(&step, &gradients, false, Some(&mut sum), &mut totals).unwrap();
+        assert_eq!(told.is_finite(), changes, "what other ranks are told");
+        // One rank has a norm of its own.
+        cpu.clip(&step, &gradients, false, None, &mut totals).unwrap();
+        assert!(totals.grad_norm.is_finite());
+        cpu.update(&step, &spans, &mut weights, (&gradients, 0), &mut moments, 33, &mut totals)
+            .unwrap();
+        assert_eq!(weights.array != start, changes, "{nats}");
+        assert_eq!(moments.mean.iter().any(|&m| m != 0.0), changes, "{nats}");
+    }
 }

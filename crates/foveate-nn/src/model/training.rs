@@ -156,8 +156,8 @@ impl<B: Blocks> Model<B> {
     /// Queues a step on one batch in which each group of parameters is updated as soon as its
     /// gradients are there, in the backward pass: gradients take the memory of the largest group, and of
     /// the embedding where it is the output projection, too. `step.clip_norm` must be 0: the norm of
-    /// all gradients is known only at the end. Where the norm of a group is not finite, neither it nor
-    /// a later one is updated. `spans` are [`Model::group_spans`].
+    /// all gradients is known only at the end. Where the loss is not finite no group is updated; where the
+    /// norm of a group is not, neither it nor a later one. `spans` are [`Model::group_spans`].
     ///
     /// # Errors
     /// Those of [`Model::accumulate_over`], or when a norm is to be clipped.
@@ -218,7 +218,9 @@ impl<B: Blocks> Model<B> {
     }
 
     /// Queues one step of the optimiser with the gradients of the batches that `totals` has added up: their
-    /// mean over labelled tokens, clipped. Nothing changes where its norm is not finite.
+    /// mean over labelled tokens, clipped. Nothing changes where the loss or the norm is not finite, nor by
+    /// steps that are queued behind it before [`Model::read`] has told of it: a replay sees the weights
+    /// that the step saw.
     ///
     /// # Errors
     /// When no batch was added since gradients were cleared, or the device fails.
