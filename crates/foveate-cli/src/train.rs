@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use foveate::tensor::count::Count;
 use foveate_shard::collectives::Collectives;
-use foveate_train::checkpoint::Checksums;
+use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainErrorKind;
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
@@ -235,8 +235,12 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
     out.line(format!("checkpoint  {}", summary.checkpoint.display()))?;
     out.line(format!("metrics     {dir}/metrics.jsonl, TensorBoard files in {dir}"))?;
     out.line(format!("curve       {dir}/loss.svg"))?;
-    let chat = recipe.model.checkpoint.is_some();
-    let prompt = if chat { "--chat --prompt \"Hello\"" } else { "--prompt \"fn main() {\"" };
+    let config = checkpoint::read_config(&summary.checkpoint, Checksums::Skip);
+    let prompt = match config.is_ok_and(|config| config.chat_template.is_some()) {
+        true => "--chat --prompt \"Hello\"",
+        false if recipe.model.checkpoint.is_some() => "--prompt \"The\"",
+        false => "--prompt \"fn main() {\"",
+    };
     let checkpoint = summary.checkpoint.display();
     out.line(format!("try it      {} generate {checkpoint} {prompt}", called()))?;
     Ok(())

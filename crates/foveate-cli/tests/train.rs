@@ -577,4 +577,19 @@ fn a_checkpoint_is_fine_tuned_on_conversations() {
     let tuned = place.json(&args);
     assert_eq!(tuned["steps"], 3);
     assert!(tuned["train_loss"].as_f64().unwrap().is_finite());
+    // What is proposed fits what was saved: a template of its own or none.
+    std::fs::write(
+        place.path("plain.jinja"),
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+    )
+    .unwrap();
+    let template = format!("data.chat_template={}", place.path("plain.jinja").display());
+    let plain = args.iter().filter(|arg| **arg != "--json").copied();
+    let over: Vec<&str> = plain.chain(["--start-over"]).collect();
+    for (more, talks) in [(&[][..], false), (&["--set", &template], true)] {
+        let done = place.run(&[&over[..], more].concat());
+        let said = String::from_utf8(done.stdout).unwrap();
+        let line = said.lines().find(|line| line.starts_with("try it")).expect(&said);
+        assert_eq!(line.contains("--chat"), talks, "{line}");
+    }
 }

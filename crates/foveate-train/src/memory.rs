@@ -1,8 +1,8 @@
 //! What a recipe takes of a GPU by the dry run of its step, and the nearest setting that fits.
 
 use foveate_nn::{
-    Account, AttentionConfig, Cutting, Dry, MemoryEstimate, ModelConfig, NnError, ParameterLayout,
-    ParameterState, Precision, Recomputation, Recompute, StepKind, Training,
+    Account, AttentionConfig, Blocks, Cpu, Cutting, Dry, MemoryEstimate, ModelConfig, NnError,
+    ParameterLayout, ParameterState, Precision, Recomputation, Recompute, StepKind, Training,
 };
 use foveate_nn_cuda::logits_tokens_of;
 
@@ -73,7 +73,8 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// That of a recipe on a GPU; `auto` is everything again.
+    /// That of a recipe on a GPU; `auto` is everything again. On a CPU the state is f32 where the recipe says
+    /// nothing.
     pub fn of(recipe: &Recipe) -> Self {
         Self {
             state: recipe.precision.state.unwrap_or(ParameterState::Exact),
@@ -130,6 +131,25 @@ impl Planned<'_> {
     /// # Errors
     /// When what is frozen cannot be.
     pub fn account(&self, setting: &Setting, bytes: u64) -> Result<Account, NnError> {
+        let precision = setting.state.into();
+        let logits = logits_tokens_of(bytes, self.config.vocab_size, precision);
+        self.account_on(&Dry::new(precision, logits).sharing(), setting)
+    }
+
+    /// What a step takes of this machine's memory on its CPU, with `beside` bytes more in the process.
+    ///
+    /// # Errors
+    /// Those of [`Planned::account`].
+    pub fn memory_on_cpu(&self, setting: &Setting, beside: u64) -> Result<MemoryEstimate, NnError> {
+        let cpu = match setting.state {
+            ParameterState::Int8Moments => Cpu::with_int8_moments(),
+            _ => Cpu::default(),
+        };
+        let memory = self.account_on(&cpu, setting)?.memory();
+        Ok(MemoryEstimate { process: memory.process + beside, ..memory })
+    }
+
+    fn account_on<B: Blocks>(&self, blocks: &B, setting: &Setting) -> Result<Account, NnError> {
         let optimizer = &self.recipe.optimizer;
         let training = Training {
             recompute: setting.recompute,
@@ -138,11 +158,8 @@ impl Planned<'_> {
             squares: optimizer.rule().keeps_squares(),
             cutting: Cutting::WHOLE,
         };
-        let precision = setting.state.into();
-        let logits = logits_tokens_of(bytes, self.config.vocab_size, precision);
-        let dry = Dry::new(precision, logits).sharing();
         self.config.dry_run_on(
-            &dry,
+            blocks,
             self.attention,
             &|name| optimizer.is_frozen(name),
             setting.rows,
@@ -163,7 +180,6 @@ impl Planned<'_> {
         from: &Setting,
         bytes: u64,
     ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
-        let accumulate = self.recipe.train.accumulate;
         let own = Precision::from(from.state);
         // What rounds gradients of a step takes one batch.
         let is_less = |state: ParameterState, alone: bool| {
@@ -173,6 +189,33 @@ impl Planned<'_> {
                     && precision.bytes_per_parameter() < own.bytes_per_parameter()
                     && (alone || precision.gradients == own.gradients)
         };
+        self.nearest_of(from, bytes, is_less, |setting| self.memory(setting, bytes))
+    }
+
+    /// [`Planned::nearest`] where a step takes what [`Planned::memory_on_cpu`] says.
+    ///
+    /// # Errors
+    /// Those of [`Planned::memory_on_cpu`].
+    pub fn nearest_on_cpu(
+        &self,
+        from: &Setting,
+        bytes: u64,
+        beside: u64,
+    ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
+        let is_less = |state, _| state == from.state || state == ParameterState::Int8Moments;
+        self.nearest_of(from, bytes, is_less, |setting| self.memory_on_cpu(setting, beside))
+    }
+
+    /// [`Planned::nearest`] among the states that are `less`, of a step with one batch or any, by what
+    /// `memory` says of a setting.
+    fn nearest_of(
+        &self,
+        from: &Setting,
+        bytes: u64,
+        less: impl Fn(ParameterState, bool) -> bool,
+        memory: impl Fn(&Setting) -> Result<MemoryEstimate, NnError>,
+    ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
+        let accumulate = self.recipe.train.accumulate;
         let modes = || {
             let given = [from.recompute].into_iter();
             given.chain(Recompute::ALL.into_iter().map(Recomputation::from))
@@ -180,7 +223,7 @@ impl Planned<'_> {
         for (in_backward, alone) in
             [(from.in_backward, accumulate == 1), (from.in_backward, true), (true, true)]
         {
-            let states = ParameterState::ALL.into_iter().filter(|&state| is_less(state, alone));
+            let states = ParameterState::ALL.into_iter().filter(|&state| less(state, alone));
             let states: Vec<ParameterState> = states.collect();
             let mut rows = from.rows;
             loop {
@@ -189,7 +232,7 @@ impl Planned<'_> {
                 {
                     let one_batch = alone;
                     let setting = Setting { state, rows, recompute, in_backward, one_batch };
-                    let memory = self.memory(&setting, bytes)?;
+                    let memory = memory(&setting)?;
                     if memory.total() <= bytes {
                         let mut keys = setting.beside(from);
                         if alone && accumulate > 1 {

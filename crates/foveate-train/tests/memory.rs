@@ -110,6 +110,39 @@ fn an_update_in_the_backward_pass_is_the_last_resort_and_takes_the_bytes_of_the_
     }
 }
 
+#[test]
+fn a_recipe_that_does_not_fit_a_cpu_is_told_values_that_do() {
+    let (mut recipe, config, attention) = recipe("smollm-135m");
+    recipe.train.batch_rows = 8;
+    recipe.train.accumulate = 4;
+    let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+    let own = Setting {
+        state: ParameterState::F32,
+        recompute: Recompute::None.into(),
+        ..Setting::of(&recipe)
+    };
+    let beside = 5 << 20;
+    let total = |setting: &Setting| planned.memory_on_cpu(setting, beside).unwrap().total();
+    assert_eq!(total(&own), planned.memory_on_cpu(&own, 0).unwrap().total() + beside);
+    let again = Setting { recompute: Recompute::Full.into(), ..own };
+    let few = Setting { rows: 1, ..again };
+    let narrow = Setting { state: ParameterState::Int8Moments, ..few };
+    for (there, keys) in [
+        (total(&own) - 1, "train.recompute = "),
+        (total(&again), "train.recompute = \"full\""),
+        (total(&few), "train.batch_rows = "),
+        (
+            total(&narrow),
+            "train.recompute = \"full\", precision.state = \"int8_moments\", train.batch_rows = 1",
+        ),
+    ] {
+        let (told, takes) = planned.nearest_on_cpu(&own, there, beside).unwrap().unwrap();
+        assert!(told.contains(keys) && takes.total() <= there, "{told}, not {keys}");
+    }
+    let less = planned.nearest_on_cpu(&own, 100 << 20, beside).unwrap();
+    assert_eq!(less, None);
+}
+
 /// A model of 130 MiB in f32, whose checkpoint is 650: what a save and a load take does not grow with it.
 #[test]
 fn a_save_and_a_load_take_little_memory_beside_the_model() {

@@ -171,7 +171,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
             memory.attention += kept * described.layer_bytes + described.passing_bytes;
             let gpu = model.free_bytes()?.map(|free| (free, free));
-            fits(&memory, gpu, |_| None).map_err(wrong)?;
+            fits(&memory, gpu, None).map_err(wrong)?;
         }
         let strategy = described.map(|described| described.strategy);
         let steps = steps(recipe, counts.as_deref(), &train);

@@ -63,10 +63,20 @@ pub(super) fn model<B: Blocks>(
             most_again(ranks, own).map_err(|e| e.to_string())?
         }
     };
+    let words = tokenizer.path().map_or(0, memory_of);
     let (setting, of_model) = (Setting { recompute, ..Setting::of(recipe) }, config.clone());
     let planned = Planned { recipe, config: &of_model, attention: &attention };
-    let nearest = |there| planned.nearest(&setting, there).ok().flatten();
-    fits(&bytes(recompute)?, gpu, nearest)?;
+    let nearest = |there, beside| {
+        let found = match free {
+            Some(_) => planned.nearest(&setting, there),
+            None => {
+                let state = recipe.precision.state.unwrap_or_default();
+                planned.nearest_on_cpu(&Setting { state, ..setting }, there, beside)
+            }
+        };
+        found.ok().flatten()
+    };
+    fits(&bytes(recompute)?, gpu, Some(&|there| nearest(there, words)))?;
     let part = part_of(ranks, &config).map_err(|e| e.to_string())?;
     let model = Model::unfilled_part(blocks, config, &attention, &frozen, part);
     let model = model.map_err(|e| e.to_string())?;
@@ -76,7 +86,7 @@ pub(super) fn model<B: Blocks>(
     memory.process = match free {
         // What the process takes is not the device's.
         Some(_) => BESIDE,
-        None => memory.process + tokenizer.path().map_or(0, memory_of),
+        None => memory.process + words,
     };
     let copy = save_copy_bytes(
         recipe,
@@ -84,10 +94,9 @@ pub(super) fn model<B: Blocks>(
         ranks.count() / ranks.mesh().size(MeshAxis::Tensor),
     );
     let saves_beside = saves_beside(recipe.train.async_save, free.is_some(), copy)?;
-    if free.is_none() && saves_beside {
-        memory.process += copy;
-    }
-    fits(&memory, gpu, nearest)?;
+    let copied = if free.is_none() && saves_beside { copy } else { 0 };
+    memory.process += copied;
+    fits(&memory, gpu, Some(&|there| nearest(there, words + copied)))?;
     Ok(Made { model, attention, memory, recompute, saves_beside })
 }
 
@@ -148,12 +157,12 @@ fn most_again(ranks: Ranks<'_>, own: Recomputation) -> Result<Recomputation, Tra
     Ok(Recomputation { what, layers: most as u32 as usize })
 }
 
-/// Refuses, with the remedy, what cannot be held in memory: of the GPU, by its free bytes and all, where
-/// `nearest` says which setting fits, or of this machine.
+/// Refuses, with the remedy, what cannot be held in memory: of the GPU, by its free bytes and all, or of this
+/// machine. `nearest` says which setting fits so many bytes, where that is known.
 pub(super) fn fits(
     need: &MemoryEstimate,
     gpu: Option<(u64, u64)>,
-    nearest: impl Fn(u64) -> Option<(String, MemoryEstimate)>,
+    nearest: Option<&dyn Fn(u64) -> Option<(String, MemoryEstimate)>>,
 ) -> Result<(), String> {
     let there = match gpu {
         None => machine::free(),
@@ -170,13 +179,11 @@ pub(super) fn fits(
             size(all)
         ),
     };
-    let remedy = match gpu.map(|(free, _)| nearest(free)) {
+    let remedy = match nearest.map(|nearest| nearest(bytes)) {
         None => "lower train.batch_rows or data.len, set train.recompute = \"full\", or choose a \
                  smaller model"
             .to_owned(),
-        Some(Some((keys, less))) => {
-            format!("with {keys} it takes {}", size(less.total()))
-        }
+        Some(Some((keys, less))) => format!("with {keys} it takes {}", size(less.total())),
         Some(None) => {
             "no other rows, recomputation or state make it fit: lower data.len, or choose a smaller \
              model"
@@ -215,20 +222,20 @@ mod tests {
         };
         let full = || ("train.recompute = \"full\"".to_owned(), MemoryEstimate::default());
         let gpu = |free: u64| Some((free, free));
-        fits(&need, gpu(14 << 30), |_| None).unwrap();
-        let told = fits(&need, gpu((14 << 30) - 1), |_| Some(full())).unwrap_err();
+        fits(&need, gpu(14 << 30), Some(&|_| None)).unwrap();
+        let told = fits(&need, gpu((14 << 30) - 1), Some(&|_| Some(full()))).unwrap_err();
         assert!(told.contains("takes 14.0 GiB, of which 2.0 GiB are one step's"), "{told}");
         let remedy = "the GPU has free 14.0 GiB; with train.recompute = \"full\" it takes 0.0 MiB";
         assert!(told.contains(remedy), "{told}");
-        let told = fits(&need, gpu(1), |_| None).unwrap_err();
+        let told = fits(&need, gpu(1), Some(&|_| None)).unwrap_err();
         assert!(told.contains("choose a smaller model"), "{told}");
         let small = MemoryEstimate { weights: 9 << 20, activations: 3 << 19, ..Default::default() };
-        let told = fits(&small, gpu(5 << 19), |_| None).unwrap_err();
+        let told = fits(&small, gpu(5 << 19), Some(&|_| None)).unwrap_err();
         let sizes = "takes 10.5 MiB, of which 1.5 MiB are one step's activations, but the GPU has \
                      free 2.5 MiB;";
         assert!(told.contains(sizes), "{told}");
         // It would fit a GPU that nobody else used.
-        let told = fits(&need, Some((4 << 30, 16 << 30)), |_| Some(full())).unwrap_err();
+        let told = fits(&need, Some((4 << 30, 16 << 30)), Some(&|_| Some(full()))).unwrap_err();
         let taken = "the GPU has free 4.0 GiB, since other work has 12.0 GiB of its 16.0 GiB: end \
                      that, and it fits; with train.recompute";
         assert!(told.contains(taken), "{told}");
