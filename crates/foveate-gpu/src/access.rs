@@ -15,6 +15,7 @@ use crate::abi::Address;
 use crate::array::DeviceArray;
 use crate::engine::Engine;
 use crate::error::GpuError;
+use crate::queue::Queue;
 use crate::sync::lock;
 use crate::tensor::DeviceTensor;
 use crate::trace::{Noted, note};
@@ -158,19 +159,19 @@ impl Accesses {
     }
 
     /// Whether everything is memory of the engine's device. What is is noted ([`crate::trace`]), since a
-    /// launch follows.
+    /// launch on `queue` follows.
     ///
     /// # Errors
     /// [`crate::GpuErrorKind::Argument`] naming the first that is not.
-    pub fn check_device(&self, engine: &Engine) -> Result<(), GpuError> {
+    pub fn check_device(&self, engine: &Engine, queue: &Queue) -> Result<(), GpuError> {
         for Access { name, span: (from, to), .. } in self.0.iter().filter(|p| p.span.0 < p.span.1) {
             engine.check_memory(name, *from, (to - from) as usize)?;
         }
         for Access { name, span, written, .. } in self.0.iter().filter(|p| p.span.0 < p.span.1) {
-            let (name, span) = (|| name.clone(), *span);
+            let (name, span, stream) = (|| name.clone(), *span, queue.stream().number());
             note(|| match written {
-                true => Noted::Written { name: name(), span },
-                false => Noted::Read { name: name(), span },
+                true => Noted::Written { name: name(), span, stream },
+                false => Noted::Read { name: name(), span, stream },
             });
         }
         Ok(())

@@ -49,7 +49,7 @@
 //!     accesses.read("x", x)?;
 //!     accesses.write("y", y)?;
 //!     accesses.check_apart(engine.checked_apart())?;
-//!     accesses.check_device(engine)?;
+//!     accesses.check_device(engine, queue)?;
 //!     let source = KernelSource { text: SOURCE.into(), arch: engine.device().info().arch() };
 //!     let kernel = engine.kernel(&source, &EXPECTED)?;
 //!     let launch = Launch::new([count.unsigned_abs().div_ceil(256), 1, 1], 256);

@@ -1,5 +1,8 @@
 //! What work does with device memory, in its order: for whoever checks that order, in a test or in a
 //! debugger. Nothing is noted until somebody asks, and then the work of every thread and device is.
+//!
+//! Work of one stream runs in the order of its notes. That of two streams does so only where the later one
+//! follows a mark behind the earlier one, or the host has seen that mark reached before it queued more.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,8 +25,10 @@ pub enum Noted {
         /// Where it starts.
         address: Address,
     },
-    /// The driver was asked for memory.
+    /// The driver gave memory that it did not give to anybody else.
     Allocated {
+        /// Where it starts.
+        address: Address,
         /// Its length.
         bytes: usize,
     },
@@ -33,6 +38,8 @@ pub enum Noted {
         name: String,
         /// Its addresses.
         span: (Address, Address),
+        /// The stream it was queued on ([`crate::driver::Stream::number`]).
+        stream: u64,
     },
     /// Work was queued that writes there, or reads and writes.
     Written {
@@ -40,6 +47,27 @@ pub enum Noted {
         name: String,
         /// Its addresses.
         span: (Address, Address),
+        /// The stream it was queued on.
+        stream: u64,
+    },
+    /// An event marks the present end of a stream's work.
+    Marked {
+        /// The event, by a number of its own.
+        event: u64,
+        /// The stream.
+        stream: u64,
+    },
+    /// What is queued on a stream from here on waits for what an event marks.
+    Follows {
+        /// The stream.
+        stream: u64,
+        /// The event.
+        event: u64,
+    },
+    /// The host has seen that what an event marks is done.
+    Reached {
+        /// The event.
+        event: u64,
     },
     /// The host waited.
     Waited {

@@ -285,7 +285,7 @@ impl Kernels {
         let mut accesses = Accesses::default();
         let launches = block.launches(&mut accesses)?;
         accesses.check_apart(self.engine.checked_apart())?;
-        accesses.check_device(&self.engine)?;
+        accesses.check_device(&self.engine, queue)?;
         for launch in &launches {
             // SAFETY: the operands were checked above, and the caller keeps them.
             unsafe { self.launch(queue, launch)? };

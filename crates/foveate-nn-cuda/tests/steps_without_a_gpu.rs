@@ -6,6 +6,7 @@
 mod context;
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
+mod order;
 mod ranks;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ use foveate_nn::{
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
+use order::trouble;
 use ranks::TestRank;
 
 /// Whether this is the process with the libraries; otherwise starts it for the test `name`.
@@ -233,92 +235,6 @@ impl Steps {
     }
 }
 
-/// Memory that somebody has: its length, and the addresses that were written.
-#[derive(Default)]
-struct Live {
-    bytes: usize,
-    written: Vec<(u64, u64)>,
-}
-
-impl Live {
-    fn write(&mut self, span: (u64, u64)) {
-        self.written.push(span);
-        self.written.sort_unstable();
-        // Neighbours become one.
-        let mut joined: Vec<(u64, u64)> = Vec::new();
-        for &(from, to) in &self.written {
-            match joined.last_mut() {
-                Some(last) if from <= last.1 => last.1 = last.1.max(to),
-                _ => joined.push((from, to)),
-            }
-        }
-        self.written = joined;
-    }
-}
-
-/// What is wrong with an order of work: memory that two have at once, work on memory that nobody has,
-/// and a read of what was never written.
-fn trouble(notes: &[Noted]) -> Vec<String> {
-    let mut live: BTreeMap<u64, Live> = BTreeMap::new();
-    let mut trouble = Vec::new();
-    for (i, noted) in notes.iter().enumerate() {
-        match noted {
-            Noted::Taken { address, bytes } => {
-                let end = address + *bytes as u64;
-                let before = live.range(..end).next_back();
-                if before.is_some_and(|(at, of)| at + of.bytes as u64 > *address) {
-                    trouble.push(format!("{i}: {bytes} B at {address:#x} are somebody's"));
-                }
-                live.insert(*address, Live { bytes: *bytes, ..Live::default() });
-            }
-            Noted::Given { address } => {
-                live.remove(address);
-            }
-            Noted::Read { name, span } | Noted::Written { name, span } => {
-                let of = live.range_mut(..=span.0).next_back();
-                let Some((_, of)) = of.filter(|(at, of)| span.1 <= **at + of.bytes as u64) else {
-                    trouble.push(format!("{i}: {name} is in memory that nobody has"));
-                    continue;
-                };
-                if matches!(noted, Noted::Written { .. }) {
-                    of.write(*span);
-                } else if !of.written.iter().any(|w| w.0 <= span.0 && span.1 <= w.1) {
-                    trouble.push(format!("{i}: {name} is read before it is written"));
-                }
-            }
-            Noted::Allocated { .. } | Noted::Waited { .. } | Noted::Bound { .. } => {}
-        }
-    }
-    trouble
-}
-
-#[test]
-fn the_checker_finds_what_is_wrong() {
-    let taken = |address, bytes| Noted::Taken { address, bytes };
-    let read = |from, to| Noted::Read { name: "x".into(), span: (from, to) };
-    let written = |from, to| Noted::Written { name: "y".into(), span: (from, to) };
-    let right = [
-        taken(100, 50),
-        written(100, 120),
-        written(120, 150),
-        read(110, 140),
-        Noted::Given { address: 100 },
-        taken(90, 30),
-        written(90, 120),
-        read(90, 120),
-    ];
-    assert_eq!(trouble(&right), [""; 0]);
-    assert_eq!(trouble(&[taken(100, 50), taken(140, 10)]), ["1: 10 B at 0x8c are somebody's"]);
-    assert_eq!(trouble(&right[..4]).len() + trouble(&right[1..4]).len(), 3);
-    let late = [&right[..5], &[read(110, 140)]].concat();
-    assert_eq!(trouble(&late), ["5: x is in memory that nobody has"]);
-    let unwritten = [taken(100, 50), written(100, 120), read(110, 130)];
-    assert_eq!(trouble(&unwritten), ["2: x is read before it is written"]);
-    // Memory of somebody before holds nothing for the next.
-    let again = [&right[..5], &[taken(100, 50), read(110, 120)]].concat();
-    assert_eq!(trouble(&again), ["6: x is read before it is written"]);
-}
-
 #[test]
 fn steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory() {
     let name = "steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory";
@@ -368,7 +284,7 @@ fn flow(notes: &[Noted]) -> Vec<(&str, Vec<usize>)> {
                 last.insert(*start, (*end, writes));
                 writes += 1;
             }
-            Noted::Read { name, span: (start, end) } => {
+            Noted::Read { name, span: (start, end), .. } => {
                 let of = last.range(..end).filter(|(_, (until, _))| until > start);
                 reads.push((name.as_str(), of.map(|(_, (_, write))| *write).collect()));
             }
@@ -384,8 +300,8 @@ fn arrays_that_share_memory_are_read_as_they_were_written() {
     if !inside(name) {
         return;
     }
-    let written = |from, to| Noted::Written { name: "y".into(), span: (from, to) };
-    let read = |from, to| Noted::Read { name: "x".into(), span: (from, to) };
+    let written = |from, to| Noted::Written { name: "y".into(), span: (from, to), stream: 1 };
+    let read = |from, to| Noted::Read { name: "x".into(), span: (from, to), stream: 1 };
     let notes = [written(0, 9), written(4, 6), read(0, 9), written(0, 5), read(3, 6), read(7, 8)];
     let expected = [("x", vec![0, 1, 0]), ("x", vec![2, 1]), ("x", vec![0])];
     assert_eq!(flow(&notes), expected);
@@ -410,7 +326,7 @@ fn arrays_that_share_memory_are_read_as_they_were_written() {
         }
         let taken = |notes: &[Noted]| -> usize {
             let bytes = notes.iter().map(|noted| match noted {
-                Noted::Allocated { bytes } => *bytes,
+                Noted::Allocated { bytes, .. } => *bytes,
                 _ => 0,
             });
             bytes.sum()
@@ -467,7 +383,7 @@ fn an_evaluation_between_steps_takes_no_memory_and_reads_what_it_wrote() {
                 evaluate(&mut steps, 1);
                 let of_losses = trace::stop();
                 let allocated = of_losses.iter().filter_map(|noted| match noted {
-                    Noted::Allocated { bytes } => Some(*bytes as u64),
+                    Noted::Allocated { bytes, .. } => Some(*bytes as u64),
                     _ => None,
                 });
                 // The first makes its plans.

@@ -41,7 +41,7 @@ impl CudaPlan {
         let dims = self.admit(&args.operands)?;
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
-        self.check_accesses(&args.accesses()?)?;
+        self.check_accesses(&args.accesses()?, queue)?;
         plan.launch_forward(&Call::new(queue, &dims, &args.operands, self.options.checked)?, args)
     }
 
@@ -62,13 +62,17 @@ impl CudaPlan {
         args.check(&dims)?;
         let plan = self.bound(args.operands.captures)?;
         plan.check_captures(args)?;
-        self.check_accesses(&args.accesses()?)?;
+        self.check_accesses(&args.accesses()?, queue)?;
         plan.launch_backward(&Call::new(queue, &dims, &args.operands, self.options.checked)?, args)
     }
 
-    pub(super) fn check_accesses(&self, accesses: &Accesses) -> Result<(), CudaError> {
+    pub(super) fn check_accesses(
+        &self,
+        accesses: &Accesses,
+        queue: &Queue,
+    ) -> Result<(), CudaError> {
         accesses.check_apart(self.engine.checked_apart())?;
-        Ok(accesses.check_device(&self.engine)?)
+        Ok(accesses.check_device(&self.engine, queue)?)
     }
 
     fn check_captures(&self, args: &DeviceBackward<'_>) -> Result<(), CudaError> {

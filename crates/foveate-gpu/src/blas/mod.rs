@@ -206,7 +206,7 @@ impl Engine {
         let accesses = matmul.accesses()?;
         accesses.check_apart(self.checked_apart())?;
         self.check_queue(queue)?;
-        accesses.check_device(self)?;
+        accesses.check_device(self, queue)?;
         if matmul.c.layout.elems() == 0 {
             return Ok(());
         }

@@ -243,7 +243,6 @@ impl Pool {
 
     fn allocate(&self, bytes: usize) -> Result<u64, GpuError> {
         self.stream().refuse_recording("taking memory of the device")?;
-        note(|| Noted::Allocated { bytes });
         let device = self.stream().device();
         let driver = device.current()?;
         let mut address = 0;
@@ -259,6 +258,7 @@ impl Pool {
             return Err(GpuErrorKind::OutOfMemory { bytes, free, total }.into());
         }
         driver.check(code, || format!("allocating {bytes} B"))?;
+        note(|| Noted::Allocated { address, bytes });
         Ok(address)
     }
 }
@@ -305,7 +305,10 @@ impl Allocation {
     pub fn write_at(&self, start: usize, data: &[u8]) -> Result<(), GpuError> {
         self.fits(start, data.len())?;
         let (address, limit) = (self.address + start as u64, self.pool.timeout);
-        note(|| self.written("an upload", start, data.len()));
+        note(|| {
+            let span = (address, address + data.len() as u64);
+            Noted::Written { name: "an upload".into(), span, stream: self.stream().number() }
+        });
         if self.pool.is_recording()? {
             return self.record_write(address, data);
         }
@@ -356,7 +359,8 @@ impl Allocation {
         self.stream().wait(limit, "work on the device")?;
         let address = self.address + start as u64;
         let span = (address, address + data.len() as u64);
-        note(|| Noted::Read { name: "a download".into(), span });
+        let stream = self.stream().number();
+        note(|| Noted::Read { name: "a download".into(), span, stream });
         // SAFETY: as in `write_at`.
         unsafe { self.pool.staging().download(self.stream(), address, data, limit) }
     }
@@ -375,16 +379,9 @@ impl Allocation {
     /// When the allocation ends before, and those of the driver.
     pub fn fill_at(&self, start: usize, byte: u8, bytes: usize) -> Result<(), GpuError> {
         self.fits(start, bytes)?;
-        note(|| self.written("a fill", start, bytes));
         // SAFETY: the allocation has that many bytes, and its memory is not freed before the stream's
         // work is done.
         unsafe { self.stream().fill(self.address + start as u64, byte, bytes) }
-    }
-
-    /// Bytes that were written from byte `start` on.
-    fn written(&self, name: &str, start: usize, bytes: usize) -> Noted {
-        let first = self.address + start as u64;
-        Noted::Written { name: name.into(), span: (first, first + bytes as u64) }
     }
 
     fn fits(&self, start: usize, bytes: usize) -> Result<(), GpuError> {

@@ -42,7 +42,7 @@ impl Readback {
         }
         let driver = stream.device().current()?;
         let span = (from.address(), from.address() + bytes as u64);
-        note(|| Noted::Read { name: "a download".into(), span });
+        note(|| Noted::Read { name: "a download".into(), span, stream: stream.number() });
         self.queued = true;
         // SAFETY: both sides have that many bytes. The pinned memory is read and freed only behind
         // the event that follows.

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::device::Device;
@@ -39,6 +40,13 @@ pub struct Stream {
     device: Device,
     handle: Handle,
     owned: bool,
+    number: u64,
+}
+
+/// Differs from every number before.
+fn next_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 // SAFETY: the driver lets every thread use a stream.
@@ -58,7 +66,7 @@ impl Stream {
         // SAFETY: `handle` is valid for a write, and the context is current.
         let code = unsafe { (driver.stream_create)(&mut handle, NON_BLOCKING) };
         driver.check(code, || "making a stream".into())?;
-        Ok(Self { device: device.clone(), handle, owned: true })
+        Ok(Self { device: device.clone(), handle, owned: true, number: next_number() })
     }
 
     /// A stream that somebody else made on `device` and keeps alive; 0 is the default stream.
@@ -67,7 +75,12 @@ impl Stream {
     /// `raw` is 0 or a `CUstream` of the device's primary context that outlives every use of the
     /// value.
     pub unsafe fn borrowed(device: &Device, raw: usize) -> Self {
-        Self { device: device.clone(), handle: raw as Handle, owned: false }
+        Self { device: device.clone(), handle: raw as Handle, owned: false, number: next_number() }
+    }
+
+    /// Its number in [`crate::trace`]: each value of this type has one of its own.
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// The device it queues work on.
@@ -127,6 +140,12 @@ impl Stream {
         if bytes == 0 {
             return Ok(());
         }
+        let stream = self.number;
+        note(|| Noted::Written {
+            name: "a fill".into(),
+            span: (address, address + bytes as u64),
+            stream,
+        });
         let driver = self.device.current()?;
         // SAFETY: the stream is alive; the caller vouches for the range.
         let code = unsafe { (driver.set_bytes)(address, byte, bytes, self.handle) };
@@ -151,9 +170,9 @@ impl Stream {
         if bytes == 0 {
             return Ok(());
         }
-        let span = |at: u64| (at, at + bytes as u64);
-        note(|| Noted::Read { name: "a copy".into(), span: span(from) });
-        note(|| Noted::Written { name: "a copy".into(), span: span(to) });
+        let (span, stream) = (|at: u64| (at, at + bytes as u64), self.number);
+        note(|| Noted::Read { name: "a copy".into(), span: span(from), stream });
+        note(|| Noted::Written { name: "a copy".into(), span: span(to), stream });
         let driver = self.device.current()?;
         let code = match *device == self.device {
             // SAFETY: the stream is alive; the caller vouches for both ranges.
@@ -174,6 +193,7 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn after(&self, event: &Event) -> Result<(), GpuError> {
+        note(|| Noted::Follows { stream: self.number, event: event.number });
         let driver = self.device.current()?;
         // SAFETY: stream and event are alive.
         let code = unsafe { (driver.stream_wait)(self.handle, event.handle, 0) };
@@ -195,6 +215,7 @@ impl Drop for Stream {
 pub struct Event {
     device: Device,
     handle: Handle,
+    number: u64,
 }
 
 // SAFETY: the driver lets every thread use an event.
@@ -213,7 +234,7 @@ impl Event {
         // SAFETY: `handle` is valid for a write, and the context is current.
         let code = unsafe { (driver.event_create)(&mut handle, 0) };
         driver.check(code, || "making an event".into())?;
-        Ok(Self { device: device.clone(), handle })
+        Ok(Self { device: device.clone(), handle, number: next_number() })
     }
 
     /// Marks the present end of the stream's work.
@@ -221,6 +242,7 @@ impl Event {
     /// # Errors
     /// Those of the driver.
     pub fn record(&self, stream: &Stream) -> Result<(), GpuError> {
+        note(|| Noted::Marked { event: self.number, stream: stream.number });
         let driver = self.device.current()?;
         // SAFETY: both are alive.
         let code = unsafe { (driver.event_record)(self.handle, stream.handle) };
@@ -236,7 +258,11 @@ impl Event {
         // SAFETY: the event is alive.
         match unsafe { (driver.event_query)(self.handle) } {
             NOT_READY => Ok(false),
-            code => driver.check(code, || "running kernels".into()).map(|()| true),
+            code => {
+                driver.check(code, || "running kernels".into())?;
+                note(|| Noted::Reached { event: self.number });
+                Ok(true)
+            }
         }
     }
 

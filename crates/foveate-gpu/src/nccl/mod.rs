@@ -323,7 +323,7 @@ pub fn together(transfers: &[RankTransfer<'_>]) -> Result<(), GpuError> {
         on.engine.check_queue(queue)?;
         transfer.check(on.rank, on.ranks, &on.engine)?;
     }
-    transfers.iter().for_each(|one| one.transfer.note());
+    transfers.iter().for_each(|one| one.transfer.note(one.queue.stream()));
     // In order of address, so that threads whose transfers have communicators in common wait for each
     // other in turn.
     let mut members: Vec<&Communicator> = transfers.iter().map(|one| one.on).collect();

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::abi::Address;
+use crate::driver::Stream;
 use crate::engine::Engine;
 use crate::error::GpuError;
 use crate::tensor::DeviceTensor;
@@ -204,7 +205,7 @@ impl Transfer {
 
 impl Transfer {
     /// Notes what it reads and writes, for whoever checks the order of work.
-    pub(super) fn note(&self) {
+    pub(super) fn note(&self, on: &Stream) {
         let (read, written) = match self {
             Self::AllReduce { from, into, .. }
             | Self::AllGather { from, into }
@@ -215,10 +216,10 @@ impl Transfer {
         };
         let (name, span) = (|| self.to_string(), |array: &FlatArray| (array.address, array.end()));
         if let Some(array) = read.filter(|array| array.len > 0) {
-            note(|| Noted::Read { name: name(), span: span(array) });
+            note(|| Noted::Read { name: name(), span: span(array), stream: on.number() });
         }
         if let Some(array) = written.filter(|array| array.len > 0) {
-            note(|| Noted::Written { name: name(), span: span(array) });
+            note(|| Noted::Written { name: name(), span: span(array), stream: on.number() });
         }
     }
 }
