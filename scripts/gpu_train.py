@@ -172,7 +172,7 @@ def killed(place):
         tell(f"killed after step {after}, the resumed run is the uninterrupted one", same)
 
 
-STATES = ("f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16")
+STATES = ("f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "host_moments", "bf16")
 MODES = ("none", "attention", "mlp", "full")
 STEPS = 40
 

@@ -18,7 +18,7 @@ use crate::error::GpuError;
 use crate::queue::Queue;
 use crate::sync::lock;
 use crate::tensor::DeviceTensor;
-use crate::trace::{Noted, note};
+use crate::trace::{Noted, is_noting, note};
 
 /// The memory of one tensor or array.
 #[derive(Clone, Debug)]
@@ -167,12 +167,18 @@ impl Accesses {
         for Access { name, span: (from, to), .. } in self.0.iter().filter(|p| p.span.0 < p.span.1) {
             engine.check_memory(name, *from, (to - from) as usize)?;
         }
-        for Access { name, span, written, .. } in self.0.iter().filter(|p| p.span.0 < p.span.1) {
-            let (name, span, stream) = (|| name.clone(), *span, queue.stream().number());
-            note(|| match written {
-                true => Noted::Written { name: name(), span, stream },
-                false => Noted::Read { name: name(), span, stream },
-            });
+        if !is_noting() {
+            return Ok(());
+        }
+        let stream = queue.stream().number();
+        for access in self.0.iter().filter(|p| p.span.0 < p.span.1) {
+            for span in access.stretches() {
+                let name = access.name.clone();
+                note(|| match access.written {
+                    true => Noted::Written { name, span, stream },
+                    false => Noted::Read { name, span, stream },
+                });
+            }
         }
         Ok(())
     }
@@ -213,6 +219,23 @@ impl Accesses {
 }
 
 impl Access {
+    /// Its memory, without what lies between one entry of the first axis and the next.
+    fn stretches(&self) -> Vec<(Address, Address)> {
+        let Rows { layout, bytes, start } = &self.rows;
+        let [batch, heads, len, elems] = layout.shape;
+        let at = |index| start + (layout.at(index) * bytes) as Address;
+        let entry =
+            |b| (at([b, 0, 0, 0]), at([b, heads - 1, len - 1, elems - 1]) + *bytes as Address);
+        let mut joined: Vec<(Address, Address)> = Vec::new();
+        for (from, to) in (0..batch).map(entry) {
+            match joined.last_mut() {
+                Some(last) if last.0 <= from && from <= last.1 => last.1 = last.1.max(to),
+                _ => joined.push((from, to)),
+            }
+        }
+        joined
+    }
+
     /// A number for how two tensors lie beside each other, wherever they are.
     fn beside(&self, other: &Self) -> u64 {
         let mut hasher = DefaultHasher::new();

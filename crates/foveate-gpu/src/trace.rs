@@ -81,6 +81,9 @@ pub enum Noted {
     },
 }
 
+/// The number of the host among streams: what it reads and writes itself is done at once.
+pub const HOST: u64 = 0;
+
 static ON: AtomicBool = AtomicBool::new(false);
 static NOTES: Mutex<Vec<Noted>> = Mutex::new(Vec::new());
 
@@ -96,9 +99,14 @@ pub fn stop() -> Vec<Noted> {
     std::mem::take(&mut lock(&NOTES))
 }
 
+/// Whether somebody asked.
+pub(crate) fn is_noting() -> bool {
+    ON.load(Ordering::Acquire)
+}
+
 /// Notes what happened, where somebody asked.
 pub fn note(make: impl FnOnce() -> Noted) {
-    if ON.load(Ordering::Acquire) {
+    if is_noting() {
         lock(&NOTES).push(make());
     }
 }

@@ -240,6 +240,7 @@ fn updates(b: &mut Bench) -> Result<(), GpuError> {
             first_gradient: 0,
             means: b.tensor(moments, [kept])?,
             squares: Some(b.tensor(moments, [kept])?),
+            codes: kept == words,
             trained: elems,
             pieces: &pieces,
             piece_table: f64s(table, &table_len),

@@ -180,6 +180,8 @@ pub struct Update<'a> {
     pub means: DeviceTensor<1>,
     /// v, as m is kept; none with momentum.
     pub squares: Option<DeviceTensor<1>>,
+    /// Whether moments are codes of 8 bits and their scales.
+    pub codes: bool,
     /// Elements that are trained.
     pub trained: usize,
     /// What is updated.
@@ -251,18 +253,17 @@ fn vector(narrow: bool, starts: &[(Address, usize)], whole: impl Fn(usize) -> bo
     VECTORS.into_iter().skip(usize::from(!narrow)).find(fits).unwrap_or(1)
 }
 
-/// 2 for moments of 8 bits, else as [`kind`].
-fn moment_kind(name: &str, tensor: &DeviceTensor<1>, trained: usize) -> Result<u32, GpuError> {
-    let [len] = tensor.layout.shape;
-    // As many words are something else only where nothing is trained.
-    if tensor.dtype == DType::F32 && len == moments::words(trained) {
-        tensor.check_side_by_side(name, len, DType::F32)?;
-        return Ok(2);
-    }
-    kind(name, tensor, trained)
-}
-
 impl Update<'_> {
+    /// How moments are kept: 2 for codes of 8 bits, else as [`kind`].
+    fn moment_kind(&self) -> Result<u32, GpuError> {
+        if self.codes {
+            let words = moments::words(self.trained);
+            self.means.check_side_by_side("means", words, DType::F32)?;
+            return Ok(2);
+        }
+        kind("means", &self.means, self.trained)
+    }
+
     /// Whether there are squares where the rule keeps them, and weights and gradients for all pieces, of `elems`
     /// weights and `gradients` gradients.
     fn check_places(&self, elems: usize, gradients: usize) -> Result<(), GpuError> {
@@ -299,7 +300,7 @@ impl Block for Update<'_> {
         let weights = kind("weights", &self.weights, elems)?;
         let [gradients_len] = self.gradients.layout.shape;
         let gradients = kind("gradients", &self.gradients, gradients_len)?;
-        let moments = moment_kind("means", &self.means, trained)?;
+        let moments = self.moment_kind()?;
         self.check_places(elems, gradients_len)?;
         // The address that the gradient of weight 0 would have: none is read before the first piece.
         let before = (self.first_gradient * self.gradients.dtype.bytes()) as Address;

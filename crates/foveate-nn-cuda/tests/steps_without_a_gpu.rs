@@ -17,7 +17,7 @@ use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
-    LearnedBuffer, Model, ModelConfig, NnError, OptimizerStep, ParameterState, Peers,
+    LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState, Peers,
     ProgramConfig, Recompute, Reshard, RopePairing, Rule, StepKind, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
@@ -419,6 +419,78 @@ fn totals_read_behind_the_next_step_are_waited_for_once_a_step() {
         assert!(number == 0 || more == 0, "step {number}: {notes:?}");
     }
     steps.model.read(before).unwrap();
+}
+
+/// Moments in the memory of the host, in pieces of so many elements.
+fn with_host_moments(piece: usize) -> Cuda {
+    let cuda = Cuda::new(0, ParameterState::HostMoments.into(), true).unwrap();
+    cuda.with_moments_in_pieces_of(piece)
+}
+
+#[test]
+fn moments_of_the_host_pass_through_the_device_in_order_and_nothing_waits() {
+    if !inside("moments_of_the_host_pass_through_the_device_in_order_and_nothing_waits") {
+        return;
+    }
+    // Pieces that end within groups of parameters, fewer than there are slots, and one.
+    for piece in [2056, 16_384, 1 << 20] {
+        trace::start();
+        let mut steps = Steps::of(filled(unfilled(with_host_moments(piece))));
+        let mut notes = trace::stop();
+        let mut second = 0..0;
+        for number in 0..3 {
+            let [of_step, read] = steps.run(Recompute::None);
+            let waits = of_step.iter().filter(|n| matches!(n, Noted::Waited { .. })).count();
+            let more = of_step.iter().filter(|n| matches!(n, Noted::Allocated { .. })).count();
+            assert!(waits == 0 && (number == 0 || more == 0), "step {number}: {waits}, {more}");
+            if number == 1 {
+                second = notes.len()..notes.len() + of_step.len();
+            }
+            notes.extend(of_step.into_iter().chain(read));
+        }
+        assert_eq!(trouble(&notes), [""; 0], "{piece}");
+        let trained = steps.model.layout().trained();
+        let out = notes
+            .iter()
+            .filter(|noted| matches!(noted, Noted::Read { name, .. } if name == "a copy out"));
+        assert_eq!(out.count(), 3 * 2 * trained.div_ceil(piece));
+        // Every event that a stream waits for is needed: that a slot is free, that a piece has come, that it is
+        // updated. Where slots end a step in another order than they begin one, some are free anyhow.
+        let follows = second.filter(|&at| matches!(notes[at], Noted::Follows { .. }));
+        let follows: Vec<usize> = follows.collect();
+        assert_eq!(follows.len(), 3 * trained.div_ceil(piece));
+        let in_turn = trained.div_ceil(piece).is_multiple_of(3) || trained <= piece;
+        for &at in follows.iter().skip(if in_turn { 0 } else { 9 }).take(30) {
+            let without = [&notes[..at], &notes[at + 1..]].concat();
+            assert_ne!(trouble(&without), [""; 0], "{piece}: without {:?}", notes[at]);
+        }
+    }
+}
+
+#[test]
+fn moments_come_back_to_the_host_where_they_were() {
+    if !inside("moments_come_back_to_the_host_where_they_were") {
+        return;
+    }
+    let mut steps = Steps::of(filled(unfilled(with_host_moments(2056))));
+    let trained = steps.model.layout().trained();
+    let numbers =
+        |first: usize| -> Vec<f32> { (first..first + trained).map(|i| i as f32).collect() };
+    let (means, squares) = (numbers(1), numbers(trained));
+    let moments = &mut steps.state.1;
+    steps.model.upload_moment(Moment::Mean, &mut moments.mean, 0, &means).unwrap();
+    steps.model.upload_moment(Moment::Square, &mut moments.square, 0, &squares).unwrap();
+    // The update of this driver changes nothing of what comes to the device.
+    for _ in 0..2 {
+        let totals = steps.queue(Recompute::None);
+        steps.model.read(totals).unwrap();
+    }
+    let moments = &steps.state.1;
+    let mut found = vec![f32::NAN; trained];
+    steps.model.download_moment(Moment::Mean, &moments.mean, 0, &mut found).unwrap();
+    assert!(found == means);
+    steps.model.download_moment(Moment::Square, &moments.square, 0, &mut found).unwrap();
+    assert!(found == squares);
 }
 
 #[test]

@@ -61,6 +61,8 @@ pub struct Account {
     pub activations: Vec<NotedArray>,
     /// The blocks, in their order.
     pub blocks: Vec<NotedBlock>,
+    /// Bytes of the host's memory that moments take, where they lie there.
+    pub host_bytes: u64,
     /// Where those of a pass lie, where they share memory: all but the first [`OF_BATCH`].
     pub(crate) places: Option<Places>,
 }
@@ -135,6 +137,7 @@ impl Account {
             activations: self.activation_bytes(),
             attention: 0,
             process: process::bytes() + (kept + packed) as u64,
+            host: self.host_bytes,
         }
     }
 }
@@ -166,6 +169,9 @@ pub struct MemoryEstimate {
     pub attention: u64,
     /// The process itself, and what its matrix products pack.
     pub process: u64,
+    /// The optimiser's moments in the memory of the host beside that of a device: no part of
+    /// [`MemoryEstimate::total`].
+    pub host: u64,
 }
 
 impl MemoryEstimate {
@@ -288,7 +294,7 @@ pub(crate) fn dry_run(
     if is_cut {
         weights = dry.state(GATHERED, precision.weights, layout.gathered(cutting.reshard));
     }
-    let mut gradients = [DryArray::default(), DryArray::default()];
+    let (mut gradients, mut host_bytes) = ([DryArray::default(), DryArray::default()], 0);
     if let StepKind::Training(training) = kind {
         let passes = training.in_backward || is_cut;
         let sizes = if passes { layout.passing() } else { [0, trained] };
@@ -305,9 +311,14 @@ pub(crate) fn dry_run(
                 if training.in_backward { 0 } else { trained },
             );
         }
-        let (dtype, elems) = precision.moments.array(trained);
-        for _ in 0..1 + usize::from(training.squares) {
+        let (dtype, elems) = precision.moments.array(precision.moments_on_device(trained));
+        let moments = 1 + usize::from(training.squares);
+        for _ in 0..moments {
             dry.state(MOMENT, dtype, elems);
+        }
+        if precision.host_moments {
+            let bytes = trained.saturating_mul(moments).saturating_mul(dtype.bytes());
+            host_bytes = bytes as u64;
         }
     }
     if precision.remainders {
@@ -361,7 +372,7 @@ pub(crate) fn dry_run(
         let loss = loss.places_of_loss(reuses.then(|| all_gradients(layout, precision.gradients)));
         places.arena = places.arena.max(loss.map_or(0, |loss| loss.arena));
     }
-    Ok(Account { state: arrays, activations, blocks, places })
+    Ok(Account { state: arrays, activations, blocks, host_bytes, places })
 }
 
 /// [`Whole`], and the block with which the gradients of each group begin.

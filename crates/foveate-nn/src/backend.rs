@@ -230,6 +230,21 @@ pub trait Blocks: Sized {
         elems: usize,
     ) -> Result<(), NnError>;
 
+    /// [`Blocks::resize`] of one of the optimiser's moments, which lies in the memory of the host where
+    /// [`Precision::host_moments`] says so.
+    ///
+    /// # Errors
+    /// When memory does not suffice.
+    fn resize_moment(
+        &mut self,
+        name: &'static str,
+        array: &mut Self::Array,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError> {
+        self.resize(name, array, dtype, elems)
+    }
+
     /// Whether arrays may lie in the memory of another ([`Blocks::resize_within`]).
     fn shares_memory(&self) -> bool {
         false

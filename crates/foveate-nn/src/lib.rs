@@ -113,7 +113,10 @@ pub use model::{Gradients, Model, NotFinite, NotFinitePlace};
 pub use moments::Moment;
 pub use optimizer::{AdamW, OptimizerStep, Rule, Sgd, Span, Treatment, clip_factor};
 pub use parameters::{AxisCut, Parameter, ParameterGroup, ParameterLayout};
-pub use precision::{MomentDtype, ParameterState, Precision, join_master, split_master};
+pub use precision::{
+    MOMENTS_PIECE, MOMENTS_PIECES, MomentDtype, ParameterState, Precision, join_master,
+    split_master,
+};
 pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
 pub use share::{Cutting, Owned, Reshard, Share};

@@ -577,8 +577,10 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// When the device has no memory for them.
     pub fn gradients(&self) -> Result<Gradients<B::Array>, NnError> {
-        let dtype = self.running().blocks.precision().gradients;
-        let array = self.zeros("gradients", dtype, self.share.trained())?;
+        let (blocks, mut array) = (&mut self.running().blocks, B::Array::default());
+        let dtype = blocks.precision().gradients;
+        blocks.resize("gradients", &mut array, dtype, self.share.trained())?;
+        blocks.clear(&mut array)?;
         Ok(Gradients { array, cleared: false, one_batch: false })
     }
 
@@ -606,21 +608,17 @@ impl<B: Blocks> Model<B> {
     /// # Errors
     /// When the device has no memory for them.
     pub fn moments(&self, rule: &Rule) -> Result<Moments<B::Array>, NnError> {
-        let (dtype, elems) = self.running().blocks.precision().moments.array(self.share.trained());
-        let mean = self.zeros("means", dtype, elems)?;
-        let square = match rule.keeps_squares() {
-            true => self.zeros("squares", dtype, elems)?,
-            false => B::Array::default(),
+        let blocks = &mut self.running().blocks;
+        let (dtype, elems) = blocks.precision().moments.array(self.share.trained());
+        let mut zeros = |name| {
+            let mut array = B::Array::default();
+            blocks.resize_moment(name, &mut array, dtype, elems)?;
+            blocks.clear(&mut array)?;
+            Ok::<_, NnError>(array)
         };
+        let mean = zeros("means")?;
+        let square = if rule.keeps_squares() { zeros("squares")? } else { B::Array::default() };
         Ok(Moments { mean, square })
-    }
-
-    fn zeros(&self, name: &'static str, dtype: DType, elems: usize) -> Result<B::Array, NnError> {
-        let (mut running, mut array) = (self.running(), B::Array::default());
-        let blocks = &mut running.blocks;
-        blocks.resize(name, &mut array, dtype, elems)?;
-        blocks.clear(&mut array)?;
-        Ok(array)
     }
 
     /// What the optimiser goes through, each parameter treated as `treat` says.

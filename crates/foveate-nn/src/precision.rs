@@ -21,7 +21,15 @@ pub struct Precision {
     pub gradients: DType,
     /// Of the optimiser's moments.
     pub moments: MomentDtype,
+    /// Whether moments lie in the memory of the host and pass through the device in pieces
+    /// ([`MOMENTS_PIECE`]).
+    pub host_moments: bool,
 }
+
+/// Elements of a piece of moments that lie in the memory of the host.
+pub const MOMENTS_PIECE: usize = 8 << 20;
+/// Pieces that a device holds at once: one comes in, one is updated, one goes out.
+pub const MOMENTS_PIECES: usize = 3;
 
 /// How a moment of each parameter is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,6 +78,8 @@ pub enum ParameterState {
     /// The same with moments of 8 bits in blocks of 256: 10.03 bytes a parameter. On the CPU weights
     /// are f32.
     Int8Moments,
+    /// As `exact` with moments in the memory of the host: 8 bytes a parameter, and 8 of the host's.
+    HostMoments,
     /// All bf16: 8 bytes a parameter.
     Bf16,
 }
@@ -81,12 +91,13 @@ impl ParameterState {
     }
 
     /// All of them, by the bytes they take.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::F32,
         Self::Exact,
         Self::Bf16Gradients,
         Self::Bf16Moments,
         Self::Int8Moments,
+        Self::HostMoments,
         Self::Bf16,
     ];
 
@@ -98,6 +109,7 @@ impl ParameterState {
             Self::Bf16Gradients => "bf16_gradients",
             Self::Bf16Moments => "bf16_moments",
             Self::Int8Moments => "int8_moments",
+            Self::HostMoments => "host_moments",
             Self::Bf16 => "bf16",
         }
     }
@@ -108,22 +120,32 @@ impl From<ParameterState> for Precision {
         let (wide, narrow) = (DType::F32, DType::BF16);
         let (weights, gradients, moments) = match state {
             ParameterState::F32 => (wide, wide, MomentDtype::F32),
-            ParameterState::Exact => (narrow, wide, MomentDtype::F32),
+            ParameterState::Exact | ParameterState::HostMoments => (narrow, wide, MomentDtype::F32),
             ParameterState::Bf16Gradients => (narrow, narrow, MomentDtype::F32),
             ParameterState::Bf16Moments => (narrow, wide, MomentDtype::Bf16),
             ParameterState::Int8Moments => (narrow, wide, MomentDtype::Int8),
             ParameterState::Bf16 => (narrow, narrow, MomentDtype::Bf16),
         };
         let remainders = !matches!(state, ParameterState::F32 | ParameterState::Bf16);
-        Self { weights, remainders, gradients, moments }
+        let host_moments = state == ParameterState::HostMoments;
+        Self { weights, remainders, gradients, moments, host_moments }
     }
 }
 
 impl Precision {
-    /// Bytes of weight, master, gradient and moments of a parameter.
+    /// Bytes of weight, master, gradient and moments of a parameter, on the device.
     pub fn bytes_per_parameter(&self) -> f64 {
         let rest = if self.remainders { 2 } else { 0 };
-        (self.weights.bytes() + rest + self.gradients.bytes()) as f64 + 2.0 * self.moments.bytes()
+        let moments = if self.host_moments { 0.0 } else { 2.0 * self.moments.bytes() };
+        (self.weights.bytes() + rest + self.gradients.bytes()) as f64 + moments
+    }
+
+    /// Elements of each moment of `trained` parameters that are on the device at once.
+    pub fn moments_on_device(&self, trained: usize) -> usize {
+        match self.host_moments {
+            true => trained.min(MOMENTS_PIECE * MOMENTS_PIECES),
+            false => trained,
+        }
     }
 }
 
@@ -168,6 +190,6 @@ mod tests {
     #[test]
     fn states_have_the_sizes_that_the_manual_gives_them() {
         let bytes = ParameterState::ALL.map(|state| Precision::from(state).bytes_per_parameter());
-        assert_eq!(bytes, [16.0, 16.0, 14.0, 12.0, 10.03125, 8.0]);
+        assert_eq!(bytes, [16.0, 16.0, 14.0, 12.0, 10.03125, 8.0, 8.0]);
     }
 }

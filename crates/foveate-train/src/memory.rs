@@ -286,6 +286,8 @@ pub fn least_that_fits<E>(
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -308,5 +310,41 @@ mod tests {
         assert_eq!(found(49), Recomputation { what: Recompute::Full, layers: 6 });
         assert_eq!(found(1), Recompute::Full.into());
         assert_eq!(least_that_fits(10, None, bytes).unwrap(), Recompute::None.into());
+    }
+
+    #[test]
+    fn a_recipe_that_does_not_fit_a_cpu_is_told_values_that_do() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/smollm-135m.toml");
+        let mut recipe = Recipe::load(Path::new(path), &[]).unwrap();
+        let config = recipe.model_config(0).unwrap().unwrap();
+        let attention = recipe.attention.clone().unwrap();
+        recipe.train.batch_rows = 8;
+        recipe.train.accumulate = 4;
+        let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+        let own = Setting {
+            state: ParameterState::F32,
+            recompute: Recompute::None.into(),
+            ..Setting::of(&recipe)
+        };
+        let beside = 5 << 20;
+        let total = |setting: &Setting| planned.memory_on_cpu(setting, beside).unwrap().total();
+        assert_eq!(total(&own), planned.memory_on_cpu(&own, 0).unwrap().total() + beside);
+        let again = Setting { recompute: Recompute::Full.into(), ..own };
+        let few = Setting { rows: 1, ..again };
+        let narrow = Setting { state: ParameterState::Int8Moments, ..few };
+        for (there, keys) in [
+            (total(&own) - 1, "train.recompute = "),
+            (total(&again), "train.recompute = \"full\""),
+            (total(&few), "train.batch_rows = "),
+            (
+                total(&narrow),
+                "train.recompute = \"full\", precision.state = \"int8_moments\", train.batch_rows = 1",
+            ),
+        ] {
+            let (told, takes) = planned.nearest_on_cpu(&own, there, beside).unwrap().unwrap();
+            assert!(told.contains(keys) && takes.total() <= there, "{told}, not {keys}");
+        }
+        let less = planned.nearest_on_cpu(&own, 100 << 20, beside).unwrap();
+        assert_eq!(less, None);
     }
 }

@@ -301,7 +301,7 @@ impl SaveDtype {
 #[serde(deny_unknown_fields, default)]
 pub struct PrecisionSection {
     /// `f32` (on the CPU), `exact` (on a GPU where nothing is said), `bf16_gradients`, `bf16_moments`,
-    /// `int8_moments` (on a CPU, too) or `bf16`.
+    /// `int8_moments` (on a CPU, too), `host_moments` or `bf16`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<ParameterState>,
 }

@@ -119,6 +119,7 @@ impl Gpus {
                     "activations": m.activations,
                     "beside": m.process,
                     "total": m.total(),
+                    "host": m.host,
                 });
                 (state.name().to_owned(), parts)
             })
@@ -143,7 +144,7 @@ impl Gpus {
             let mark = if *state == self.setting.state { "*" } else { " " };
             out.line(format!(
                 "on a GPU {mark}{:<15} {} = weights, masters {} + gradients {} + moments {} + \
-                 activations {} + {} beside",
+                 activations {} + {} beside{}",
                 state.name(),
                 bytes(m.total() as f64),
                 bytes(m.weights as f64),
@@ -151,6 +152,10 @@ impl Gpus {
                 bytes(m.optimizer as f64),
                 bytes(m.activations as f64),
                 bytes(m.process as f64),
+                match m.host {
+                    0 => String::new(),
+                    host => format!(", and {} of the host's", bytes(host as f64)),
+                },
             ))?;
         }
         for (gpu, fits) in &self.profiles {
@@ -235,6 +240,7 @@ impl GpuStep {
                 "activations": m.activations,
                 "beside": m.process,
                 "total": m.total(),
+                "host": m.host,
             },
             "activations": activations,
             "fits": matches!(fit, Fit::Fits),
@@ -277,6 +283,10 @@ impl GpuStep {
                     out.line(format!("    {name:<20} {:>10}{arrays}", bytes(*taken as f64)))?;
                 }
             }
+        }
+        if m.host > 0 {
+            let beside = bytes(m.host as f64);
+            out.line(format!("  {:<22} {beside:>10}  of the host's memory", "moments beside"))?;
         }
         out.line(format!("  {}", fit.words()))?;
         for (name, plan) in attention {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use foveate_gpu::abi::Address;
-use foveate_gpu::driver::Allocation;
+use foveate_gpu::driver::{Allocation, HostArray, default_timeout};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
 use foveate_nn::{Array, Part, PartMut};
 use foveate_tensor::DType;
@@ -20,10 +20,14 @@ pub struct CudaArray {
 
 /// Memory of an array, at least as long as its elements.
 #[derive(Debug)]
-struct Memory {
-    of: Arc<Allocation>,
-    /// The first byte, where it lies in the memory of another array.
-    within: Option<usize>,
+enum Memory {
+    Device {
+        of: Arc<Allocation>,
+        /// The first byte, where it lies in the memory of another array.
+        within: Option<usize>,
+    },
+    /// Of the host: no operand of a block, but what passes through the device in pieces.
+    Host(HostArray),
 }
 
 impl Default for CudaArray {
@@ -42,17 +46,21 @@ impl Array for CudaArray {
     }
 }
 
-impl Memory {
-    fn start(&self) -> usize {
-        self.within.unwrap_or(0)
-    }
-}
-
 impl CudaArray {
-    /// Bytes of memory that it has for itself.
+    /// Bytes of device memory that it has for itself.
     pub(super) fn own_bytes(&self) -> usize {
-        let own = self.memory.as_ref().filter(|memory| memory.within.is_none());
-        own.map_or(0, |memory| memory.of.bytes())
+        match &self.memory {
+            Some(Memory::Device { of, within: None }) => of.bytes(),
+            _ => 0,
+        }
+    }
+
+    /// Its memory, where that is the host's.
+    pub(super) fn on_host(&self) -> Option<&HostArray> {
+        match &self.memory {
+            Some(Memory::Host(host)) => Some(host),
+            _ => None,
+        }
     }
 
     /// Gives the memory back, where nothing else lies in it.
@@ -61,36 +69,56 @@ impl CudaArray {
     }
 
     pub(super) fn set(&mut self, memory: Allocation) {
-        self.memory = Some(Memory { of: Arc::new(memory), within: None });
+        self.memory = Some(Memory::Device { of: Arc::new(memory), within: None });
+    }
+
+    pub(super) fn set_on_host(&mut self, memory: HostArray) {
+        self.memory = Some(Memory::Host(memory));
     }
 
     /// Goes into the memory of `other` from byte `start` on; false where that has fewer than `bytes`.
     pub(super) fn set_within(&mut self, other: &Self, start: usize, bytes: usize) -> bool {
-        let Some(memory) = &other.memory else { return bytes == 0 };
-        let start = memory.start().saturating_add(start);
-        let fits = start.checked_add(bytes).is_some_and(|end| end <= memory.of.bytes());
+        let (of, within) = match &other.memory {
+            Some(Memory::Device { of, within }) => (of, within.unwrap_or(0)),
+            Some(Memory::Host(_)) => return false,
+            None => return bytes == 0,
+        };
+        let start = within.saturating_add(start);
+        let fits = start.checked_add(bytes).is_some_and(|end| end <= of.bytes());
         if fits {
-            self.memory = Some(Memory { of: Arc::clone(&memory.of), within: Some(start) });
+            self.memory = Some(Memory::Device { of: Arc::clone(of), within: Some(start) });
         }
         fits
     }
 
     /// Sets `bytes` bytes from byte `start` on.
     pub(super) fn fill_at(&self, start: usize, byte: u8, bytes: usize) -> Result<(), GpuError> {
-        let Some(memory) = &self.memory else {
-            assert_eq!(bytes, 0, "the array has no memory");
-            return Ok(());
-        };
-        memory.of.fill_at(memory.start() + start, byte, bytes)
+        match &self.memory {
+            Some(Memory::Device { of, within }) => {
+                of.fill_at(within.unwrap_or(0) + start, byte, bytes)
+            }
+            Some(Memory::Host(host)) => {
+                host.change(start, bytes, default_timeout(), |some| some.fill(byte))
+            }
+            None => {
+                assert_eq!(bytes, 0, "the array has no memory");
+                Ok(())
+            }
+        }
     }
 
     /// Copies `data` to byte `start` and those behind it.
     pub(super) fn write_at(&self, start: usize, data: &[u8]) -> Result<(), GpuError> {
-        let Some(memory) = &self.memory else {
-            assert_eq!(data.len(), 0, "the array has no memory");
-            return Ok(());
-        };
-        memory.of.write_at(memory.start() + start, data)
+        match &self.memory {
+            Some(Memory::Device { of, within }) => of.write_at(within.unwrap_or(0) + start, data),
+            Some(Memory::Host(host)) => {
+                host.change(start, data.len(), default_timeout(), |some| some.copy_from_slice(data))
+            }
+            None => {
+                assert_eq!(data.len(), 0, "the array has no memory");
+                Ok(())
+            }
+        }
     }
 
     /// Waits for the bytes from `start` on, at most `limit`, and copies them to `data`.
@@ -100,17 +128,27 @@ impl CudaArray {
         data: &mut [u8],
         limit: Duration,
     ) -> Result<(), GpuError> {
-        let Some(memory) = &self.memory else {
-            assert_eq!(data.len(), 0, "the array has no memory");
-            return Ok(());
-        };
-        memory.of.read_at(memory.start() + start, data, limit)
+        match &self.memory {
+            Some(Memory::Device { of, within }) => {
+                of.read_at(within.unwrap_or(0) + start, data, limit)
+            }
+            Some(Memory::Host(host)) => host.read(start, data, limit),
+            None => {
+                assert_eq!(data.len(), 0, "the array has no memory");
+                Ok(())
+            }
+        }
     }
 
     /// Where element `at` lies.
     fn address(&self, at: usize) -> Address {
-        let start = |memory: &Memory| memory.of.address() + memory.start() as Address;
-        self.memory.as_ref().map_or(0, start) + (at * self.dtype.bytes()) as Address
+        let start = match &self.memory {
+            Some(Memory::Device { of, within }) => of.address() + within.unwrap_or(0) as Address,
+            // The check of a block's operands names it.
+            Some(Memory::Host(host)) => host.address(),
+            None => 0,
+        };
+        start + (at * self.dtype.bytes()) as Address
     }
 
     /// All elements, in rows of `width`.

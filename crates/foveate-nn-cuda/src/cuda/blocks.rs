@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use foveate_gpu::blas::{self, Matmul};
+use foveate_gpu::driver::HostArray;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
@@ -87,6 +88,27 @@ impl Blocks for Cuda {
             })?;
             array.set(taken);
         }
+        (array.dtype, array.elems) = (dtype, elems);
+        Ok(())
+    }
+
+    fn resize_moment(
+        &mut self,
+        name: &'static str,
+        array: &mut CudaArray,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError> {
+        if !self.precision.host_moments {
+            return self.resize(name, array, dtype, elems);
+        }
+        let bytes = elems.checked_mul(dtype.bytes()).ok_or(NnErrorKind::Memory { name, elems })?;
+        array.release();
+        let device = self.kernels.engine().device();
+        array.set_on_host(HostArray::new(device, bytes).map_err(|e| {
+            let reason = format!("{name} of {elems} elements in the memory of the host: {e}");
+            NnErrorKind::Device(reason)
+        })?);
         (array.dtype, array.elems) = (dtype, elems);
         Ok(())
     }

@@ -19,6 +19,7 @@ mod context;
 pub(crate) mod context_plans;
 mod embedding;
 mod loss;
+mod passage;
 mod sharing;
 #[cfg(test)]
 mod tests;
@@ -31,7 +32,7 @@ use std::sync::Arc;
 use foveate_gpu::blas::Matmul;
 use foveate_gpu::driver::{Allocation, Readback};
 use foveate_gpu::{Engine, GpuError, GpuErrorKind, Queue};
-use foveate_nn::{NnError, NnErrorKind, PartMut, Precision};
+use foveate_nn::{MOMENTS_PIECE, NnError, NnErrorKind, PartMut, Precision};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, Kernels};
@@ -40,6 +41,7 @@ pub use attention::AttentionPlan;
 pub use batch::CudaBatch;
 use batch::Rotations;
 use clock::{Clock, Timed};
+use passage::Passage;
 pub use totals::CudaTotals;
 pub use updates::CudaSpans;
 
@@ -65,6 +67,10 @@ pub struct Cuda {
     readbacks: Vec<Readback>,
     /// Whether a step that was not finite stops those behind it; there with the first totals.
     stopped: Option<Allocation>,
+    /// Elements of a piece of moments that lie in the memory of the host.
+    piece: usize,
+    /// Where they pass through the device; there with the first update.
+    passage: Option<Passage>,
 }
 
 /// The power of two of tokens whose logits, of `token_bytes` each, take `bytes` or less.
@@ -104,7 +110,7 @@ impl Cuda {
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
-        let (clock, tables, readbacks, stopped) = Default::default();
+        let (clock, tables, readbacks, stopped, passage) = Default::default();
         let kernels = Kernels::new(engine);
         let shares_memory = !queue.pool().is_exact();
         Ok(Self {
@@ -118,6 +124,8 @@ impl Cuda {
             tables,
             readbacks,
             stopped,
+            piece: MOMENTS_PIECE,
+            passage,
         })
     }
 
@@ -125,6 +133,13 @@ impl Cuda {
     /// for accesses past their ends (`FOVEATE_EXACT_MEMORY`).
     pub fn with_arrays_apart(self) -> Self {
         Self { shares_memory: false, ..self }
+    }
+
+    /// The same with moments of the host's memory in pieces of `elems` elements, a multiple of 8, as tests of
+    /// small models have them.
+    pub fn with_moments_in_pieces_of(self, elems: usize) -> Self {
+        assert!(elems > 0 && elems.is_multiple_of(8), "pieces of {elems} elements");
+        Self { piece: elems, ..self }
     }
 
     /// Its name, as the driver says it.

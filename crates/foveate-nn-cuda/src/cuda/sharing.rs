@@ -298,4 +298,4 @@ impl Drop for GpuTransfers {
 }
 
 /// How long a rank that ends waits for its transfers.
-const FAREWELL: std::time::Duration = std::time::Duration::from_secs(5);
+pub(super) const FAREWELL: std::time::Duration = std::time::Duration::from_secs(5);

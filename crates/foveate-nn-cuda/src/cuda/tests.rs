@@ -3,6 +3,7 @@
 
 mod arena;
 mod context;
+mod host_moments;
 mod rotations;
 mod sharing;
 mod stopped;

@@ -5,21 +5,53 @@ use std::ops::Range;
 use foveate_gpu::abi::{Abi, Address};
 use foveate_gpu::driver::{Allocation, default_timeout};
 use foveate_gpu::{DeviceArray, ElementType};
-use foveate_nn::{Array, Moments, NnError, OptimizerStep, Part, Rule, Span, SumOverRanks, Weights};
+use foveate_nn::{
+    Array, MomentDtype, Moments, NnError, OptimizerStep, Part, Rule, Span, SumOverRanks, Weights,
+};
 
-use super::array::{CudaArray, Place, numbers};
+use super::array::{CudaArray, Place, numbers, part_of};
 use super::clock::Timed;
+use super::passage::Passage;
 use super::totals::CudaTotals;
 use super::{Cuda, failed};
 use crate::optimizer::{
     self, CONSTANTS_LEN, Factor, Piece, Pieces, Squares, StepConstants, TOTALS_LEN, Update,
 };
 
-/// What AdamW goes through, in device memory.
+/// What the optimiser goes through, in device memory.
 #[derive(Debug)]
 pub struct CudaSpans {
+    /// What one launch updates: all, or where moments lie in the memory of the host, each piece of these.
+    launches: Vec<Launch>,
+    /// Of all of them, one after another.
+    _table: Allocation,
+}
+
+/// What one launch updates.
+#[derive(Debug)]
+struct Launch {
     pieces: Pieces,
-    table: Allocation,
+    /// Where the table of its pieces starts.
+    table: Address,
+    /// Which piece of the moments, and which elements of all it has; their places count from the first of
+    /// these.
+    moments: Option<(usize, Range<usize>)>,
+}
+
+/// What of `spans` lies in each piece of `piece` elements, counted from the first that they reach; with the
+/// piece's number, and the elements that they reach over.
+fn by_piece(spans: &[Span], piece: usize) -> Vec<(usize, Range<usize>, Vec<Span>)> {
+    let Some(end) = spans.last().map(|span| span.place.end) else { return Vec::new() };
+    let all = (spans[0].place.start / piece..end.div_ceil(piece)).filter_map(|number| {
+        let of = Span::within(spans, &(number * piece..(number + 1) * piece));
+        let reach = of.first()?.place.start..of.last()?.place.end;
+        let from_first = |span: Span| {
+            let place = span.place.start - reach.start..span.place.end - reach.start;
+            Span { place, ..span }
+        };
+        Some((number, reach.clone(), of.into_iter().map(from_first).collect()))
+    });
+    all.collect()
 }
 
 impl Cuda {
@@ -43,10 +75,24 @@ impl Cuda {
             rate: treatment.rate,
             decay: treatment.decay,
         };
-        let pieces: Vec<Piece> = spans.iter().map(piece).collect();
-        let pieces = Pieces::new(&pieces).map_err(|e| failed(&e))?;
-        let table = self.copied(&pieces.bytes())?;
-        Ok(CudaSpans { pieces, table })
+        let parts: Vec<_> = match self.precision.host_moments {
+            true => by_piece(spans, self.piece)
+                .into_iter()
+                .map(|(number, place, spans)| (Some((number, place)), spans))
+                .collect(),
+            false => vec![(None, spans.to_vec())],
+        };
+        let (mut bytes, mut launches) = (Vec::new(), Vec::new());
+        for (moments, spans) in parts {
+            let pieces: Vec<Piece> = spans.iter().map(piece).collect();
+            let pieces = Pieces::new(&pieces).map_err(|e| failed(&e))?;
+            let table = bytes.len() as Address;
+            bytes.extend(pieces.bytes());
+            launches.push(Launch { pieces, table, moments });
+        }
+        let table = self.copied(&bytes)?;
+        launches.iter_mut().for_each(|launch| launch.table += table.address());
+        Ok(CudaSpans { launches, _table: table })
     }
 
     /// The sum of squares of elements of an array, for which it waits once.
@@ -122,12 +168,13 @@ impl Cuda {
         elems: usize,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
+        if self.precision.host_moments {
+            let bytes = self.piece.min(elems) * moments.mean.dtype.bytes();
+            if self.passage.as_ref().is_none_or(|passage| passage.bytes() < bytes) {
+                self.passage = Some(Passage::new(self, bytes)?);
+            }
+        }
         self.timed(Timed::Update, |this| {
-            let remainders_len = [weights.remainders.elems()];
-            let remainders = this.precision.remainders.then(|| {
-                let at = weights.remainders.vector().start();
-                DeviceArray::new(at, ElementType::I16, &remainders_len)
-            });
             let constants = this.constants(step)?;
             let rule = match step.rule {
                 Rule::AdamW(adamw) => optimizer::Rule::AdamW {
@@ -136,22 +183,80 @@ impl Cuda {
                 },
                 Rule::Sgd(sgd) => optimizer::Rule::Momentum(sgd.momentum as f32),
             };
-            this.run(&Update {
-                weights: weights.array.vector(),
-                remainders,
-                gradients: gradients.vector(),
-                first_gradient,
-                means: moments.mean.vector(),
-                squares: step.rule.keeps_squares().then(|| moments.square.vector()),
-                trained: elems,
-                pieces: &spans.pieces,
-                piece_table: numbers(&spans.table, &[spans.pieces.len_f64()]),
-                constants: numbers(&constants, &[CONSTANTS_LEN]),
-                totals: numbers(&totals.memory, &[TOTALS_LEN]),
-                rule,
-                weight_decay: step.rule.weight_decay() as f32,
-            })
+            let passage = this.passage.as_ref();
+            for Launch { pieces, table, moments: own } in &spans.launches {
+                let brought = passage.zip(own.as_ref()).map(|(passage, (number, place))| {
+                    let piece = passage.bring(&this.queue, moments, *number, place)?;
+                    Ok::<_, NnError>((passage, piece, place))
+                });
+                let brought = brought.transpose()?;
+                // A piece is an arena of its own.
+                let (first, trained) = brought.map_or((0, elems), |(.., at)| (at.start, at.len()));
+                let (means, squares) = match brought {
+                    None => (moments.mean.vector(), moments.square.vector()),
+                    Some((_, piece, _)) => (piece.moment(0), piece.moment(1)),
+                };
+                let (gradients, first_gradient) = match brought {
+                    None => (gradients.vector(), first_gradient),
+                    Some(_) => (part_of(&gradients.vector(), first - first_gradient, trained), 0),
+                };
+                let weights_len = if brought.is_some() { trained } else { weights.array.elems };
+                let table_len = [pieces.len_f64()];
+                let trained_len = [trained];
+                let remainders = this.precision.remainders.then(|| {
+                    let at = part_of(&weights.remainders.vector(), first, trained).start();
+                    DeviceArray::new(at, ElementType::I16, &trained_len)
+                });
+                this.run(&Update {
+                    weights: part_of(&weights.array.vector(), first, weights_len),
+                    remainders,
+                    gradients,
+                    first_gradient,
+                    means,
+                    squares: step.rule.keeps_squares().then_some(squares),
+                    codes: this.precision.moments == MomentDtype::Int8,
+                    trained,
+                    pieces,
+                    piece_table: DeviceArray::new(*table, ElementType::F64, &table_len),
+                    constants: numbers(&constants, &[CONSTANTS_LEN]),
+                    totals: numbers(&totals.memory, &[TOTALS_LEN]),
+                    rule,
+                    weight_decay: step.rule.weight_decay() as f32,
+                })?;
+                if let Some((passage, piece, place)) = brought {
+                    passage.take_back(&this.queue, moments, piece, place)?;
+                }
+            }
+            Ok(())
         })?;
         self.queue_readback(totals)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use foveate_nn::Treatment;
+
+    #[test]
+    fn spans_are_cut_where_pieces_of_moments_meet() {
+        let span = |place: Range<usize>, rate| {
+            let treatment = Treatment { rate, decay: 0.0 };
+            Span { origin: place.start + 1000, place, treatment }
+        };
+        let spans = [span(10..20, 1.0), span(20..50, 0.5), span(90..100, 1.0)];
+        let found = by_piece(&spans, 16);
+        let numbers: Vec<_> =
+            found.iter().map(|(number, place, _)| (*number, place.clone())).collect();
+        assert_eq!(
+            numbers,
+            [(0, 10..16), (1, 16..32), (2, 32..48), (3, 48..50), (5, 90..96), (6, 96..100)]
+        );
+        // Places count from the first element of a piece that is updated; random bits do not.
+        let at = |place, origin, rate| Span { origin, ..span(place, rate) };
+        assert_eq!(found[1].2, [at(0..4, 1016, 1.0), at(4..16, 1020, 0.5)]);
+        let all: Vec<Span> = found.into_iter().flat_map(|(.., spans)| spans).collect();
+        assert_eq!(all.iter().map(|span| span.place.len()).sum::<usize>(), 50);
+        assert_eq!(by_piece(&[], 16), []);
     }
 }

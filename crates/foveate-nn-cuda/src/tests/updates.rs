@@ -32,6 +32,7 @@ struct Arena {
     rule: Rule,
     /// Which weight the first gradient is of.
     first_gradient: usize,
+    codes: bool,
 }
 
 fn f32_or_bf16(is_bf16: bool) -> Placing {
@@ -65,9 +66,10 @@ impl Arena {
             constants: Memory::new(8 * CONSTANTS_LEN, 0),
             totals: Memory::new(8 * TOTALS_LEN, 0),
             loss: 3.0,
-            stopped: Memory::new(8, 0),
+            stopped: Memory::of(&[0u64]),
             rule: ADAMW,
             first_gradient: 0,
+            codes: false,
         }
     }
 
@@ -75,7 +77,7 @@ impl Arena {
     fn with_codes(self) -> Self {
         let words = moments::words(self.weights.shape[1]);
         let zeros = || f32_or_bf16(false).matrix([1, words], &vec![0.0; words]);
-        Self { means: zeros(), squares: zeros(), ..self }
+        Self { means: zeros(), squares: zeros(), codes: true, ..self }
     }
 
     /// The numbers of a moment of 8 bits.
@@ -125,6 +127,7 @@ impl Arena {
             first_gradient: self.first_gradient,
             means: self.means.vector(),
             squares: (self.rule == ADAMW).then(|| self.squares.vector()),
+            codes: self.codes,
             trained: elems,
             pieces: &pieces,
             piece_table: table.array(ElementType::F64, &table_len),
@@ -546,7 +549,7 @@ fn a_step_that_is_not_finite_updates_nothing_and_neither_does_the_next() {
             assert_eq!(arena.masters(), masters);
             assert_eq!(arena.means.values(), vec![0.0; ELEMS]);
         }
-        arena.stopped = Memory::new(8, 0);
+        arena.stopped = Memory::of(&[0u64]);
         assert!(arena.step(constants(2), 4, &pieces()));
         assert_eq!(arena.factor().2, 0);
         assert_ne!(arena.masters(), masters);
@@ -570,6 +573,7 @@ fn pieces_that_overlap_or_end_late_are_refused() {
         first_gradient: 0,
         means: arena.means.vector(),
         squares: Some(arena.squares.vector()),
+        codes: false,
         trained: 8,
         pieces: &pieces,
         piece_table: table.array(ElementType::F64, &table_len),

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use foveate_gpu::trace::Noted;
+use foveate_gpu::trace::{HOST, Noted};
 
 /// How much of each stream's work is done, by the stream's number.
 type Clock = BTreeMap<u64, usize>;
@@ -74,8 +74,15 @@ impl Order {
         (from, to): (u64, u64),
         writes: bool,
     ) -> Vec<usize> {
-        let clock = self.clocks.entry(stream).or_default();
-        join(clock, &self.host);
+        // What the host does is done before it queues anything else.
+        let clock = match stream {
+            HOST => &mut self.host,
+            _ => {
+                let clock = self.clocks.entry(stream).or_default();
+                join(clock, &self.host);
+                clock
+            }
+        };
         let time = clock.entry(stream).or_default();
         *time += 1;
         let (own, clock) = (Work { stream, time: *time, note }, clock.clone());
@@ -269,6 +276,13 @@ fn the_checker_finds_an_event_that_is_missing() {
         trouble(&early)[0],
         "4: x on stream 2 does not follow 2: the write of y on stream 1"
     );
+    // What the host writes is there for all that it queues behind, and what it reads is to be reached before.
+    let by_host = [right[0].clone(), written(0, 9, HOST), read(0, 9, 2), marked(1, 2)];
+    assert_eq!(trouble(&by_host), [""; 0]);
+    let seen = [&by_host[..], &[Noted::Reached { event: 1 }, written(0, 9, HOST)]].concat();
+    assert_eq!(trouble(&seen), [""; 0]);
+    let unseen = [&by_host[..], &[written(0, 9, HOST)]].concat();
+    assert_eq!(trouble(&unseen), ["4: y on stream 0 does not follow 2: the read of x on stream 2"]);
     // Work of other bytes does not meet, and memory that the driver gives anew has no past.
     let apart = [right[0].clone(), written(0, 50, 1), written(50, 100, 2)];
     assert_eq!(trouble(&apart), [""; 0]);

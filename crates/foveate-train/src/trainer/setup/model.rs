@@ -93,7 +93,10 @@ pub(super) fn model<B: Blocks>(
         model.layout(),
         ranks.count() / ranks.mesh().size(MeshAxis::Tensor),
     );
-    let saves_beside = saves_beside(recipe.train.async_save, free.is_some(), copy)?;
+    let host = machine::free().map(|free| free.bytes);
+    host_suffices(memory.host, host)?;
+    let left = host.map(|bytes| bytes.saturating_sub(memory.host));
+    let saves_beside = saves_beside(recipe.train.async_save, free.is_some(), copy, left)?;
     let copied = if free.is_none() && saves_beside { copy } else { 0 };
     memory.process += copied;
     fits(&memory, gpu, Some(&|there| nearest(there, words + copied)))?;
@@ -129,13 +132,31 @@ fn sizes(
     Ok((config, attention.clone()))
 }
 
+/// Refuses moments of `need` bytes in the memory of the host, of which `free` are free.
+fn host_suffices(need: u64, free: Option<u64>) -> Result<(), String> {
+    match free.filter(|&free| need > free) {
+        None => Ok(()),
+        Some(free) => Err(format!(
+            "precision.state = \"host_moments\" takes {} of the host's memory, of which {} are free; \
+             \"int8_moments\" keeps them on the GPU, in an eighth of the bytes",
+            size(need),
+            size(free)
+        )),
+    }
+}
+
 /// Whether steps go on while a checkpoint is written: as the recipe says it in `asked`, or else on a GPU where the
-/// host has memory for a copy of what is saved, of `copy` bytes.
-fn saves_beside(asked: Option<bool>, on_gpu: bool, copy: u64) -> Result<bool, String> {
+/// `host` bytes that are free hold a copy of what is saved, of `copy` bytes.
+fn saves_beside(
+    asked: Option<bool>,
+    on_gpu: bool,
+    copy: u64,
+    host: Option<u64>,
+) -> Result<bool, String> {
     if !on_gpu {
         return Ok(asked.unwrap_or(false));
     }
-    let holds = machine::free().is_none_or(|host| host.bytes >= copy);
+    let holds = host.is_none_or(|bytes| bytes >= copy);
     if asked == Some(true) && !holds {
         return Err(format!(
             "train.async_save = true takes {} of host memory for a copy of what is saved, which is not \
@@ -183,7 +204,13 @@ pub(super) fn fits(
         None => "lower train.batch_rows or data.len, set train.recompute = \"full\", or choose a \
                  smaller model"
             .to_owned(),
-        Some(Some((keys, less))) => format!("with {keys} it takes {}", size(less.total())),
+        Some(Some((keys, less))) => {
+            let host = match less.host {
+                0 => String::new(),
+                bytes => format!(", and {} of the host's memory", size(bytes)),
+            };
+            format!("with {keys} it takes {}{host}", size(less.total()))
+        }
         Some(None) => {
             "no other rows, recomputation or state make it fit: lower data.len, or choose a smaller \
              model"
@@ -211,6 +238,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn moments_that_the_host_has_no_memory_for_are_refused_with_what_would_do() {
+        host_suffices(3 << 30, Some(3 << 30)).unwrap();
+        host_suffices(3 << 30, None).unwrap();
+        let told = host_suffices(60 << 30, Some(1 << 30)).unwrap_err();
+        let line =
+            "takes 60.0 GiB of the host's memory, of which 1.0 GiB are free; \"int8_moments\"";
+        assert!(told.contains(line), "{told}");
+        // What is left of it is asked for a copy of what is saved.
+        assert_eq!(saves_beside(None, true, 5, Some(4)), Ok(false));
+        assert_eq!(saves_beside(None, true, 5, Some(5)), Ok(true));
+        assert!(saves_beside(Some(true), true, 5, Some(4)).is_err());
+    }
+
+    #[test]
     fn what_a_gpu_has_no_memory_for_is_refused_with_what_would_fit() {
         let need = MemoryEstimate {
             weights: 3 << 30,
@@ -219,6 +260,7 @@ mod tests {
             activations: 2 << 30,
             attention: 0,
             process: 0,
+            host: 0,
         };
         let full = || ("train.recompute = \"full\"".to_owned(), MemoryEstimate::default());
         let gpu = |free: u64| Some((free, free));

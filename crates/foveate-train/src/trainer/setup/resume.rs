@@ -111,7 +111,7 @@ fn frozen(recipe: &Recipe) -> Vec<(&str, bool)> {
 /// States of a larger number keep less of what one of a smaller number keeps.
 fn narrowness(recipe: &Recipe) -> u8 {
     match recipe.precision.state {
-        None | Some(ParameterState::F32 | ParameterState::Exact) => 0,
+        None | Some(ParameterState::F32 | ParameterState::Exact | ParameterState::HostMoments) => 0,
         // What is kept from step to step is all of it.
         Some(ParameterState::Bf16Gradients) => 0,
         Some(ParameterState::Bf16Moments) => 1,
@@ -135,11 +135,12 @@ mod tests {
             recipe.precision.state = state;
             recipe
         };
-        use ParameterState::{Bf16, Bf16Moments, Exact, F32, Int8Moments};
+        use ParameterState::{Bf16, Bf16Moments, Exact, F32, HostMoments, Int8Moments};
         let states = [
             (None, 0),
             (Some(F32), 0),
             (Some(Exact), 0),
+            (Some(HostMoments), 0),
             (Some(Bf16Moments), 1),
             (Some(Int8Moments), 2),
             (Some(Bf16), 3),

@@ -1,0 +1,163 @@
+//! Moments that lie in the memory of the host, on their way through the device.
+//!
+//! ```text
+//! copies in     piece 0   piece 1   piece 2   piece 3 ...
+//! the blocks'             update 0  update 1  update 2 ...
+//! copies out                        piece 0   piece 1 ...
+//! ```
+//!
+//! A piece of both moments comes in on one queue, is updated on that of the blocks, and goes out on a third: the
+//! two directions of the bus work at once, and the host waits for nothing. A slot of device memory holds a piece.
+//! It is filled again when what it held has gone out, which is also when the host's memory has what the next
+//! step brings in: a piece has the same slot in every step. The first pieces of a step come in while its last
+//! backward pass still runs.
+
+use std::ops::Range;
+
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::{Allocation, Event, HostArray};
+use foveate_gpu::{DeviceTensor, Queue};
+use foveate_nn::{MOMENTS_PIECES, Moments, NnError};
+use foveate_tensor::DType;
+
+use super::array::CudaArray;
+use super::sharing::FAREWELL;
+use super::{Cuda, failed};
+
+/// The queues and the slots.
+#[derive(Debug)]
+pub(super) struct Passage {
+    arriving: Queue,
+    leaving: Queue,
+    slots: Vec<Slot>,
+    /// Bytes of a piece of one moment.
+    bytes: usize,
+}
+
+/// Device memory of a piece of each moment.
+#[derive(Debug)]
+struct Slot {
+    memory: Allocation,
+    arrived: Event,
+    updated: Event,
+    left: Event,
+}
+
+/// A piece that is on the device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    slot: usize,
+    elems: usize,
+    dtype: DType,
+    /// Bytes from a piece of means to that of squares in a slot.
+    between: usize,
+    at: Address,
+}
+
+impl Piece {
+    /// Of the means, then of the squares.
+    fn address(self, moment: usize) -> Address {
+        self.at + (moment * self.between) as Address
+    }
+
+    /// One of the moments.
+    pub fn moment(self, moment: usize) -> DeviceTensor<1> {
+        DeviceTensor::contiguous(self.address(moment), self.dtype, [self.elems])
+    }
+}
+
+/// The moments that the rule keeps: where the host has them.
+fn kept(moments: &Moments<CudaArray>) -> impl Iterator<Item = &HostArray> {
+    [&moments.mean, &moments.square].into_iter().filter_map(CudaArray::on_host)
+}
+
+impl Passage {
+    /// For pieces of so many bytes of each moment.
+    pub fn new(blocks: &Cuda, bytes: usize) -> Result<Self, NnError> {
+        let engine = blocks.kernels.engine();
+        let queue = || engine.new_queue().map_err(|e| failed(&e));
+        let event = || Event::new(engine.device()).map_err(|e| failed(&e));
+        let (arriving, leaving) = (queue()?, queue()?);
+        let slot = |_| {
+            let memory = blocks.scratch("moments on the device", 2 * bytes)?;
+            Ok(Slot { memory, arrived: event()?, updated: event()?, left: event()? })
+        };
+        let slots = (0..MOMENTS_PIECES).map(slot).collect::<Result<_, NnError>>()?;
+        // The memory may have been others', whose work is queued.
+        let before = event()?;
+        before.record(blocks.queue.stream()).map_err(|e| failed(&e))?;
+        arriving.stream().after(&before).map_err(|e| failed(&e))?;
+        Ok(Self { arriving, leaving, slots, bytes })
+    }
+
+    /// Bytes of a piece of one moment.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Brings elements `place` of the moments, which are in piece `number`, to the device for what is queued
+    /// on `queue` next.
+    pub fn bring(
+        &self,
+        queue: &Queue,
+        moments: &Moments<CudaArray>,
+        number: usize,
+        place: &Range<usize>,
+    ) -> Result<Piece, NnError> {
+        let (slot, dtype) = (number % self.slots.len(), moments.mean.dtype);
+        let Slot { memory, arrived, left, .. } = &self.slots[slot];
+        let (elems, between, at) = (place.len(), self.bytes, memory.address());
+        let piece = Piece { slot, elems, dtype, between, at };
+        let (start, bytes) = (place.start * dtype.bytes(), elems * dtype.bytes());
+        assert!(bytes <= self.bytes, "a piece fits its slot");
+        let stream = self.arriving.stream();
+        let queued = || {
+            stream.after(left)?;
+            for (number, moment) in kept(moments).enumerate() {
+                // SAFETY: the slot has room for the piece, stays allocated as long as the queues, and is not in
+                // use: what it held has left. The moments are marked behind the copy.
+                unsafe { moment.copy_to(stream, start, piece.address(number), bytes)? };
+                moment.mark(stream)?;
+            }
+            arrived.record(stream)?;
+            queue.stream().after(arrived)
+        };
+        queued().map_err(|e| failed(&e))?;
+        Ok(piece)
+    }
+
+    /// Takes elements `place` back to the host, behind what was queued on `queue`.
+    pub fn take_back(
+        &self,
+        queue: &Queue,
+        moments: &Moments<CudaArray>,
+        piece: Piece,
+        place: &Range<usize>,
+    ) -> Result<(), NnError> {
+        let Slot { updated, left, .. } = &self.slots[piece.slot];
+        let size = piece.dtype.bytes();
+        let (start, bytes) = (place.start * size, place.len() * size);
+        let stream = self.leaving.stream();
+        let queued = || {
+            updated.record(queue.stream())?;
+            stream.after(updated)?;
+            for (number, moment) in kept(moments).enumerate() {
+                // SAFETY: as in `bring`.
+                unsafe { moment.copy_from(stream, start, piece.address(number), bytes)? };
+                moment.mark(stream)?;
+            }
+            left.record(stream)
+        };
+        queued().map_err(|e| failed(&e))
+    }
+}
+
+impl Drop for Passage {
+    /// Slots go back to the pool of the blocks' queue only when nothing copies from or to them.
+    fn drop(&mut self) {
+        for queue in [&self.arriving, &self.leaving] {
+            // Where the device has failed there is nobody to tell.
+            let _ = queue.stream().wait(FAREWELL, "moments on their way");
+        }
+    }
+}
