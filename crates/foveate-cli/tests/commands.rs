@@ -396,6 +396,39 @@ fn the_kernels_of_a_card_that_is_not_there_are_explained() {
 }
 
 #[test]
+fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
+    let sizes = "explain --device h200 --heads 4 --len 1024 --dim 64 --dtype bf16 --backward \
+                 --kernel backward.tile_q=128 --kernel backward.tile_kv=128";
+    let explained = |more: &[&str]| {
+        let (code, out, err) =
+            run(&sizes.split_whitespace().chain(more.iter().copied()).collect::<Vec<_>>());
+        assert_eq!(code, Some(0), "{err}");
+        out
+    };
+    let out = explained(&["--mask", "causal", "--json"]);
+    let told: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let [forward, backward] = [0, 1].map(|n| &told["tiles"][n]);
+    assert_eq!([&forward["kernel"], &backward["kernel"]], ["forward", "backward"]);
+    assert_eq!(backward["tile"], serde_json::json!([128, 128]));
+    let counts = ["tiles", "full", "partial"].map(|name| backward[name].as_u64().unwrap());
+    assert_eq!(counts, [64, 28, 8]);
+    let live = backward["live_share"].as_f64().unwrap();
+    assert!((live - (1024.0 * 1025.0 / 2.0) / (36.0 * 128.0 * 128.0)).abs() < 1e-12, "{live}");
+    let out = explained(&["--mask", "causal & h < 2"]);
+    let said =
+        "backward: 64 of 128 x 128, in the first head: 43.8 % full, 12.5 % partial, 43.8 % empty";
+    assert!(out.contains(said), "{out}");
+    assert!(!explained(&[]).contains("\ntiles"));
+    // What takes minutes is left out, and the rest told.
+    let long = "explain --device h200 --heads 8 --len 1000000 --dim 128 --dtype bf16 --mask";
+    let line: Vec<_> = long.split(' ').chain(["q*kv % 7 == 1"]).collect();
+    let (code, out, err) = run(&line);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(out.contains("tiles      counting the tiles of this mask takes about"), "{out}");
+    assert!(out.contains("--insist does it\n") && out.contains("\nforward\n"), "{out}");
+}
+
+#[test]
 fn a_stated_length_of_live_keys_is_explained() {
     let line = "explain --device h200 --heads 16 --len 8192 --dim 64 --dtype bf16 --mask causal \
                 --backward --mean-kv-len";

@@ -1,19 +1,27 @@
 //! `foveate explain --device`: which kernels a GPU would run, what they take of it, and which
 //! could not run there. No GPU is needed.
 
+use std::fmt;
+
+use foveate::mask::{BlockMask, Tile, Varies};
+use foveate::mods::Head;
 use foveate::tensor::count::Count;
 use foveate_cuda::Records;
 use foveate_cuda::aot::{self, Planned, Usage};
-use foveate_cuda::choose::{KernelOptions, admit};
+use foveate_cuda::choose::{KernelOptions, KernelPlan, admit};
+use foveate_cuda::compile::config::{Config, Kernel};
 use foveate_gpu::driver;
 use foveate_gpu::profile::Profile;
+use serde::Serialize;
 use serde_json::json;
 
-use super::Args;
+use super::{Args, probe};
 use crate::blind;
 use crate::failure::Failure;
+use crate::limits::Need;
 use crate::output::Output;
 use crate::problem::Given;
+use crate::progress::{COUNTING, PATIENCE, waiting};
 
 /// Kernel options from texts like `forward.tile_q=64`.
 pub fn kernel_options(given: &[String]) -> Result<KernelOptions, Failure> {
@@ -55,9 +63,11 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     };
     let Planned { class, sizes, plan, .. } =
         aot::plan(&profile, spec, dims, dtype, run, &options, records.as_ref())?;
+    let tiles = tiles(args, given, &plan);
     blind::check(given);
     if args.json {
-        return Ok(out.json(&json!({ "class": class, "sizes": sizes, "plan": plan }))?);
+        let told = json!({ "class": class, "sizes": sizes, "tiles": tiles.ok(), "plan": plan });
+        return Ok(out.json(&told)?);
     }
     let part = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
     out.line(format_args!(
@@ -78,7 +88,82 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     if args.mean_kv_len.is_some() {
         out.line(format_args!("live keys  {} a query on average, as stated", sizes.mean_kv_len))?;
     }
+    match tiles {
+        Ok(all) => {
+            all.iter().try_for_each(|tiles| out.line(format_args!("tiles      {tiles}")))?;
+        }
+        Err(long) => {
+            out.line(format_args!("tiles      {}; --insist does it", long.message()))?;
+        }
+    }
     Ok(out.text(&plan)?)
+}
+
+/// What the mask makes of a kernel's tiles, in one head.
+#[derive(Debug, Serialize)]
+struct Tiles {
+    /// The kernel.
+    kernel: String,
+    /// Queries and keys of a tile.
+    tile: [usize; 2],
+    /// Live or not.
+    tiles: u64,
+    /// Where every query sees every key.
+    full: u64,
+    /// Inside which the mask decides.
+    partial: u64,
+    /// Of the pairs that live tiles have room for, those that the mask lets through.
+    live_share: f64,
+    /// The head, where the mask differs by head or batch entry.
+    of: Option<&'static str>,
+}
+
+impl fmt::Display for Tiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [q, kv] = self.tile;
+        let share = |n: u64| 100.0 * n as f64 / self.tiles.max(1) as f64;
+        let (full, partial) = (share(self.full), share(self.partial));
+        let empty = share(self.tiles - self.full - self.partial);
+        write!(f, "{}: {} of {q} x {kv}", self.kernel, self.tiles)?;
+        self.of.iter().try_for_each(|of| write!(f, ", {of}"))?;
+        write!(f, ": {full:.1} % full, {partial:.1} % partial, {empty:.1} % empty; ")?;
+        write!(f, "{:.1} % of what live ones compute is seen", 100.0 * self.live_share)
+    }
+}
+
+/// The tiles of the kernels that go by the mask; none without one.
+///
+/// # Errors
+/// When counting them takes long.
+fn tiles(args: &Args, given: &Given, plan: &KernelPlan) -> Result<Vec<Tiles>, Failure> {
+    let Some(mask) = &given.spec.mask else { return Ok(Vec::new()) };
+    let dims = given.problem.dims();
+    let planned =
+        [Kernel::Forward, Kernel::Backward, Kernel::BackwardDq].map(|kernel| plan.config(kernel));
+    let planned: Vec<_> = planned.into_iter().flatten().collect();
+    let (one, _) = probe(mask, dims);
+    let times = planned.len() as f64;
+    let need = Need { bytes: one.bytes, seconds: times * one.seconds };
+    args.problem.limits.admit("counting the tiles of this mask", need, "give fewer positions")?;
+    let varies = Varies::of(mask);
+    let of = (varies.by_head || varies.by_batch).then_some("in the first head");
+    let head = Head { q_len: dims.len_q as i32, kv_len: dims.len_k as i32, ..Head::default() };
+    let count = |config: &Config| {
+        let tile = [config.queries(), config.tile_kv];
+        let [q, kv] = tile.map(|n| n as u32);
+        let stats = BlockMask::build(mask, head, dims.len_q, dims.len_k, Tile { q, kv }).stats();
+        let room = (stats.full + stats.partial) as f64 * (tile[0] * tile[1]) as f64;
+        Tiles {
+            kernel: config.kernel.to_string(),
+            tile,
+            tiles: stats.tiles,
+            full: stats.full,
+            partial: stats.partial,
+            live_share: if room == 0.0 { 0.0 } else { stats.live_entries as f64 / room },
+            of,
+        }
+    };
+    Ok(waiting(COUNTING, PATIENCE, || planned.into_iter().map(count).collect()))
 }
 
 /// The profile called `name`, or that of the GPU `cuda:0`.
