@@ -24,12 +24,14 @@ mod layouts;
 mod ownership;
 mod transfers;
 
+use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
 
 use foveate::MaskMod;
 use foveate::tensor::count::Count;
 
-use crate::plan::ShardPlan;
+use crate::plan::{OwnedElements, RankPlan, ShardPlan};
 use crate::plane::Planes;
 
 /// A contradiction in a plan.
@@ -256,8 +258,26 @@ impl ShardPlan {
     /// Identity of the plan: equal plans have equal ones, in every process of one version.
     pub fn hash(&self) -> u64 {
         let said = format!("{:?}", (&self.sharding, &self.whole, &self.shape, self.strategy));
-        let ranks = self.ranks.iter().map(|rank| format!("{rank:?}"));
-        let bytes = std::iter::once(said).chain(ranks).flat_map(String::into_bytes);
-        crate::hash::bytes(bytes)
+        let mut all = vec![crate::hash::slice(said.as_bytes())];
+        // What ranks have in common is read once.
+        let mut known = HashMap::new();
+        for rank in &self.ranks {
+            let RankPlan { arrays, own, stages, returns, returned, labels, parameters, kv_copies } =
+                rank;
+            let arrays = *known.entry(Arc::as_ptr(arrays).addr()).or_insert_with(|| of(arrays));
+            let held = of(&(own, stages, returns, returned, labels, kv_copies));
+            all.extend([arrays, held]);
+            for OwnedElements { group, elements, random_from, sums_over } in parameters {
+                let sums = known.entry(Arc::as_ptr(sums_over).addr());
+                let sums = *sums.or_insert_with(|| of(sums_over));
+                all.extend([of(&(group, elements, random_from)), sums]);
+            }
+        }
+        crate::hash::words(all)
     }
+}
+
+/// The hash of what a value prints.
+fn of(value: &impl fmt::Debug) -> u64 {
+    crate::hash::slice(format!("{value:?}").as_bytes())
 }

@@ -199,10 +199,14 @@ impl Mesh {
     /// When there is no such rank.
     pub fn group(&self, rank: usize, axes: &[MeshAxis]) -> Vec<usize> {
         let own = self.place(rank);
-        let fits = |place: [usize; 4]| {
-            MeshAxis::ALL.iter().all(|a| axes.contains(a) || place[*a as usize] == own[*a as usize])
-        };
-        (0..self.ranks()).filter(|&r| fits(self.place(r))).collect()
+        let mut group = vec![0];
+        for axis in MeshAxis::ALL {
+            let (size, own) = (self.size(axis), own[axis as usize]);
+            let places = if axes.contains(&axis) { 0..size } else { own..own + 1 };
+            let under = |&outer: &usize| places.clone().map(move |at| outer * size + at);
+            group = group.iter().flat_map(under).collect();
+        }
+        group
     }
 }
 

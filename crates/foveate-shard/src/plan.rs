@@ -8,6 +8,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use foveate::tensor::ElementType;
 use foveate::tensor::count::Count;
@@ -179,15 +180,15 @@ pub struct OwnedElements {
     pub elements: Range<usize>,
     /// Index of the first element in the random numbers of the optimiser.
     pub random_from: usize,
-    /// Ranks whose gradients are summed.
-    pub sums_over: Vec<usize>,
+    /// Ranks whose gradients are summed: one list for all groups of all these ranks.
+    pub sums_over: Arc<Vec<usize>>,
 }
 
 /// What one rank holds and does.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RankPlan {
-    /// The layout of every array, by name.
-    pub arrays: Vec<(&'static str, ShardLayout)>,
+    /// The layout of every array, by name: one list for all ranks.
+    pub arrays: Arc<Vec<(&'static str, ShardLayout)>>,
     /// What it holds of q, k and v.
     pub own: Cells,
     /// What it computes.
@@ -306,9 +307,10 @@ impl ShardPlan {
             permutation,
             ranks: Vec::new(),
         };
+        let shared = Shared::new(&plan)?;
         plan.ranks = (0..map.mesh().ranks())
-            .map(|rank| plan.rank(rank, planes, &q, &kv, &needs))
-            .collect::<Result<_, _>>()?;
+            .map(|rank| plan.rank(rank, planes, [&q, &kv, &needs], &shared))
+            .collect();
         Ok(plan)
     }
 
@@ -321,10 +323,9 @@ impl ShardPlan {
         &self,
         rank: usize,
         planes: &Planes,
-        q: &[Ranges],
-        kv: &[Ranges],
-        needs: &[Ranges],
-    ) -> Result<RankPlan, ShardError> {
+        [q, kv, needs]: [&[Ranges]; 3],
+        shared: &Shared,
+    ) -> RankPlan {
         let map = self.sharding.map();
         let mesh = map.mesh();
         let at = |axis| self.sharding.range(axis, rank);
@@ -406,37 +407,32 @@ impl ShardPlan {
         }
         let first_of_tensor = mesh.index(rank, MeshAxis::Tensor) == 0;
         let labels = if first_of_tensor { own.q.clone() } else { Ranges::default() };
-        let arrays = arrays::ATTENTION.iter().chain(arrays::MODEL);
-        let arrays = arrays
-            .map(|a| Ok((a.name, a.layout_in(&self.sharding, self.shape.element)?)))
-            .collect::<Result<_, _>>()?;
-        Ok(RankPlan {
-            arrays,
+        RankPlan {
+            arrays: Arc::clone(&shared.arrays),
             labels: (own.batch.clone(), labels),
             own,
             stages,
             returns: returns.into_iter().filter(Part::is_needed).collect(),
             returned: returned.into_iter().filter(Part::is_needed).collect(),
-            parameters: self.parameters(rank),
+            parameters: self.parameters(rank, shared),
             kv_copies: self.kv_copies(rank),
-        })
+        }
     }
 
     /// The elements of each parameter group that a rank owns.
-    fn parameters(&self, rank: usize) -> Vec<OwnedElements> {
+    fn parameters(&self, rank: usize, shared: &Shared) -> Vec<OwnedElements> {
         let map = self.sharding.map();
-        let owned = |(group, elements): &(String, usize)| {
-            let cut = Cut::even(*elements, map.parts(Axis::Elements));
+        let sums_over = &shared.sums_over[map.mesh().index(rank, MeshAxis::Tensor)];
+        let owned = |((group, _), cut): (&(String, usize), &Cut)| {
             let elements = cut.range(map.part(Axis::Elements, rank));
-            let with_tokens = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
             OwnedElements {
                 group: group.clone(),
                 random_from: elements.start,
                 elements,
-                sums_over: map.mesh().group(rank, &with_tokens),
+                sums_over: Arc::clone(sums_over),
             }
         };
-        self.shape.parameters.iter().map(owned).collect()
+        self.shape.parameters.iter().zip(&shared.elements).map(owned).collect()
     }
 
     /// The ranks that hold a rank's key/value heads, and differ from it on the axes of heads alone.
@@ -454,6 +450,33 @@ impl ShardPlan {
             carries: carries.to_vec(),
             cells,
         }
+    }
+}
+
+/// What plans of several ranks have in common, made once.
+struct Shared {
+    arrays: Arc<Vec<(&'static str, ShardLayout)>>,
+    /// Of each parameter group.
+    elements: Vec<Cut>,
+    /// Ranks with other tokens, by place on `tensor`.
+    sums_over: Vec<Arc<Vec<usize>>>,
+}
+
+impl Shared {
+    fn new(plan: &ShardPlan) -> Result<Self, ShardError> {
+        let layout = |array: &arrays::Array| {
+            Ok((array.name, array.layout_in(&plan.sharding, plan.shape.element)?))
+        };
+        let arrays = arrays::ATTENTION.iter().chain(arrays::MODEL).map(layout);
+        let arrays = arrays.collect::<Result<_, ShardError>>()?;
+        let mesh = plan.sharding.map().mesh();
+        let with_tokens = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
+        // `tensor` is the fastest axis.
+        let first = 0..mesh.size(MeshAxis::Tensor);
+        let sums_over = first.map(|rank| Arc::new(mesh.group(rank, &with_tokens))).collect();
+        let parts = plan.sharding.map().parts(Axis::Elements);
+        let elements = plan.shape.parameters.iter().map(|(_, len)| Cut::even(*len, parts));
+        Ok(Self { arrays: Arc::new(arrays), elements: elements.collect(), sums_over })
     }
 }
 

@@ -2,6 +2,7 @@
 //! random faults.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use foveate::mask::Tile;
 use foveate::mods::Head;
@@ -306,7 +307,7 @@ fn owned(plan: &ShardPlan, right: &ShardPlan) -> Outcome {
                 *owners.entry((place[0], place[1], e)).or_default() += 1;
             }
             let mut tokens: BTreeMap<(usize, usize), usize> = BTreeMap::new();
-            for &other in &own.sums_over {
+            for &other in own.sums_over.iter() {
                 if mesh.index(other, MeshAxis::Tensor) != place[1] {
                     return fail("sums over tensor");
                 }
@@ -406,7 +407,7 @@ fn disturb(random: &mut Random, plan: &mut ShardPlan) {
             let own = &mut rank.parameters[0];
             own.elements.end = (own.elements.end + random.below(2)).min(11);
         }
-        10 => rank.parameters[0].sums_over.truncate(1),
+        10 => Arc::make_mut(&mut rank.parameters[0].sums_over).truncate(1),
         11 => {
             // A transfer that both sides forget.
             if let Some(part) = rank.stages[s].receives.pop() {

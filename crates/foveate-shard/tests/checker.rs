@@ -18,6 +18,8 @@
 //! | R12 | block sizes are global state | test below: a plan is a value |
 //! | R13 | specs are strings that are evaluated | test below: they are parsed, and refused |
 
+use std::sync::Arc;
+
 use foveate::mask::Tile;
 use foveate::tensor::{ElementType, random::Random};
 use foveate::{MaskMod, masks};
@@ -94,6 +96,35 @@ fn right_plans_are_proven_on_every_mesh_and_strategy() {
     }
 }
 
+/// Lists as long as the mesh are there once for all ranks, or plans of thousands would take the square of
+/// their number, and be as slow to prove.
+#[test]
+fn thousands_of_ranks_share_what_they_have_in_common() {
+    let whole = Whole { batch: 512, heads: 8, kv_heads: 8, q_len: 256, kv_len: 256 };
+    let mask = masks::causal();
+    let planes = Planes::new(whole, &[LayerMask { mask: Some(mask), layers: 2 }], TILE).unwrap();
+    let map = Map::new(Mesh::new([1, 512, 1, 8]).unwrap());
+    let plan = ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
+    assert_eq!(Arc::strong_count(&plan.ranks[0].arrays), 4096);
+    let sums = |rank: usize| &plan.ranks[rank].parameters[1].sums_over;
+    assert_eq!(
+        Arc::strong_count(sums(0)),
+        2 * 512,
+        "of both groups, by each rank with other tokens"
+    );
+    assert_eq!(sums(3).as_slice(), (0..512).map(|row| 8 * row + 3).collect::<Vec<_>>());
+    let hash = plan.hash();
+    let proven = plan.prove(&planes, &Limits::default()).unwrap();
+    assert_eq!((proven.proof().ranks, proven.proof().labels), (4096, 512 * 256));
+    let mut other = proven.plan().clone();
+    assert_eq!(other.hash(), hash);
+    // What one of them has changed is seen.
+    Arc::make_mut(&mut other.ranks[4095].parameters[0].sums_over).pop();
+    assert_ne!(other.hash(), hash);
+    let fault = other.prove(&planes, &Limits::default()).unwrap_err();
+    assert_eq!((fault.operand.as_str(), fault.point), ("gradients", 'd'));
+}
+
 /// What a later stage computes are the queries that see a key of it, and no others: of two stages, parts of
 /// twice all queries.
 #[test]
@@ -146,7 +177,8 @@ fn map() -> Map {
 
 /// Replaces the layout of an array on a rank.
 fn relayout(plan: &mut ShardPlan, rank: usize, name: &str, layout: ShardLayout) {
-    let slot = plan.ranks[rank].arrays.iter_mut().find(|(n, _)| *n == name).unwrap();
+    let slot =
+        Arc::make_mut(&mut plan.ranks[rank].arrays).iter_mut().find(|(n, _)| *n == name).unwrap();
     assert_ne!(slot.1, layout, "{name} changes");
     slot.1 = layout;
 }
@@ -284,7 +316,7 @@ const FAULTS: &[Fault] = &[
         let layout = p.sharding.clone().in_order(Some(other)).layout(ElementType::F32, &[Axis::Seq, Axis::Dim]).unwrap();
         relayout(p, 2, "rotary", layout);
     } },
-    Fault { name: "an array has no layout", strategy: TWO, point: 'a', operand: "moment_2", plant: |p| p.ranks[3].arrays.retain(|(n, _)| *n != "moment_2") },
+    Fault { name: "an array has no layout", strategy: TWO, point: 'a', operand: "moment_2", plant: |p| Arc::make_mut(&mut p.ranks[3].arrays).retain(|(n, _)| *n != "moment_2") },
     Fault { name: "a rank holds queries shifted by one", strategy: TWO, point: 'a', operand: "q_positions", plant: |p| p.ranks[0].own.q = shift(&p.ranks[0].own.q) },
     Fault { name: "a rank holds the keys of another", strategy: TWO, point: 'a', operand: "kv_positions", plant: |p| p.ranks[0].own.kv = p.ranks[2].own.kv.clone() },
     Fault { name: "a rank holds the batch entries of another", strategy: TWO, point: 'a', operand: "b", plant: |p| p.ranks[11].own.batch = 0..2 },
@@ -395,10 +427,10 @@ const FAULTS: &[Fault] = &[
     Fault { name: "an element has no owner", strategy: TWO, point: 'd', operand: "block.0", plant: |p| { let own = &mut p.ranks[2].parameters[1]; own.elements.end -= 1; } },
     Fault { name: "the last element has no owner", strategy: TWO, point: 'd', operand: "embedding", plant: |p| for r in [10, 11] { p.ranks[r].parameters[0].elements.end -= 1; } },
     Fault { name: "random numbers of the optimiser are local", strategy: TWO, point: 'd', operand: "random index", plant: |p| p.ranks[4].parameters[0].random_from = 0 },
-    Fault { name: "gradients are summed over shard alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = vec![0, 6] },
-    Fault { name: "gradients are summed over context alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = vec![0, 2, 4] },
-    Fault { name: "gradients are summed over tensor too", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = (0..12).collect() },
-    Fault { name: "gradients of a rank are summed twice", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over.push(4) },
+    Fault { name: "gradients are summed over shard alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = Arc::new(vec![0, 6]) },
+    Fault { name: "gradients are summed over context alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = Arc::new(vec![0, 2, 4]) },
+    Fault { name: "gradients are summed over tensor too", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = Arc::new((0..12).collect()) },
+    Fault { name: "gradients of a rank are summed twice", strategy: TWO, point: 'd', operand: "gradients", plant: |p| Arc::make_mut(&mut p.ranks[0].parameters[0].sums_over).push(4) },
     Fault { name: "a rank does not know a parameter group", strategy: TWO, point: 'd', operand: "block.0", plant: |p| { p.ranks[9].parameters.pop(); } },
     Fault { name: "query heads are not those of their keys", strategy: SWAP, point: 'a', operand: "h_kv", plant: |p| for c in [true, false] {
         let s = &mut p.ranks[0].stages[0]; let cells = if c { &mut s.compute } else { &mut s.coordinates }; cells.heads = 1..3;

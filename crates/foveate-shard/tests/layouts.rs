@@ -318,3 +318,20 @@ fn what_cannot_be_is_refused_in_one_line() {
     let uneven = uneven.layout(ElementType::I32, &axes).unwrap();
     assert!(told(to_partition_spec(&uneven)).contains("pad it to a multiple of 2"));
 }
+
+#[test]
+fn a_group_has_the_ranks_that_differ_on_its_axes_alone() {
+    let mesh = Mesh::new([2, 3, 4, 2]).unwrap();
+    for chosen in 0..16 {
+        let is_chosen = |axis: &MeshAxis| chosen >> *axis as usize & 1 == 1;
+        let axes: Vec<MeshAxis> = MeshAxis::ALL.into_iter().filter(is_chosen).collect();
+        for rank in 0..mesh.ranks() {
+            let alike = |other: &usize| {
+                let (one, other) = (mesh.place(rank), mesh.place(*other));
+                MeshAxis::ALL.iter().all(|a| is_chosen(a) || one[*a as usize] == other[*a as usize])
+            };
+            let expected: Vec<usize> = (0..mesh.ranks()).filter(alike).collect();
+            assert_eq!(mesh.group(rank, &axes), expected, "{axes:?} of rank {rank}");
+        }
+    }
+}

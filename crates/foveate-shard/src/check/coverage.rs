@@ -213,6 +213,9 @@ fn live_tiles(planes: &Planes, cells: &Cells) -> u64 {
     let mut tiles = 0;
     for block_mask in planes.block_masks() {
         let times = block_mask.layers * block_mask.pairs(&cells.batch, &cells.heads);
+        if times == 0 {
+            continue;
+        }
         let rows =
             cells.q.as_slice().iter().flat_map(|r| r.start / side[0]..r.end.div_ceil(side[0]));
         for row in rows {
@@ -229,6 +232,9 @@ fn load(planes: &Planes, cells: Option<&Cells>) -> u64 {
     let mut load = 0;
     for block_mask in planes.block_masks() {
         let times = block_mask.layers * block_mask.pairs(&cells.batch, &cells.heads);
+        if times == 0 {
+            continue;
+        }
         for range in cells.q.as_slice() {
             for row in range.start / side..range.end.div_ceil(side) {
                 let tile = row * side..len.min((row + 1) * side);

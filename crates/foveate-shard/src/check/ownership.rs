@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::check::{At, Contradiction};
 use crate::mesh::MeshAxis;
@@ -19,7 +20,8 @@ pub(super) fn check(plan: &ShardPlan) -> Result<Owned, Contradiction> {
     once(plan, "labels", "counted", &labels)?;
     keys(plan)?;
     let mesh = plan.sharding.map().mesh();
-    let mut sums: HashSet<&[usize]> = HashSet::new();
+    // Lists that are right, of which most ranks have the same one.
+    let mut sums: HashSet<(*const Vec<usize>, usize)> = HashSet::new();
     let mut elements = 0;
     for (group, len) in &plan.shape.parameters {
         // By copy of the parameters: place on `replicate`, and part of `tensor`.
@@ -38,15 +40,15 @@ pub(super) fn check(plan: &ShardPlan) -> Result<Owned, Contradiction> {
                 );
                 return at.contradicts("random index", message);
             }
-            if sums.insert(&own.sums_over) {
+            let part = |rank: usize| mesh.index(rank, MeshAxis::Tensor);
+            if sums.insert((Arc::as_ptr(&own.sums_over), part(rank))) {
                 let mut tokens = Vec::new();
-                for &other in &own.sums_over {
+                for &other in own.sums_over.iter() {
                     let Some(r) = plan.ranks.get(other) else {
                         return at.contradicts("gradients", format!("there is no rank {other}"));
                     };
                     tokens.push((other, &r.own.batch, &r.own.q));
                 }
-                let part = |rank: usize| mesh.index(rank, MeshAxis::Tensor);
                 if let Some(&other) = own.sums_over.iter().find(|&&o| part(o) != part(rank)) {
                     let message = format!("sums those of rank {other}, of another part of tensor");
                     return at.contradicts("gradients", message);
