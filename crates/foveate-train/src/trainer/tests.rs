@@ -7,6 +7,7 @@ use crate::metrics::JsonlLog;
 
 mod folder;
 mod meshes;
+mod probe;
 mod ranks;
 mod resume;
 mod tensor;

@@ -83,8 +83,13 @@ impl Came {
     }
 }
 
+/// Whether every mesh is asked for.
+pub(super) fn whole() -> bool {
+    std::env::var_os("FOVEATE_MESHES").is_some_and(|of| of == "all")
+}
+
 /// Every product of the four axes that is `ranks`.
-fn meshes(ranks: usize) -> Vec<[usize; 4]> {
+pub(super) fn meshes(ranks: usize) -> Vec<[usize; 4]> {
     let divides = |n: usize| (1..=n).filter(move |d| n.is_multiple_of(*d));
     divides(ranks)
         .flat_map(|replicate| divides(ranks / replicate).map(move |shard| [replicate, shard]))
@@ -99,7 +104,7 @@ fn meshes(ranks: usize) -> Vec<[usize; 4]> {
 /// roundings of the largest number.
 #[test]
 fn every_product_of_axes_comes_to_what_one_rank_comes_to() {
-    let whole = std::env::var_os("FOVEATE_MESHES").is_some_and(|of| of == "all");
+    let whole = whole();
     let (numbers, programs) = match whole {
         true => (&[1, 2, 3, 4, 8, 16][..], &PROGRAMS[..]),
         false => (&[1, 4][..], &PROGRAMS[..1]),
