@@ -8,6 +8,7 @@ authoritative: ``full | partial & mask_mod``.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from typing import Any, Callable, Sequence
@@ -133,7 +134,7 @@ def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[in
     batch, heads, q_len, kv_len = extents
     if device.type == "cuda":
         return _kinds_on_device(traced, extents, tile, device)
-    kinds = torch.empty((batch, heads, -(-q_len // tile[0]), -(-kv_len // tile[1])), dtype=torch.uint8)
+    kinds = torch.empty((batch, heads, -(-q_len // tile[0]), -(-kv_len // tile[1])), dtype=torch.uint8, device=device)
     try:
         _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
     except IndexError as error:
@@ -271,7 +272,10 @@ def is_function(mask: BlockMask) -> bool:
     """Whether a block mask was made here and still has its function and indices, so that its function alone counts:
     what :func:`kinds_of` finds, but for writes into its lists, in words that Dynamo traces."""
     made = getattr(mask, "_foveate", None)
-    return made is not None and made[0] is mask.mask_mod and made[1] is mask.kv_indices
+    # Dynamo compares no objects of `functools.partial`: of these masks the lists count.
+    if made is None or isinstance(mask.mask_mod, functools.partial):
+        return False
+    return made[0] is mask.mask_mod and made[1] is mask.kv_indices
 
 
 def check(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.device) -> None:
@@ -288,8 +292,9 @@ def check(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.dev
             f"Expect q/k/v and block_mask to be on the same device but got {device} and {mask.kv_num_blocks.device}."
         )
     for axis, (what, n) in enumerate((("batch size", batch), ("heads", heads))):
-        if mask.kv_num_blocks.size(axis) not in (1, n):
-            raise ValueError(f"block_mask has {what} {mask.kv_num_blocks.size(axis)}; q has {n}: 1 or {n} fits")
+        # Of a larger one the first entries count, as for torch's uncompiled call.
+        if mask.kv_num_blocks.size(axis) != 1 and mask.kv_num_blocks.size(axis) < n:
+            raise ValueError(f"block_mask has {what} {mask.kv_num_blocks.size(axis)}; q has {n}: 1, {n} or more fits")
 
 
 def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:

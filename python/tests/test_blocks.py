@@ -42,7 +42,7 @@ FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 def test_tables_are_torchs_bit_for_bit(mask_mod, tile):
     for batch, heads, q_len, kv_len in ((2, 3, 390, 390), (None, None, 256, 384), (1, 2, 130, 257)):
         ours = create_block_mask(mask_mod, batch, heads, q_len, kv_len, BLOCK_SIZE=tile)
-        theirs = torch_flex.create_block_mask(mask_mod, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=tile)
+        theirs = torch_flex.create_block_mask(mask_mod, batch, heads, q_len, kv_len, device=torch.get_default_device(), BLOCK_SIZE=tile)
         for field in FIELDS:
             one, two = getattr(ours, field), getattr(theirs, field)
             assert one.dtype == two.dtype and torch.equal(one, two), field
@@ -100,7 +100,7 @@ def test_lists_say_which_tiles_count(shape, tile):
 def test_a_table_of_tiles_is_read_by_no_more_axes_than_it_needs(shape):
     lists = create_block_mask(causal, *shape, 200, 210, BLOCK_SIZE=16)
     lists = BlockMask.from_kv_blocks(lists.kv_num_blocks, lists.kv_indices, BLOCK_SIZE=16, seq_lengths=(200, 210))
-    said = _blocks.program_of(lists, (2, 4, 200, 210), torch.device("cpu")).text()
+    said = _blocks.program_of(lists, (2, 4, 200, 210), torch.get_default_device()).text()
     index = re.search(r"m0\[(.*?)\]", said).group(1)
     assert [axis.split()[0] for axis in index.split(", ")] == ["b"] * (shape[0] > 1) + ["h"] * (shape[1] > 1) + ["q", "kv"], said
 
@@ -150,7 +150,7 @@ def test_lists_that_were_moved_unflattened_and_sliced_count():
     whole = (points == 2) | ((points == 1) & dense(causal, (1, 1, 180, 210)))
     leaves, spec = pytree.tree_flatten(made)
     q, k, v = operands(2, 4, 180, 210)
-    for block_mask in (made, made.to("cpu"), pytree.tree_unflatten(leaves, spec)):
+    for block_mask in (made, made.to(torch.get_default_device()), pytree.tree_unflatten(leaves, spec)):
         compare(block_mask, whole, q, k, v)
     part = made[1:, [0, 3]]
     part.mask_mod = causal
@@ -195,10 +195,10 @@ def test_an_adjusted_mask_is_cropped_to_its_upper_left_corner():
 def test_masks_of_torch_and_masks_that_were_moved_or_unflattened_count():
     q, k, v = operands()
     mask = dense(window, (2, 4, 200, 210))
-    theirs = torch_flex.create_block_mask(window, 2, 4, 200, 210, device="cpu")
+    theirs = torch_flex.create_block_mask(window, 2, 4, 200, 210, device=torch.get_default_device())
     ours = create_block_mask(window, 2, 4, 200, 210)
     leaves, spec = pytree.tree_flatten(ours)
-    for block_mask in (theirs, ours, ours.to("cpu"), pytree.tree_unflatten(leaves, spec)):
+    for block_mask in (theirs, ours, ours.to(torch.get_default_device()), pytree.tree_unflatten(leaves, spec)):
         compare(block_mask, mask, q, k, v)
 
 
@@ -224,12 +224,24 @@ def test_masks_are_remembered_weakly():
     assert len(_own) == before
 
 
-def test_a_mask_of_other_heads_or_batch_is_refused():
-    q, k, v = operands()
+def test_a_mask_of_fewer_heads_or_entries_is_refused_and_of_more_the_first_count():
+    q, k, v = operands(b=4)
     for batch, heads, words in ((3, 1, "batch size 3"), (1, 3, "heads 3")):
         mask = create_block_mask(causal, batch, heads, 200, 210)
         with pytest.raises(ValueError, match=words):
             flex_attention(q, k, v, block_mask=mask)
+
+    def shifted(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx + 7 * b - h
+
+    fits = create_block_mask(shifted, 4, 4, 200, 210)
+    more = create_block_mask(shifted, 6, 5, 200, 210)
+    listed = torch_flex.create_block_mask(shifted, 6, 5, 200, 210, device=torch.get_default_device())
+    out = flex_attention(q, k, v, block_mask=fits)
+    for mask in (more, listed):
+        assert torch.equal(flex_attention(q, k, v, block_mask=mask), out)
+        exact = flex_attention(q.double(), k.double(), v.double(), block_mask=mask)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_a_long_mask_takes_no_memory_of_all_pairs():
@@ -242,8 +254,17 @@ def test_a_long_mask_takes_no_memory_of_all_pairs():
     assert int(mask.kv_num_blocks.sum()) == n // 128 and int(mask.full_kv_num_blocks.sum()) == 64 * 6
 
 
+def test_the_default_device_is_of_no_matter_where_tensors_say_theirs():
+    q, k, v = (t.detach() for t in operands())
+    expected = flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 200, 210))
+    with torch.device("meta"):
+        mask = create_block_mask(causal, None, None, 200, 210, q.device)
+        assert torch.equal(flex_attention(q, k, v, block_mask=mask), expected)
+        assert flex_attention(q, k, v, block_mask=mask, dropout_p=0.5).device == q.device
+
+
 def test_a_dense_mask_is_torchs():
-    theirs = torch_flex.create_mask(window, 1, 2, 20, 30, device="cpu")
+    theirs = torch_flex.create_mask(window, 1, 2, 20, 30, device=torch.get_default_device())
     assert torch.equal(create_mask(window, 1, 2, 20, 30), theirs)
 
 
