@@ -82,11 +82,17 @@ def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Se
         if kind == "mask":
             result = cast(result, torch.bool)
             if tiles is not None:
-                shape, tile = tiles
+                shape, sides = tiles
+                tile = []
+                for at, side in enumerate(sides, len(operands)):
+                    if isinstance(side, torch.SymInt):
+                        side = _native.scalar(f"mn{len(scalars)}")
+                        scalars.append(at)
+                    tile.append(side)
                 kinds = torch.empty_strided((*(_sized(n) for n in shape), 1, 1), (0,) * 4, dtype=torch.uint8)
                 table = _blocks.narrowed(kinds)
                 trace.name(table)
-                result = _blocks.within(kinds, tile, table)(trace, leaves, result)
+                result = _blocks.within(kinds, (tile[0], tile[1]), table)(trace, leaves, result)
             traced = _native.mask(result, list(trace.captures.values()))
         else:
             traced = _native.score(cast(result, torch.float32), list(trace.captures.values()))

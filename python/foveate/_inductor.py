@@ -24,10 +24,10 @@ from torch._higher_order_ops.flex_attention import flex_attention as _forward
 from torch._higher_order_ops.flex_attention import flex_attention_backward as _backward
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 
-from . import _graph, _native
+from . import _checks, _graph, _native
 from ._region import LAYOUT, OURS
 
 _LN2 = math.log(2.0)
@@ -101,12 +101,13 @@ def _value(x: Any) -> Any:
 def _drawn(node: fx.Node) -> Any:
     """The example of what a random operator draws in a checkpointed block, to which torch's partitioner gives none."""
     call: Any = node.args[0] if node.target is _getitem else node
-    if call.target not in (run_and_save_rng_state, run_with_rng_state):
+    if call.target not in (graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state):
         raise _native.TraceError(f"a graph has no example of `{node.name}`")
-    drawing, *args = call.args if call.target is run_and_save_rng_state else call.args[1:]
+    drawing, *args = call.args[1:] if call.target is run_with_rng_state else call.args
+    more = {name: x for name, x in call.kwargs.items() if name != "rng_state"}
     mode: Any = detect_fake_mode([n.meta["val"] for n in node.graph.nodes if "val" in n.meta])
     with mode:
-        return drawing(*_value(args), **call.kwargs)
+        return drawing(*_value(args), **more)
 
 
 class _Mods:
@@ -140,10 +141,10 @@ class _Mods:
         if tile_q == _LARGE_SPARSE_BLOCK_SIZE and tile_kv == _LARGE_SPARSE_BLOCK_SIZE:
             lists = []
         else:
-            tiles = (lists[0].meta["val"].shape[:2], (tile_q, tile_kv))
+            tiles = (lists[0].meta["val"].shape[:2], _value((tile_q, tile_kv)))
         masking, mask_operands, _ = _moved_out(graph, getattr(module, mask.target), mask_operands)
         made = _graph.mask(masking, extents, _value(mask_operands), tiles)
-        mods += [made.text, *_picked(made, mask_operands)]
+        mods += [made.text, *_picked(made, (*mask_operands, tile_q, tile_kv))]
         carried = {name: ([mask_operands[i] for i in at], number) for name, (at, number) in made.arguments.items()}
         (seed,), dropout_p = carried.get("dropout_p", ([None], 0.0))
         self.arguments = [*mods, lists, [tile_q, tile_kv], scale, seed, dropout_p]
@@ -258,6 +259,7 @@ def _replace_forward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) ->
 def _replace_backward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
     args: Any = node.args
     query, key, value, out, lse, d_out, d_lse, score, _, block_mask, scale, _, score_operands, mask_operands = args
+    _checks.refuse_gradients(*(t.dtype for t in _value((query, key, value))))
     mods = _Mods(graph, query, key, score, block_mask, scale, options, score_operands, mask_operands)
     items = _items(node)
     captured: dict[int, list[fx.Node]] = {}

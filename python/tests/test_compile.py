@@ -714,3 +714,41 @@ def test_without_a_torch_that_is_new_enough_the_import_says_so(tmp_path, torch_m
     done = run("import foveate", PYTHONPATH=os.pathsep.join([str(tmp_path), str(package)]))
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and last.startswith("ImportError: foveate needs PyTorch 2.10") and words in last
+
+
+@needs_compiler
+def test_options_for_triton_do_not_break_a_graph():
+    torch._dynamo.reset()
+    q, k, v = operands(1, 2, 2, 24, 24, 8, 8)
+    options = {"BACKEND": "TRITON", "BLOCK_M": 64}
+    compiled = torch.compile(lambda: flex_attention(q, k, v, kernel_options=options), fullgraph=True)
+    torch.testing.assert_close(compiled(), flex_attention(q, k, v))
+
+
+def test_a_mask_of_a_partial_function_is_its_lists_in_a_compiled_function():
+    def within(b, h, q_idx, kv_idx, lengths):
+        return (q_idx < lengths[b]) & (kv_idx < lengths[b])
+
+    mask_mod = functools.partial(within, lengths=torch.tensor([20, 150]))
+    mask = create_block_mask(mask_mod, 2, None, 200, 200)
+    backend = agrees(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), operands(2, 2, 2, 200, 200, 8, 8))
+    assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
+
+
+def test_a_gradient_of_several_dtypes_is_torchs_error_in_a_compiled_function():
+    q, k, v = operands(1, 2, 2, 24, 24, 8, 8)
+    half = [t.detach().half().requires_grad_() for t in (k, v)]
+    with pytest.raises(Exception, match="Backward pass with mixed query, key, and value dtype is not supported"):
+        torch.compile(lambda: flex_attention(q, *half).sum(), fullgraph=True)().backward()
+
+
+def test_the_tile_of_a_block_mask_may_be_symbolic():
+    allowed = torch.tensor([60, 33])
+    backend = Backend()
+    compiled = backend.compile(lambda q, k, v, mask: flex_attention(q * 2, k, v, block_mask=mask), dynamic=True)
+    for n, tile in ((70, 16), (90, 24), (100, (8, 40))):
+        mask = torch_flex.create_block_mask(lambda b, h, i, j: j < allowed[b], 2, None, n, n, "cpu", tile)
+        q, k, v = operands(2, 2, 2, n, n, 8, 8)
+        torch.testing.assert_close(compiled(q, k, v, mask), flex_attention(q * 2, k, v, block_mask=mask))
+    assert len(backend.graphs) <= 4, len(backend.graphs)
+    assert not any(name.startswith("flex_attention") for name in backend.operators), backend.operators

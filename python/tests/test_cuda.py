@@ -532,6 +532,33 @@ def test_a_compiled_function_runs_our_operators():
     assert any(name.startswith("foveate.backward") for name in backend.operators), backend.operators
 
 
+@pytest.mark.parametrize("inductor", [False, True])
+def test_a_compiled_checkpoint_repeats_its_dropout(inductor):
+    """Torch's partitioner draws by another operator on CUDA than on the CPU."""
+    from compiled import Backend
+
+    q, k, v = operands(dtype=F32)
+    ids = torch.arange(200, device=DEVICE) // 70
+
+    def block(q, k, v):
+        return flex_attention(q, k, v, block_mask=Mask.document(ids), enable_gqa=True, dropout_p=0.4)
+
+    def model(q, k, v):
+        return torch.utils.checkpoint.checkpoint(block, q, k, v, use_reentrant=False)
+
+    compiled = torch.compile(model, fullgraph=True) if inductor else Backend().compile(model)
+    outs = []
+    for seed in (4, 4, 5):
+        torch.manual_seed(seed)
+        out = compiled(q, k, v)
+        d_out = like(out, 1)
+        (dv,) = torch.autograd.grad(out, v, d_out)
+        # The result is linear in v: this holds where the backward drops what the forward dropped, and else nowhere.
+        assert ((out * d_out).sum() - (v * dv).sum()).abs() <= 1e-4 * (out * d_out).abs().sum()
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+
+
 def test_inductor_compiles_a_layer():
     q, k, v = operands()
     block_mask = create_block_mask(causal, None, None, 200, 200, DEVICE)
