@@ -128,7 +128,8 @@ def check_options(options: dict[str, Any] | None) -> None:
             raise ValueError(f"Invalid BACKEND value '{options['BACKEND']}'. Must be one of {_BACKENDS}")
     for name in options.get("foveate", {}):
         raise ValueError(f"kernel_options['foveate'] has no option {name!r}; it has none, kernels are chosen by the problem")
-    if set(options) - {"foveate"} and "kernel_options" not in _said:
+    # A compiled function that logs would break its graph.
+    if set(options) - {"foveate"} and "kernel_options" not in _said and not torch.compiler.is_compiling():
         _said.add("kernel_options")
         _log.info("kernel_options for Triton change nothing: %s", ", ".join(sorted(set(options) - {"foveate"})))
 
@@ -164,19 +165,42 @@ def dropout_of(p: float, query: Tensor) -> tuple[float, int | Tensor]:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {p}")
     if query.is_cuda:
         return p, torch.randint(2**63 - 1, (1,), device=query.device).view(torch.int32)
-    return p, int(torch.randint(2**63 - 1, ()))
+    return p, int(torch.randint(2**63 - 1, (), device=query.device))
 
 
-def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in the dtype of the queries, which they need not have where nothing wants a gradient."""
-    if key.dtype == query.dtype and value.dtype == query.dtype:
-        return key, value
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+def refuse_gradients(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> None:
+    """Raises torch's error where gradients of operands of several dtypes are wanted."""
+    if not query == key == value:
         raise ValueError(
             "Backward pass with mixed query, key, and value dtype is not supported, got "
-            f"query.dtype={query.dtype}, key.dtype={key.dtype}, and value.dtype={value.dtype}"
+            f"query.dtype={query}, key.dtype={key}, and value.dtype={value}"
         )
-    return key.to(query.dtype), value.to(query.dtype)
+
+
+class _Converted(torch.autograd.Function):
+    """Keys and values in the dtype of the queries; the backward is torch's error."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return query.view_as(query), key.to(query.dtype), value.to(query.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Any) -> None:
+        ctx.dtypes = [t.dtype for t in inputs]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        refuse_gradients(*ctx.dtypes)
+
+
+def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values in the dtype of the queries, which they need not have but for a backward."""
+    if query.dtype == key.dtype == value.dtype:
+        return query, key, value
+    converted: tuple[Tensor, Tensor, Tensor] = _Converted.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return converted
 
 
 def sink_of(sink: Tensor, query: Tensor) -> Tensor:

@@ -6,13 +6,16 @@ broadcast against each other; captured tensors are read as when they are traced.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any, Callable
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask
+from torch.overrides import TorchFunctionMode
 
 from . import _blocks, _trace
 from ._native import TraceError
@@ -49,6 +52,23 @@ class _Reader(_trace.Reader):
         return func(*args, **(kwargs or {}))
 
 
+class _Indexing(TorchFunctionMode):
+    """Reads at indices that vmap has hidden, which ``t[i]`` takes for numbers where they have no axis left."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__getitem__:
+            return func(*args, **(kwargs or {}))
+        of, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not any(isinstance(i, Tensor) for i in index):
+            return func(*args)
+        at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
+        index = index[:at] + (slice(None),) * (of.dim() - len(index) + (at < len(index))) + index[at + 1 :]
+        if any(isinstance(i, slice) and i != slice(None) for i in index):
+            raise TraceError("a slice beside a traced index must be `:`")
+        number = functools.partial(torch.tensor, device=of.device)
+        return torch.ops.aten.index(of, [None if isinstance(i, slice) else i if isinstance(i, Tensor) else number(i) for i in index])
+
+
 def _has_point(x: Any) -> bool:
     return isinstance(x, (_Point, _trace.Rows)) or (isinstance(x, (tuple, list)) and any(map(_has_point, x)))
 
@@ -56,11 +76,21 @@ def _has_point(x: Any) -> bool:
 def _at_all_points(
     function: Callable[..., Any], extents: tuple[int, ...], device: torch.device, *scores: Tensor
 ) -> Tensor:
-    axes = (torch.arange(n, device=device).reshape([-1 if at == axis else 1 for at in range(4)]) for axis, n in enumerate(extents))
-    with _Reader():
-        result = function(*(t.as_subclass(_Point) for t in (*scores, *axes)))
+    indices = [torch.arange(n, device=device) for n in extents]
+    axes = (t.reshape([-1 if at == axis else 1 for at in range(4)]) for axis, t in enumerate(indices))
+    try:
+        with _Reader():
+            result = function(*(t.as_subclass(_Point) for t in (*scores, *axes)))
+    except _trace.RowError:
+        if 0 in extents:
+            return scores[0] if scores else torch.zeros(extents, dtype=torch.bool, device=device)
+        # By torch's vmap, which holds the rows of all points.
+        with _Indexing():
+            result = _torch_flex._vmap_for_bhqkv(function, prefix=(0,) * len(scores))(*scores, *indices)
     if not isinstance(result, Tensor):
         raise ValueError(f"`{_trace.name_of(function)}` must return a tensor, got {type(result)}")
+    if result.dim() > 4:
+        raise TraceError(f"`{_trace.name_of(function)}` returns a row of a captured tensor: index all of its axes")
     return result.as_subclass(Tensor).expand(extents)
 
 
@@ -73,6 +103,7 @@ def _allowed(block_mask: BlockMask | Mask, extents: tuple[int, int, int, int], d
     kinds = _blocks.kinds_of(block_mask, extents, device)
     if kinds is None:
         return allowed
+    kinds = kinds[: extents[0], : extents[1]]
     for axis, tile in ((2, block_mask.BLOCK_SIZE[0]), (3, block_mask.BLOCK_SIZE[1])):
         kinds = kinds.repeat_interleave(min(tile, extents[axis]), axis).narrow(axis, 0, extents[axis])
     return (kinds == 2) | ((kinds == 1) & allowed)

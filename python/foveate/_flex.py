@@ -146,7 +146,7 @@ def flex_attention(
     if sink is not None:
         sink = _checks.sink_of(sink, query)
     if extents is None:
-        key, value = _checks.of_one_dtype(query, key, value)
+        query, key, value = _checks.of_one_dtype(query, key, value)
         query, key, value = (t.resolve_neg() for t in (query, key, value))
         if query.dtype == torch.float64:
             results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, dropout_p)

@@ -33,6 +33,10 @@ class _NoAttribute(TraceError, AttributeError):
     """A tensor's attribute that traced values lack; ``hasattr`` is false for it."""
 
 
+class RowError(TraceError):
+    """Rows of captured tensors are used by a function that runs on all points at once."""
+
+
 _ATTRIBUTES: dict[str, Any] = {
     "shape": torch.Size(()),
     "ndim": 0,
@@ -59,8 +63,9 @@ def attribute(value: Expr, name: str) -> Any:
 def _call(name: str, operation: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     trace = _TRACES[-1] if _TRACES else None
     if not isinstance(trace, Trace):
-        what = "a traced value is used after its function was traced"
-        raise TraceError(what if trace is None else "float64 attention reads captured tensors at an index of all axes")
+        if trace is not None:
+            raise RowError(f"`{name}` of {args[0]}")
+        raise TraceError("a traced value is used after its function was traced")
     reading = _READING.get(name)
     if reading is not None:
         return _applied(name, reading, (trace, *args), kwargs)

@@ -72,8 +72,29 @@ def test_lengths_of_zero_and_what_cannot_be_read():
     assert not q.grad.any()
     q, k, v = operands()
     table = torch.randn(4, 7)
-    with pytest.raises(TraceError, match="index of all axes"):
+    with pytest.raises(TraceError, match="index all of its axes"):
         flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h], enable_gqa=True)
+
+
+def test_rows_of_captured_tensors_are_vectors_as_in_other_dtypes():
+    q, k, v = operands(hkv=4)
+    places = torch.randn(7, 3, generator=G, dtype=torch.float64).requires_grad_()
+    groups = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 0], [1, 1], [2, 2], [0, 2]])
+
+    def score_mod(score, b, h, i, j):
+        apart = (places[i] - places[j]).square().sum(-1)
+        return score * torch.exp(-apart) + torch.dot(places[i], places[j])
+
+    mask = create_block_mask(lambda b, h, i, j: (groups[i] == groups[j]).any(-1), None, None, 5, 7)
+
+    def run(q, k, v, places):
+        return flex_attention(q, k, v, score_mod, mask)
+
+    assert torch.autograd.gradcheck(run, (q, k, v, places))
+    ours = flex_attention(q.float(), k.float(), v.float(), score_mod, mask)
+    torch.testing.assert_close(ours.double(), run(q, k, v, places), rtol=1e-5, atol=1e-5)
+    none = flex_attention(q[:, :, :0], k, v, score_mod, BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, None, None, 128, mask.mask_mod, (0, 7)))
+    assert none.shape == (2, 4, 0, 2)
 
 
 def test_all_scores_of_more_than_256_mib_warn(monkeypatch):

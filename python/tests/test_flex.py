@@ -280,12 +280,14 @@ def test_autocast_casts_queries_keys_and_values_only():
     assert torch.equal(out, flex_attention(*rounded, lambda s, b, h, i, j: s + bias[j]))
 
 
-def test_keys_of_another_dtype_run_forward_only():
+def test_keys_of_another_dtype_run_forward_and_refuse_a_backward():
     q, k, v = (t.detach() for t in operands((1, 2, 2, 9, 9, 8, 8)))
     out = flex_attention(q, k.bfloat16(), v.bfloat16())
     assert torch.equal(out, flex_attention(q, k.bfloat16().float(), v.bfloat16().float()))
+    again = flex_attention(q.clone().requires_grad_(), k.bfloat16(), v.bfloat16())
+    assert torch.equal(again, out)
     with pytest.raises(ValueError, match="mixed query, key, and value dtype"):
-        flex_attention(q.requires_grad_(), k.bfloat16(), v.bfloat16())
+        again.sum().backward()
 
 
 def test_results_do_not_depend_on_the_number_of_threads():

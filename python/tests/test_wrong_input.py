@@ -76,7 +76,7 @@ WRONG = [
     (lambda q, k, v: flex_attention(q.tolist(), k, v), TypeError, "query must be a Tensor"),
     (lambda q, k, v: flex_attention(q, k.to("meta"), v.to("meta")), ValueError, "same device"),
     (lambda q, k, v: flex_attention(q.to("meta"), k.to("meta"), v.to("meta")), NotImplementedError, "on meta"),
-    (lambda q, k, v: flex_attention(q, k.bfloat16(), v), ValueError, "mixed query, key, and value dtype"),
+    (lambda q, k, v: flex_attention(q, k.bfloat16(), v).sum().backward(), ValueError, "mixed query, key, and value dtype"),
     (lambda q, k, v: flex_attention(q.long(), k, v), ValueError, "float tensor"),
     (lambda q, k, v: flex_attention(q, k, v, scale=math.inf), ValueError, "finite"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + ELSEWHERE[j]), RuntimeError, "on meta"),
