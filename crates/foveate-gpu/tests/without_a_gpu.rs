@@ -7,7 +7,9 @@ mod driver;
 use std::sync::Arc;
 use std::time::Duration;
 
-use foveate_gpu::driver::{Device, Graph, Module, Pool, Readback, Stream, default_timeout};
+use foveate_gpu::driver::{
+    Device, Graph, HostArray, Module, Pool, Readback, Stream, default_timeout,
+};
 use foveate_gpu::nvrtc::check_driver;
 use foveate_gpu::{GpuError, GpuErrorKind};
 
@@ -82,6 +84,52 @@ fn a_readback_waits_for_the_work_before_it_and_no_other() {
     std::fs::remove_file(busy).unwrap();
     assert_eq!(readback.wait(LIMIT).unwrap(), [4, 5, 6]);
     assert!(readback.queue(&pool.take(4).unwrap()).is_err());
+}
+
+#[test]
+fn an_array_of_the_host_is_read_and_freed_behind_the_copies_that_were_marked() {
+    let name = "an_array_of_the_host_is_read_and_freed_behind_the_copies_that_were_marked";
+    if !inside(name, &[], &[], &[]) {
+        return;
+    }
+    let pool = pool(0);
+    let (stream, memory) = (pool.stream(), pool.take(300).unwrap());
+    let host = HostArray::new(stream.device(), 1000).unwrap();
+    let mut found = [7; 1000];
+    host.read(0, &mut found, LIMIT).unwrap();
+    assert_eq!(found, [0; 1000]);
+    let given: Vec<u8> = (0..1000).map(|i| (i * 31 % 251) as u8).collect();
+    host.change(0, 1000, LIMIT, |bytes| bytes.copy_from_slice(&given)).unwrap();
+    let through = |start: usize| {
+        // SAFETY: the memory has 300 bytes and lives as long as the array, which is marked.
+        unsafe { host.copy_to(stream, start, memory.address(), 300) }.unwrap();
+        memory.fill_at(0, 9, 50).unwrap();
+        // SAFETY: as above.
+        unsafe { host.copy_from(stream, start, memory.address(), 300) }.unwrap();
+        host.mark(stream).unwrap();
+    };
+    through(100);
+    host.read(0, &mut found, LIMIT).unwrap();
+    assert!(found[..100] == given[..100] && found[150..] == given[150..]);
+    assert_eq!(found[100..150], [9; 50]);
+    // What is not there fails, and changes nothing.
+    // SAFETY: nothing is queued.
+    let late = unsafe { host.copy_to(stream, 900, memory.address(), 101) }.unwrap_err();
+    let told = "101 B from byte 900 on are not within 1000 B of the host";
+    assert!(late.to_string().contains(told), "{late}");
+    assert!(host.read(1, &mut found, LIMIT).is_err());
+    assert!(host.change(usize::MAX, 2, LIMIT, |_| panic!("it has no such bytes")).is_err());
+    // From here on nothing ends, until it does.
+    let busy = std::path::Path::new(&std::env::var_os("HOME").unwrap()).join("busy");
+    std::fs::write(&busy, "").unwrap();
+    through(500);
+    let error = host.read(0, &mut found, Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error.kind(), GpuErrorKind::Timeout { .. }), "{error}");
+    std::fs::remove_file(busy).unwrap();
+    through(600);
+    // The driver ends the process where memory of a queued copy is gone.
+    drop(host);
+    stream.wait(LIMIT, "copies").unwrap();
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use super::device::Device;
-use super::pinned::Pinned;
+use super::pinned::{Pinned, fill};
 use super::stream::{Event, Stream};
 use crate::error::GpuError;
 use crate::sync::lock;
@@ -145,6 +145,20 @@ impl HostArray {
         self.note_use(start, bytes, HOST, true);
         change(&mut memory.as_mut_slice()[start..start + bytes]);
         Ok(())
+    }
+
+    /// Waits for the copies, at most `limit`, and makes `bytes` bytes from byte `start` on `byte`.
+    ///
+    /// # Errors
+    /// Those of [`Self::read`].
+    pub fn fill(
+        &self,
+        start: usize,
+        byte: u8,
+        bytes: usize,
+        limit: Duration,
+    ) -> Result<(), GpuError> {
+        self.change(start, bytes, limit, |some| fill(some, byte))
     }
 
     fn admit(&self, stream: &Stream, start: usize, bytes: usize) -> Result<(), GpuError> {

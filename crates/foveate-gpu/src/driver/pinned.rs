@@ -1,10 +1,29 @@
 //! Host memory that a device copies from and to by itself.
 
 use std::ffi::c_void;
+use std::mem::MaybeUninit;
 use std::ptr;
 
 use super::device::Device;
 use crate::error::GpuError;
+
+/// Bytes that are worth a thread of their own to be filled.
+const FILLED: usize = 256 << 20;
+
+/// Makes every element `value`: much memory by as many threads as there are, since one has a part of the
+/// bandwidth alone.
+pub(super) fn fill<T: Copy + Send>(all: &mut [T], value: T) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let piece = all.len().div_ceil(threads).max(FILLED);
+    match all.len() > piece {
+        false => all.fill(value),
+        true => std::thread::scope(|scope| {
+            for piece in all.chunks_mut(piece) {
+                scope.spawn(move || piece.fill(value));
+            }
+        }),
+    }
+}
 
 /// Host memory that the device copies from and to without a detour.
 #[derive(Debug)]
@@ -30,10 +49,11 @@ impl Pinned {
         // SAFETY: `data` is valid for a write.
         let code = unsafe { (driver.host_alloc)(&mut data, bytes.max(1), 0) };
         driver.check(code, || format!("pinning {bytes} B of host memory"))?;
-        let data = data.cast::<u8>();
-        // SAFETY: freshly allocated with that many bytes.
-        unsafe { data.write_bytes(0, bytes.max(1)) };
-        Ok(Self { device: device.clone(), data, bytes })
+        // SAFETY: freshly allocated with that many bytes, which nobody else has.
+        let fresh =
+            unsafe { std::slice::from_raw_parts_mut(data.cast::<MaybeUninit<u8>>(), bytes.max(1)) };
+        fill(fresh, MaybeUninit::new(0));
+        Ok(Self { device: device.clone(), data: data.cast(), bytes })
     }
 
     /// Takes over what [`Self::into_raw`] gave.
@@ -80,6 +100,21 @@ impl Drop for Pinned {
         if let Ok(driver) = self.device.current() {
             // SAFETY: allocated in `new`.
             unsafe { (driver.host_free)(self.data.cast()) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_of_much_memory_is_filled_and_nothing_beside_it() {
+        for bytes in [0, 1, FILLED, 2 * FILLED + 3] {
+            let mut all = vec![7u8; bytes + 2];
+            fill(&mut all[1..=bytes], 9);
+            assert_eq!((all[0], all[bytes + 1]), (7, 7));
+            assert!(all[1..=bytes].iter().all(|&byte| byte == 9), "{bytes} B");
         }
     }
 }

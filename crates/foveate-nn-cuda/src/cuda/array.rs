@@ -97,9 +97,7 @@ impl CudaArray {
             Some(Memory::Device { of, within }) => {
                 of.fill_at(within.unwrap_or(0) + start, byte, bytes)
             }
-            Some(Memory::Host(host)) => {
-                host.change(start, bytes, default_timeout(), |some| some.fill(byte))
-            }
+            Some(Memory::Host(host)) => host.fill(start, byte, bytes, default_timeout()),
             None => {
                 assert_eq!(bytes, 0, "the array has no memory");
                 Ok(())
