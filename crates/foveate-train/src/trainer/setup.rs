@@ -94,7 +94,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
-        let texts = ranks.together(Texts::read(ranks, recipe, file, &options, observer))?;
+        let mut texts = ranks.together(Texts::read(ranks, recipe, file, &options, observer))?;
         // Ranks of a host compute on one GPU each.
         let mut alike = recipe.clone();
         alike.run.device = Default::default();
@@ -107,12 +107,10 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ("set of documents", texts.corpus.fingerprint()),
         ])?;
         let mixed = mixed_devices(ranks, gpu.as_deref())?;
-        let counts = counts(ranks, recipe, &texts, observer)?.map(Arc::new);
+        texts.counts = counts(ranks, recipe, &texts, observer)?.map(Arc::new);
         let last = texts.last.clone();
-        let checksums = options.checksums;
-        let (mut run, resolved) = ranks.together(Self::made(
-            ranks, recipe, file, texts, counts, checksums, blocks, gpu, observer,
-        ))?;
+        let (mut run, resolved) =
+            ranks.together(Self::made(ranks, recipe, file, texts, blocks, gpu, observer))?;
         ranks
             .agree(&[("step", run.state.step), ("number of parameters", run.started.parameters)])?;
         let logs = ranks.first().then(|| run.open(options, last.as_deref(), &resolved));
@@ -144,20 +142,18 @@ impl<'a, B: Blocks> Setup<'a, B> {
     }
 
     /// The run, without its logs, and the recipe as it is saved.
-    #[expect(clippy::too_many_arguments, reason = "what a run is made of")]
     fn made(
         ranks: Ranks<'a>,
         recipe: &'a Recipe,
         file: &Path,
         texts: Texts<'a>,
-        counts: Option<Arc<TokenCounts>>,
-        checksums: Checksums,
         blocks: B,
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<(Self, String), TrainError> {
         let chat_template = texts.chat_template().to_owned();
-        let Texts { folder, last, origin, from, template_source, corpus } = texts;
+        let Texts { folder, last, origin, from, template_source, corpus, counts, checksums } =
+            texts;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
@@ -275,6 +271,10 @@ struct Texts<'a> {
     from: Option<CheckpointConfig>,
     template_source: Option<String>,
     corpus: Arc<Corpus>,
+    /// The documents' numbers of tokens, where something needs them.
+    counts: Option<Arc<TokenCounts>>,
+    /// Whether what is read is held to its checksums.
+    checksums: Checksums,
 }
 
 impl<'a> Texts<'a> {
@@ -304,7 +304,8 @@ impl<'a> Texts<'a> {
         let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
         let read = named.map(|file| place.join(file)).chain(origin.clone());
         folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
-        Ok(Self { folder, last, origin, from, template_source, corpus })
+        let counts = None;
+        Ok(Self { folder, last, origin, from, template_source, corpus, counts, checksums })
     }
 
     /// The source of the chat template: the recipe's, the checkpoint's, or the default.
