@@ -253,6 +253,13 @@ fn vector(narrow: bool, starts: &[(Address, usize)], whole: impl Fn(usize) -> bo
     VECTORS.into_iter().skip(usize::from(!narrow)).find(fits).unwrap_or(1)
 }
 
+/// How what an update goes through is kept, as `kernels/updates.cuh` numbers it.
+struct Kept {
+    weights: u32,
+    gradients: u32,
+    moments: u32,
+}
+
 impl Update<'_> {
     /// How moments are kept: 2 for codes of 8 bits, else as [`kind`].
     fn moment_kind(&self) -> Result<u32, GpuError> {
@@ -262,6 +269,81 @@ impl Update<'_> {
             return Ok(2);
         }
         kind("means", &self.means, self.trained)
+    }
+
+    /// How everything is kept, where it fits together.
+    fn kept(&self) -> Result<Kept, GpuError> {
+        let ([elems], [gradients_len]) = (self.weights.layout.shape, self.gradients.layout.shape);
+        let weights = kind("weights", &self.weights, elems)?;
+        let gradients = kind("gradients", &self.gradients, gradients_len)?;
+        let moments = self.moment_kind()?;
+        self.check_places(elems, gradients_len)?;
+        array("piece_table", &self.piece_table, ElementType::F64, self.pieces.len_f64())?;
+        array("constants", &self.constants, ElementType::F64, CONSTANTS_LEN)?;
+        let weights = match &self.remainders {
+            Some(_) if weights == 0 => {
+                return Err(GpuError::argument("f32 weights have no remainders"));
+            }
+            Some(remainders) => {
+                array("remainders", remainders, ElementType::I16, self.trained)?;
+                1
+            }
+            None => 2 * weights,
+        };
+        Ok(Kept { weights, gradients, moments })
+    }
+
+    /// Names what is read and what is written.
+    fn name_to(&self, accesses: &mut Accesses) -> Result<(), GpuError> {
+        if let Some(remainders) = &self.remainders {
+            accesses.write_array("remainders", remainders)?;
+        }
+        accesses.write("weights", &self.weights)?;
+        accesses.read("gradients", &self.gradients)?;
+        accesses.write("means", &self.means)?;
+        if let Some(squares) = &self.squares {
+            accesses.write("squares", squares)?;
+        }
+        accesses.read_array("piece_table", &self.piece_table)?;
+        accesses.read_array("constants", &self.constants)?;
+        accesses.read_array("totals", &self.totals)
+    }
+
+    /// Where arrays start, as the kernel is told, with bytes of their elements.
+    fn starts(&self, told: &UpdateParams, moment_bytes: usize) -> Vec<(Address, usize)> {
+        let mut starts = vec![
+            (told.weights, self.weights.dtype.bytes()),
+            (told.gradients, self.gradients.dtype.bytes()),
+            (told.means, moment_bytes),
+        ];
+        starts.extend(self.squares.map(|_| (told.squares, moment_bytes)));
+        starts.extend(self.remainders.map(|_| (told.remainders, 2)));
+        starts
+    }
+
+    fn parameters(&self) -> Result<UpdateParams, GpuError> {
+        // The address that the gradient of weight 0 would have: none is read before the first piece.
+        let before = (self.first_gradient * self.gradients.dtype.bytes()) as Address;
+        let ([beta1, beta2], eps) = match self.rule {
+            Rule::AdamW { betas, eps } => (betas, eps),
+            Rule::Momentum(momentum) => ([momentum, 0.0], 0.0),
+        };
+        Ok(UpdateParams {
+            weights: self.weights.start(),
+            remainders: self.remainders.map_or(0, |remainders| remainders.address),
+            gradients: self.gradients.start().wrapping_sub(before),
+            means: self.means.start(),
+            squares: self.squares.map_or(0, |squares| squares.start()),
+            pieces: self.piece_table.address,
+            constants: self.constants.address,
+            totals: Totals::check(&self.totals)?,
+            elems: self.trained as i64,
+            piece_count: count("pieces", self.pieces.entries.len())?,
+            beta1,
+            beta2,
+            eps,
+            weight_decay: self.weight_decay,
+        })
     }
 
     /// Whether there are squares where the rule keeps them, and weights and gradients for all pieces, of `elems`
@@ -296,76 +378,18 @@ impl Update<'_> {
 
 impl Block for Update<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let ([elems], trained) = (self.weights.layout.shape, self.trained);
-        let weights = kind("weights", &self.weights, elems)?;
-        let [gradients_len] = self.gradients.layout.shape;
-        let gradients = kind("gradients", &self.gradients, gradients_len)?;
-        let moments = self.moment_kind()?;
-        self.check_places(elems, gradients_len)?;
-        // The address that the gradient of weight 0 would have: none is read before the first piece.
-        let before = (self.first_gradient * self.gradients.dtype.bytes()) as Address;
-        let gradients_at = self.gradients.start().wrapping_sub(before);
-        let moment_bytes = if moments == 2 { 1 } else { self.means.dtype.bytes() };
-        let mut starts: Vec<(Address, usize)> = vec![
-            (self.weights.start(), self.weights.dtype.bytes()),
-            (gradients_at, self.gradients.dtype.bytes()),
-            (self.means.start(), moment_bytes),
-        ];
-        starts.extend(self.squares.map(|squares| (squares.start(), moment_bytes)));
-        let weights = match &self.remainders {
-            Some(_) if weights == 0 => {
-                return Err(GpuError::argument("f32 weights have no remainders"));
-            }
-            Some(remainders) => {
-                array("remainders", remainders, ElementType::I16, trained)?;
-                starts.push((remainders.address, 2));
-                accesses.write_array("remainders", remainders)?;
-                1
-            }
-            None => 2 * weights,
-        };
-        array("piece_table", &self.piece_table, ElementType::F64, self.pieces.len_f64())?;
-        array("constants", &self.constants, ElementType::F64, CONSTANTS_LEN)?;
-        accesses.write("weights", &self.weights)?;
-        accesses.read("gradients", &self.gradients)?;
-        accesses.write("means", &self.means)?;
-        if let Some(squares) = &self.squares {
-            accesses.write("squares", squares)?;
-        }
-        for (name, array) in [
-            ("piece_table", &self.piece_table),
-            ("constants", &self.constants),
-            ("totals", &self.totals),
-        ] {
-            accesses.read_array(name, array)?;
-        }
-        let vector = vector(moments == 1, &starts, |vector| self.pieces.whole(vector));
-        let ([beta1, beta2], eps, rule) = match self.rule {
-            Rule::AdamW { betas, eps } => (betas, eps, 0),
-            Rule::Momentum(momentum) => ([momentum, 0.0], 0.0, 1),
-        };
-        let file = File::Update { rule, weights, moments, gradients };
-        let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
-        let parameters = UpdateParams {
-            weights: self.weights.start(),
-            remainders: self.remainders.map_or(0, |remainders| remainders.address),
-            gradients: gradients_at,
-            means: self.means.start(),
-            squares: self.squares.map_or(0, |squares| squares.start()),
-            pieces: self.piece_table.address,
-            constants: self.constants.address,
-            totals: Totals::check(&self.totals)?,
-            elems: trained as i64,
-            piece_count: count("pieces", self.pieces.entries.len())?,
-            beta1,
-            beta2,
-            eps,
-            weight_decay: self.weight_decay,
-        };
+        let Kept { weights, gradients, moments } = self.kept()?;
+        self.name_to(accesses)?;
+        let (parameters, codes) = (self.parameters()?, moments == 2);
         if self.pieces.entries.is_empty() {
             return Ok(Vec::new());
         }
-        let (entry, ctas) = if moments == 2 {
+        let starts = self.starts(&parameters, if codes { 1 } else { self.means.dtype.bytes() });
+        let vector = vector(moments == 1, &starts, |vector| self.pieces.whole(vector));
+        let rule = u32::from(matches!(self.rule, Rule::Momentum(_)));
+        let file = File::Update { rule, weights, moments, gradients };
+        let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
+        let (entry, ctas) = if codes {
             let blocks = self.pieces.end().div_ceil(BLOCK) - self.pieces.first() / BLOCK;
             ("fv_update_int8", blocks.div_ceil(THREADS as usize / 32))
         } else {

@@ -275,6 +275,66 @@ impl StepKind {
     }
 }
 
+/// What a step finds and leaves behind.
+struct State {
+    /// Those that blocks read: where parameters are cut over ranks, the gathered ones.
+    weights: DryArray,
+    /// Those of the embedding, where it has them apart, and all others.
+    gradients: [DryArray; 2],
+    host_bytes: u64,
+}
+
+impl State {
+    /// That of a rank, noted by `dry`.
+    fn noted(dry: &mut Dry, layout: &ParameterLayout, kind: StepKind) -> Self {
+        let (precision, cutting) = (dry.precision(), kind.cutting());
+        let is_cut = cutting.parts > 1;
+        // The first rank has the largest part.
+        let share = layout.share(0, cutting.parts);
+        let trained = share.trained();
+        let mut weights = dry.state(WEIGHTS, precision.weights, share.elems());
+        if is_cut {
+            weights = dry.state(GATHERED, precision.weights, layout.gathered(cutting.reshard));
+        }
+        let (mut gradients, mut host_bytes) = ([DryArray::default(), DryArray::default()], 0);
+        if let StepKind::Training(training) = kind {
+            let passes = training.in_backward || is_cut;
+            let sizes = if passes { layout.passing() } else { [0, trained] };
+            gradients = sizes.map(|elems| dry.state(GRADIENTS, precision.gradients, elems));
+            if is_cut {
+                // A group on its way to other ranks, and the part that is kept.
+                let places = layout.groups().iter().map(|group| group.place.len());
+                dry.state(GRADIENTS, DType::F32, places.max().unwrap_or(0));
+                let kept = if training.in_backward { 0 } else { trained };
+                dry.state(GRADIENTS, precision.gradients, kept);
+            }
+            let (dtype, elems) = precision.moments.array(precision.moments_on_device(trained));
+            let moments = 1 + usize::from(training.squares);
+            for _ in 0..moments {
+                dry.state(MOMENT, dtype, elems);
+            }
+            if precision.host_moments {
+                host_bytes = trained.saturating_mul(moments).saturating_mul(dtype.bytes()) as u64;
+            }
+        }
+        if precision.remainders {
+            // 16 bits each.
+            dry.state(REMAINDERS, DType::BF16, trained);
+        }
+        Self { weights, gradients, host_bytes }
+    }
+}
+
+/// What a step finds of a batch.
+fn note_batch(dry: &mut Dry, config: &ModelConfig, rows: usize, len: usize) {
+    // Ids, labels, positions and the order of the ids, 4 bytes each; cosines and sines.
+    dry.state("batch", DType::F32, rows.saturating_mul(len).saturating_mul(4));
+    let positions = len.checked_next_power_of_two().unwrap_or(usize::MAX);
+    let tables = 1 + usize::from(config.architecture.local_rope_theta.is_some());
+    let rotations = positions.saturating_mul(config.rotated()).saturating_mul(tables);
+    dry.state("rotations", DType::F32, rotations);
+}
+
 /// What a step does that `dry` notes.
 pub(crate) fn dry_run(
     mut dry: Dry,
@@ -285,53 +345,10 @@ pub(crate) fn dry_run(
     [rows, len]: [usize; 2],
     kind: StepKind,
 ) -> Result<Account, NnError> {
-    let (precision, cutting) = (dry.precision(), kind.cutting());
-    let is_cut = cutting.parts > 1;
-    // The first rank has the largest part.
-    let share = layout.share(0, cutting.parts);
-    let trained = share.trained();
-    let mut weights = dry.state(WEIGHTS, precision.weights, share.elems());
-    if is_cut {
-        weights = dry.state(GATHERED, precision.weights, layout.gathered(cutting.reshard));
-    }
-    let (mut gradients, mut host_bytes) = ([DryArray::default(), DryArray::default()], 0);
-    if let StepKind::Training(training) = kind {
-        let passes = training.in_backward || is_cut;
-        let sizes = if passes { layout.passing() } else { [0, trained] };
-        for (array, elems) in gradients.iter_mut().zip(sizes) {
-            *array = dry.state(GRADIENTS, precision.gradients, elems);
-        }
-        if is_cut {
-            // A group on its way to other ranks, and the part that is kept.
-            let largest = layout.groups().iter().map(|group| group.place.len()).max().unwrap_or(0);
-            dry.state(GRADIENTS, DType::F32, largest);
-            dry.state(
-                GRADIENTS,
-                precision.gradients,
-                if training.in_backward { 0 } else { trained },
-            );
-        }
-        let (dtype, elems) = precision.moments.array(precision.moments_on_device(trained));
-        let moments = 1 + usize::from(training.squares);
-        for _ in 0..moments {
-            dry.state(MOMENT, dtype, elems);
-        }
-        if precision.host_moments {
-            let bytes = trained.saturating_mul(moments).saturating_mul(dtype.bytes());
-            host_bytes = bytes as u64;
-        }
-    }
-    if precision.remainders {
-        // 16 bits each.
-        dry.state(REMAINDERS, DType::BF16, trained);
-    }
+    let precision = dry.precision();
+    let State { weights, mut gradients, host_bytes } = State::noted(&mut dry, layout, kind);
     let states = dry.arrays.len();
-    // Ids, labels, positions and the order of the ids, 4 bytes each; cosines and sines.
-    dry.state("batch", DType::F32, rows.saturating_mul(len).saturating_mul(4));
-    let positions = len.checked_next_power_of_two().unwrap_or(usize::MAX);
-    let tables = 1 + usize::from(config.architecture.local_rope_theta.is_some());
-    let rotations = positions.saturating_mul(config.rotated()).saturating_mul(tables);
-    dry.state("rotations", DType::F32, rotations);
+    note_batch(&mut dry, config, rows, len);
     let programs: Vec<_> =
         learned.iter().map(|learned| LayerProgram { plan: &(), learned }).collect();
     let (programs, shape) = (&programs[..], [rows, len]);
@@ -343,8 +360,7 @@ pub(crate) fn dry_run(
     match kind {
         StepKind::Training(Training { recompute, in_backward, one_batch, .. }) => {
             let [embedding, array] = &mut gradients;
-            let apart = ((in_backward || is_cut) && embedding.elems() > 0)
-                .then(|| (embedding, layout.groups()[0].place.end));
+            let apart = (embedding.elems() > 0).then(|| (embedding, layout.groups()[0].place.end));
             // Blocks write to the array of all gradients or to that of a group, whichever it is, as
             // those of a batch that is not the first of its step.
             let target = Target { array, first: 0, embedding: apart, accumulate: true };
