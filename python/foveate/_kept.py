@@ -34,8 +34,9 @@ _PURE = frozenset(
 )
 #: Calls: what may be called is what may be named or captured.
 _CALLS = frozenset("CALL CALL_FUNCTION CALL_FUNCTION_KW CALL_KW CALL_METHOD KW_NAMES PRECALL".split())
-#: Attributes of values, captured tensors and torch; ``rand`` of torch draws.
-_ATTRIBUTES = frozenset(OPERATIONS) - {"rand"} | {"shape", "dtype", "ndim"}
+#: Attributes of values, captured tensors and torch, but for numbers that elements of captured tensors decide, as those of
+#: ``table[table > 0]``; and ``rand`` of torch draws.
+_ATTRIBUTES = frozenset(OPERATIONS) - {"item", "numel", "rand", "size"} | {"dtype", "ndim"}
 _ATTRIBUTES |= {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 #: Values whose reads are followed at most.

@@ -72,6 +72,18 @@ def of_an_element(at):
     return lambda b, h, i, j: i - j < at
 
 
+def of_an_item(at):
+    return lambda b, h, i, j: i - j < at.item()
+
+
+def of_a_count(table):
+    return lambda b, h, i, j: i - j < table[table > 3].numel()
+
+
+def of_a_shape(table):
+    return lambda b, h, i, j: i - j < table[table > 3].shape[0]
+
+
 def of_a_sum(table):
     return lambda b, h, i, j: (table + 1)[i] > j
 
@@ -100,6 +112,9 @@ CHANGES = {
     "a mask's sign": (Mask.causal() & Mask.document(FIRST), Mask.causal() | Mask.document(FIRST), True),
     "a mask's parts": (Mask(closure(1)) & (lambda b, h, i, j: i > j), Mask(closure(1)) & (lambda b, h, i, j: i < j), True),
     "the element that is a number": (of_an_element(torch.tensor(4)), of_an_element(torch.tensor(6)), True),
+    "the item that is a number": (of_an_item(torch.tensor(4)), of_an_item(torch.tensor(6)), True),
+    "how many elements there are": (of_a_count(FIRST), of_a_count(FIRST.clamp(max=5) * 2), True),
+    "how long the chosen elements are": (of_a_shape(FIRST), of_a_shape(FIRST.clamp(max=5) * 2), True),
     "what is computed of a tensor": (of_a_sum(FIRST), of_a_sum(other(FIRST)), True),
 }
 
