@@ -1,4 +1,5 @@
-//! The blocks on an NVIDIA GPU: what [`foveate_nn::Blocks`] asks for, queued on one stream.
+//! The blocks on an NVIDIA GPU: what [`foveate_nn::Blocks`] asks for, queued on one stream. Moments in the memory
+//! of the host come and go on two more (`passage`).
 //!
 //! Every array is memory of the queue's pool. What a block needs besides its operands is taken from
 //! there when the block is queued and given back at once: whoever gets it next queues its work
