@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _cuda, _native, _trace
+from . import _cuda, _native, _source
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -89,7 +89,7 @@ class Call:
         try:
             plan.forward(q, k, v, out, lse, max_scores)
         except IndexError as error:
-            raise _trace.named(error, self.score, self.mask) from None
+            raise _source.named(error, self.score, self.mask) from None
         self.plan = plan
         if self.varlen is not None:
             self.clear((out,), ())
@@ -186,7 +186,7 @@ class Gradient(torch.autograd.Function):
         try:
             plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
         except IndexError as error:
-            raise _trace.named(error, call.score, call.mask) from None
+            raise _source.named(error, call.score, call.mask) from None
         call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
         return (*gradients, d_sink, *(d if d is None else d.to(t.dtype) for d, t in zip(destinations, learned)))
 

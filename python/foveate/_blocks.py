@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from . import _cuda, _native, _region, _trace
+from . import _cuda, _native, _region, _source, _trace
 from ._compile import also_compiled
 from ._masks import Mask
 
@@ -138,7 +138,7 @@ def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[in
     try:
         _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
     except IndexError as error:
-        raise _trace.named(error, traced) from None
+        raise _source.named(error, traced) from None
     return kinds
 
 

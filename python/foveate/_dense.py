@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
-from . import _blocks, _trace
+from . import _blocks, _source, _trace
 from ._native import TraceError
 from ._masks import Mask
 
@@ -88,9 +88,9 @@ def _at_all_points(
         with _Indexing():
             result = _torch_flex._vmap_for_bhqkv(function, prefix=(0,) * len(scores))(*scores, *indices)
     if not isinstance(result, Tensor):
-        raise ValueError(f"`{_trace.name_of(function)}` must return a tensor, got {type(result)}")
+        raise ValueError(f"`{_source.name_of(function)}` must return a tensor, got {type(result)}")
     if result.dim() > 4:
-        raise TraceError(f"`{_trace.name_of(function)}` returns a row of a captured tensor: index all of its axes")
+        raise TraceError(f"`{_source.name_of(function)}` returns a row of a captured tensor: index all of its axes")
     return result.as_subclass(Tensor).expand(extents)
 
 
@@ -99,7 +99,7 @@ def _allowed(block_mask: BlockMask | Mask, extents: tuple[int, int, int, int], d
         return _blocks.dense(block_mask, extents, device)
     allowed = _at_all_points(block_mask.mask_mod, extents, device)
     if allowed.dtype != torch.bool:
-        raise ValueError(f"mask_mod `{_trace.name_of(block_mask.mask_mod)}` must return bools, got {allowed.dtype}")
+        raise ValueError(f"mask_mod `{_source.name_of(block_mask.mask_mod)}` must return bools, got {allowed.dtype}")
     kinds = _blocks.kinds_of(block_mask, extents, device)
     if kinds is None:
         return allowed

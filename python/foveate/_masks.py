@@ -7,7 +7,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from . import _native, _region, _trace
+from . import _native, _region, _source, _trace
 
 
 class Mask:
@@ -41,7 +41,7 @@ class Mask:
             self._function: Callable[..., Any] = lambda b, h, q, kv: _parsed(what, names)
             self._reads: tuple[Any, ...] = (what, names)
         elif callable(what) and not names:
-            self._what = _trace.name_of(what)
+            self._what = _source.name_of(what)
             self._function = what
             self._reads = (what,)
         else:

@@ -1,0 +1,122 @@
+"""What is known of a user's function without running it: the numbers in its source, the variables that it can reach, and
+where in it an error came from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from typing import Any, Iterator
+
+import torch
+
+from . import _native
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+@functools.lru_cache(maxsize=4096)
+def _literals(code: types.CodeType) -> tuple[Any, ...]:
+    """Numbers in a function's source, and in that of functions defined inside it."""
+    found: list[Any] = []
+    for constant in code.co_consts:
+        if isinstance(constant, (int, float)):
+            found.append(constant)
+        elif isinstance(constant, types.CodeType):
+            found.extend(_literals(constant))
+    return tuple(found)
+
+
+def literals_of(function: Any) -> Iterator[Any]:
+    """Numbers in the source of ``function`` and of functions that it captures."""
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting:
+        f = waiting.pop()
+        if id(f) in seen or len(seen) > 64:
+            continue
+        seen.add(id(f))
+        if isinstance(f, (tuple, list)):
+            waiting.extend(f[:64])
+        elif isinstance(f, functools.partial):
+            waiting.append(f.func)
+        elif isinstance(f, types.MethodType):
+            waiting.append(f.__func__)
+        elif isinstance(f, types.FunctionType):
+            yield from _literals(f.__code__)
+            for cell in f.__closure__ or ():
+                try:
+                    waiting.append(cell.cell_contents)
+                except ValueError:
+                    continue
+        elif not isinstance(f, (type, torch.Tensor)) and isinstance(
+            getattr(type(f), "__call__", None), types.FunctionType
+        ):
+            waiting.append(type(f).__call__)
+
+
+def place(error: BaseException) -> str:
+    """File, line and function of the user's code that an error comes from."""
+    found, tb = "", error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        if not os.path.abspath(code.co_filename).startswith((_HERE + os.sep, _TORCH + os.sep)):
+            found = f' File "{code.co_filename}", line {tb.tb_lineno}, in {code.co_name}'
+        tb = tb.tb_next
+    return found
+
+
+def named(error: IndexError, *functions: _native.Traced | None) -> IndexError:
+    """An error of the engine with the user's name of the captured tensor in place of the program's."""
+    message = str(error)
+    for traced in filter(None, functions):
+        for capture in traced.captures:
+            slot = f"captured buffer `{capture.name}`"
+            if slot in message:
+                name = next((name for name, value in _variables(traced.function) if value is capture.tensor), None)
+                shape = tuple(capture.tensor.shape)
+                message = message.replace(slot, f"captured tensor `{name}`" if name else f"a captured tensor of shape {shape}")
+    return IndexError(message)
+
+
+def _variables(function: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function can reach: of its closure, its globals, its object, and these in turn."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", function)]
+    while waiting and len(seen) < 1024:
+        name, value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if name:
+            yield name, value
+        if isinstance(value, types.FunctionType):
+            code = value.__code__
+            for variable, cell in zip(code.co_freevars, value.__closure__ or ()):
+                try:
+                    waiting.append((variable, cell.cell_contents))
+                except ValueError:
+                    continue
+            waiting.extend((g, value.__globals__[g]) for g in code.co_names if g in value.__globals__)
+        elif isinstance(value, functools.partial):
+            waiting.extend([(name, value.func), *((f"argument {i}", a) for i, a in enumerate(value.args)), *value.keywords.items()])
+        elif isinstance(value, types.MethodType):
+            waiting.extend([(name, value.__func__), (name, value.__self__)])
+        elif isinstance(value, dict):
+            waiting.extend((str(key), item) for key, item in value.items())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend((f"{name}[{i}]", item) for i, item in enumerate(value))
+        elif not isinstance(value, (type, types.ModuleType, torch.Tensor)):
+            waiting.extend(getattr(value, "__dict__", {}).items())
+            waiting.extend((slot, getattr(value, slot)) for slot in getattr(type(value), "__slots__", ()) if hasattr(value, slot))
+
+
+def name_of(function: Any) -> str:
+    """What a function is called in messages."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def said(given: Any) -> str:
+    """What stands in the place of a function; of what is long, its type."""
+    return repr(given) if isinstance(given, (str, int, float)) else f"a {type(given).__name__}"
