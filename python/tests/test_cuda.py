@@ -548,15 +548,14 @@ def test_a_compiled_checkpoint_repeats_its_dropout(inductor):
 
     compiled = torch.compile(model, fullgraph=True) if inductor else Backend().compile(model)
     outs = []
-    for seed in (4, 4, 5):
-        torch.manual_seed(seed)
+    for _ in range(3):
         out = compiled(q, k, v)
         d_out = like(out, 1)
         (dv,) = torch.autograd.grad(out, v, d_out)
         # The result is linear in v: this holds where the backward drops what the forward dropped, and else nowhere.
         assert ((out * d_out).sum() - (v * dv).sum()).abs() <= 1e-4 * (out * d_out).abs().sum()
         outs.append(out)
-    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])
 
 
 def test_inductor_compiles_a_layer():
