@@ -113,10 +113,10 @@ impl Passage {
         let stream = self.arriving.stream();
         let queued = || {
             stream.after(left)?;
-            for (number, moment) in kept(moments).enumerate() {
+            for (which, moment) in kept(moments).enumerate() {
                 // SAFETY: the slot has room for the piece, stays allocated as long as the queues, and is not in
                 // use: what it held has left. The moments are marked behind the copy.
-                unsafe { moment.copy_to(stream, start, piece.address(number), bytes)? };
+                unsafe { moment.copy_to(stream, start, piece.address(which), bytes)? };
                 moment.mark(stream)?;
             }
             arrived.record(stream)?;
@@ -141,9 +141,9 @@ impl Passage {
         let queued = || {
             updated.record(queue.stream())?;
             stream.after(updated)?;
-            for (number, moment) in kept(moments).enumerate() {
+            for (which, moment) in kept(moments).enumerate() {
                 // SAFETY: as in `bring`.
-                unsafe { moment.copy_from(stream, start, piece.address(number), bytes)? };
+                unsafe { moment.copy_from(stream, start, piece.address(which), bytes)? };
                 moment.mark(stream)?;
             }
             left.record(stream)

@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use foveate_gpu::abi::{Abi, Address};
 use foveate_gpu::driver::{Allocation, default_timeout};
-use foveate_gpu::{DeviceArray, ElementType};
+use foveate_gpu::{DeviceArray, DeviceTensor, ElementType};
 use foveate_nn::{
     Array, MomentDtype, Moments, NnError, OptimizerStep, Part, Rule, Span, SumOverRanks, Weights,
 };
 
 use super::array::{CudaArray, Place, numbers, part_of};
 use super::clock::Timed;
-use super::passage::Passage;
+use super::passage::{self, Passage};
 use super::totals::CudaTotals;
 use super::{Cuda, failed};
 use crate::optimizer::{
@@ -36,6 +36,36 @@ struct Launch {
     /// Which piece of the moments, and which elements of all it has; their places count from the first of
     /// these.
     moments: Option<(usize, Range<usize>)>,
+}
+
+/// What a launch updates, and what it updates it with.
+struct Arena {
+    weights: DeviceTensor<1>,
+    /// Where there are some.
+    remainders: DeviceTensor<1>,
+    gradients: DeviceTensor<1>,
+    /// Which weight the first gradient is of.
+    first_gradient: usize,
+    means: DeviceTensor<1>,
+    /// Where the rule keeps them.
+    squares: DeviceTensor<1>,
+    trained: usize,
+}
+
+impl Arena {
+    /// Elements `place` alone, whose moments are on the device as `piece`.
+    fn part(&self, place: &Range<usize>, piece: passage::Piece) -> Self {
+        let (first, trained) = (place.start, place.len());
+        Self {
+            weights: part_of(&self.weights, first, trained),
+            remainders: part_of(&self.remainders, first, trained),
+            gradients: part_of(&self.gradients, first - self.first_gradient, trained),
+            first_gradient: 0,
+            means: piece.moment(0),
+            squares: piece.moment(1),
+            trained,
+        }
+    }
 }
 
 /// What of `spans` lies in each piece of `piece` elements, counted from the first that they reach; with the
@@ -176,60 +206,68 @@ impl Cuda {
         }
         self.timed(Timed::Update, |this| {
             let constants = this.constants(step)?;
-            let rule = match step.rule {
-                Rule::AdamW(adamw) => optimizer::Rule::AdamW {
-                    betas: [adamw.beta1 as f32, adamw.beta2 as f32],
-                    eps: adamw.eps as f32,
-                },
-                Rule::Sgd(sgd) => optimizer::Rule::Momentum(sgd.momentum as f32),
+            let all = Arena {
+                weights: weights.array.vector(),
+                remainders: weights.remainders.vector(),
+                gradients: gradients.vector(),
+                first_gradient,
+                means: moments.mean.vector(),
+                squares: moments.square.vector(),
+                trained: elems,
             };
-            let passage = this.passage.as_ref();
-            for Launch { pieces, table, moments: own } in &spans.launches {
-                let brought = passage.zip(own.as_ref()).map(|(passage, (number, place))| {
-                    let piece = passage.bring(&this.queue, moments, *number, place)?;
-                    Ok::<_, NnError>((passage, piece, place))
-                });
-                let brought = brought.transpose()?;
-                // A piece is an arena of its own.
-                let (first, trained) = brought.map_or((0, elems), |(.., at)| (at.start, at.len()));
-                let (means, squares) = match brought {
-                    None => (moments.mean.vector(), moments.square.vector()),
-                    Some((_, piece, _)) => (piece.moment(0), piece.moment(1)),
-                };
-                let (gradients, first_gradient) = match brought {
-                    None => (gradients.vector(), first_gradient),
-                    Some(_) => (part_of(&gradients.vector(), first - first_gradient, trained), 0),
-                };
-                let weights_len = if brought.is_some() { trained } else { weights.array.elems };
-                let table_len = [pieces.len_f64()];
-                let trained_len = [trained];
-                let remainders = this.precision.remainders.then(|| {
-                    let at = part_of(&weights.remainders.vector(), first, trained).start();
-                    DeviceArray::new(at, ElementType::I16, &trained_len)
-                });
-                this.run(&Update {
-                    weights: part_of(&weights.array.vector(), first, weights_len),
-                    remainders,
-                    gradients,
-                    first_gradient,
-                    means,
-                    squares: step.rule.keeps_squares().then_some(squares),
-                    codes: this.precision.moments == MomentDtype::Int8,
-                    trained,
-                    pieces,
-                    piece_table: DeviceArray::new(*table, ElementType::F64, &table_len),
-                    constants: numbers(&constants, &[CONSTANTS_LEN]),
-                    totals: numbers(&totals.memory, &[TOTALS_LEN]),
-                    rule,
-                    weight_decay: step.rule.weight_decay() as f32,
-                })?;
-                if let Some((passage, piece, place)) = brought {
-                    passage.take_back(&this.queue, moments, piece, place)?;
+            let queued = (&constants, &*totals);
+            for launch in &spans.launches {
+                match this.passage.as_ref().zip(launch.moments.as_ref()) {
+                    None => this.update_arena(step, &all, launch, queued)?,
+                    Some((passage, (number, place))) => {
+                        let piece = passage.bring(&this.queue, moments, *number, place)?;
+                        this.update_arena(step, &all.part(place, piece), launch, queued)?;
+                        passage.take_back(&this.queue, moments, piece, place)?;
+                    }
                 }
             }
             Ok(())
         })?;
         self.queue_readback(totals)
+    }
+
+    fn update_arena(
+        &self,
+        step: &OptimizerStep,
+        arena: &Arena,
+        launch: &Launch,
+        (constants, totals): (&Allocation, &CudaTotals),
+    ) -> Result<(), NnError> {
+        let Arena { weights, remainders, gradients, first_gradient, means, squares, trained } =
+            *arena;
+        let (trained_len, table_len) = ([trained], [launch.pieces.len_f64()]);
+        let remainders = self
+            .precision
+            .remainders
+            .then(|| DeviceArray::new(remainders.start(), ElementType::I16, &trained_len));
+        let rule = match step.rule {
+            Rule::AdamW(adamw) => optimizer::Rule::AdamW {
+                betas: [adamw.beta1 as f32, adamw.beta2 as f32],
+                eps: adamw.eps as f32,
+            },
+            Rule::Sgd(sgd) => optimizer::Rule::Momentum(sgd.momentum as f32),
+        };
+        self.run(&Update {
+            weights,
+            remainders,
+            gradients,
+            first_gradient,
+            means,
+            squares: step.rule.keeps_squares().then_some(squares),
+            codes: self.precision.moments == MomentDtype::Int8,
+            trained,
+            pieces: &launch.pieces,
+            piece_table: DeviceArray::new(launch.table, ElementType::F64, &table_len),
+            constants: numbers(constants, &[CONSTANTS_LEN]),
+            totals: numbers(&totals.memory, &[TOTALS_LEN]),
+            rule,
+            weight_decay: step.rule.weight_decay() as f32,
+        })
     }
 }
 
