@@ -149,7 +149,7 @@ def carried(place, mesh):
     for name, sets, processes in runs:
         try:
             sets = ("precision.state=exact", mesh, *sets)
-            found[name] = place.train(f"by-{name}", 2, sets, processes=processes)
+            found[name] = place.train(f"{mesh}-by-{name}", 2, sets, processes=processes)
         except (RuntimeError, subprocess.TimeoutExpired) as e:
             tell(f"{mesh} by {name}", False, str(e)[:600])
     for name, come in found.items():
