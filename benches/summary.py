@@ -73,6 +73,8 @@ def hopper():
     for which, heading in (
         ("forward", "## Beside the peers"),
         ("backward", "## The backward beside the peers"),
+        ("forward", "## Beside FlexAttention"),
+        ("backward", "### The backward beside it"),
     ):
         head, rows = table("hopper.md", heading)
         for case, *cells in rows:
