@@ -250,3 +250,20 @@ def test_few_are_kept(traced):
     for reach in range(3, 3 + 2 * _kept._MOST):
         _trace.mask(of_an_element(reach), EXTENTS)
     assert len(_kept._kept) == _kept._MOST
+
+
+def test_no_attribute_that_may_be_used_makes_a_number_of_elements():
+    """An operation that did would have to be left out of :data:`foveate._kept._ATTRIBUTES`."""
+    several = [torch.tensor([1.5, 2.0, 0.0]), torch.tensor([0.0, 0.0, 7.0])]
+    one = [torch.tensor(0.5), torch.tensor(3.0)]
+    for name in sorted(_kept._ATTRIBUTES):
+        for owner in (torch.Tensor, torch):
+            function = getattr(owner, name, None)
+            for tensors in (several, one):
+                for arguments in ((), (2,)):
+                    try:
+                        results = [function(t, *arguments) for t in tensors]
+                    except Exception:
+                        continue
+                    if not isinstance(results[0], (torch.Tensor, tuple)):
+                        assert results[0] == results[1], name
