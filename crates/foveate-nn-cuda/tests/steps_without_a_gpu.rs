@@ -553,6 +553,15 @@ fn is_read(notes: &[Noted], what: &str) -> bool {
     notes.iter().any(|n| matches!(n, Noted::Read { name, .. } if name.starts_with(what)))
 }
 
+/// Whether anything but a number was copied within the device, as between ranks.
+fn is_copied(notes: &[Noted]) -> bool {
+    let is_copy = |noted: &Noted| match noted {
+        Noted::Read { name, span, .. } => name == "a copy" && span.1 - span.0 > 8,
+        _ => false,
+    };
+    notes.iter().any(is_copy)
+}
+
 /// Steps of `ranks` ranks, threads called `rank-0` and so on, each of which `made` makes.
 fn on_ranks(
     ranks: usize,
@@ -602,7 +611,7 @@ fn ranks_read_what_others_wrote_and_keep_what_others_read() {
         trace::start();
         on_ranks(2, Steps::of_rank, carrier, Recompute::None, 3, |_| {});
         let notes = trace::stop();
-        assert_eq!(is_read(&notes, "a copy"), carrier != Carrier::Host);
+        assert_eq!(is_copied(&notes), carrier != Carrier::Host);
         assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
     }
@@ -675,7 +684,7 @@ fn ranks_of_tensor_read_what_others_wrote_and_keep_what_others_read() {
         trace::start();
         on_ranks(ranks, Steps::of_part, carrier, Recompute::None, 2, |_| {});
         let notes = trace::stop();
-        assert_eq!(is_read(&notes, "a copy"), carrier != Carrier::Host);
+        assert_eq!(is_copied(&notes), carrier != Carrier::Host);
         assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{ranks} ranks, {carrier:?}");
     }
@@ -691,7 +700,7 @@ fn ranks_with_copies_read_what_others_wrote_and_wait_for_nothing() {
             trace::start();
             on_ranks(2, Steps::of_replica, carrier, Recompute::None, steps, |_| {});
             let notes = trace::stop();
-            assert!(is_read(&notes, "a copy"));
+            assert!(is_copied(&notes));
             assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
             assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
             notes.iter().filter(|n| matches!(n, Noted::Waited { .. })).count()
@@ -699,6 +708,25 @@ fn ranks_with_copies_read_what_others_wrote_and_wait_for_nothing() {
         // Each of two ranks waits for the totals of each step.
         assert_eq!(waits[1] - waits[0], 2 * 2, "{waits:?}");
     }
+}
+
+/// What several ranks of `tensor` hold is counted once in the norm of gradients, and not waited for by itself.
+#[test]
+fn ranks_of_tensor_wait_once_for_the_norm_and_once_for_the_totals() {
+    if !inside("ranks_of_tensor_wait_once_for_the_norm_and_once_for_the_totals") {
+        return;
+    }
+    let waits = [2, 4].map(|steps| {
+        trace::start();
+        on_ranks(2, Steps::of_part, Carrier::Auto, Recompute::None, steps, |_| {});
+        let notes = trace::stop();
+        assert_eq!(trouble(&notes), [""; 0]);
+        // The copy of what a read has waited for is waited for, too.
+        let is_wait = |noted: &&Noted| matches!(noted, Noted::Waited { what } if what == "work on the device");
+        notes.iter().filter(is_wait).count()
+    });
+    // Of two ranks in two steps.
+    assert_eq!(waits[1] - waits[0], 2 * 2 * 2, "{waits:?}");
 }
 
 #[test]

@@ -100,8 +100,13 @@ pub struct KvCache<'a, A> {
     pub position: usize,
 }
 
-/// Sums a number over the ranks that own different parts of the parameters.
-pub type SumOverRanks<'a> = &'a mut dyn FnMut(f64) -> Result<f64, NnError>;
+/// What makes the squares of a rank's gradients those of all ranks.
+pub struct SumOverRanks<'a> {
+    /// Elements that another rank has, too, and counts.
+    pub elsewhere: &'a [Range<usize>],
+    /// Sums a number over the ranks that own different parts of the parameters.
+    pub sum: &'a mut dyn FnMut(f64) -> Result<f64, NnError>,
+}
 
 /// Sums of a step, read back from the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -325,20 +330,6 @@ pub trait Blocks: Sized {
     /// Waits for elements and reads them back, widened to f32.
     fn download(&mut self, from: Part<'_, Self::Array>, into: &mut [f32]) -> Result<(), NnError>;
 
-    /// The sum of the squares of elements. Waits.
-    ///
-    /// # Errors
-    /// When the device fails.
-    fn squares(&mut self, of: &Self::Array, places: &[Range<usize>]) -> Result<f64, NnError> {
-        let mut sum = 0.0;
-        for place in places {
-            let mut values = vec![0.0; place.len()];
-            self.download(Part { array: of, place: place.clone() }, &mut values)?;
-            sum += values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>();
-        }
-        Ok(sum)
-    }
-
     /// [`Blocks::fill`] of parameters from `first` on, by their f32 masters.
     fn fill_weights(
         &mut self,
@@ -479,7 +470,7 @@ pub trait Blocks: Sized {
     /// and what [`Blocks::update`] multiplies gradients with: one over those tokens, times what brings
     /// the norm down to `step.clip_norm`. With `more` gradients of the same step, the squares of those
     /// before are in the norm. Where the gradients are of a part of the parameters, `sum` makes their
-    /// squares those of all, NaN where the loss is not finite; then this waits.
+    /// squares those of all, NaN where the loss is not finite; then this waits, once.
     ///
     /// # Errors
     /// Those of `sum`.

@@ -156,13 +156,13 @@ impl<B: Blocks> Owners<'_, B> {
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
         let Self { layout, share, gathering, tensor } = self;
-        let elsewhere = counted_elsewhere(blocks, layout, share, gradients, first)?;
+        let elsewhere = &counted_elsewhere(layout, share, [first, gradients.elems()]);
         let mut of_all: Box<dyn FnMut(f64) -> Result<f64, NnError>> = match (gathering, tensor) {
-            (Some(gathering), _) => Box::new(|own| gathering.sum(own - elsewhere)),
-            (None, Some(ranks)) => Box::new(move |own| sum_over(ranks, own - elsewhere)),
+            (Some(gathering), _) => Box::new(|own| gathering.sum(own)),
+            (None, Some(ranks)) => Box::new(move |own| sum_over(ranks, own)),
             (None, None) => return blocks.clip(step, gradients, more, None, totals),
         };
-        let sum: SumOverRanks<'_> = &mut *of_all;
+        let sum = SumOverRanks { elsewhere, sum: &mut *of_all };
         blocks.clip(step, gradients, more, Some(sum), totals)
     }
 }

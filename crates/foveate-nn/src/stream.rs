@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::backend::{Array, Blocks, PartMut, StreamProduct, StreamTransfers, VocabularyPart};
+use crate::backend::{Blocks, PartMut, StreamProduct, StreamTransfers, VocabularyPart};
 use crate::error::NnError;
 use crate::parameters::ParameterLayout;
 use crate::share::Share;
@@ -173,23 +173,19 @@ pub(crate) fn leave_to_first<B: Blocks>(
     Ok(())
 }
 
-/// The sum of squares of those of `gradients` that another rank of `tensor` counts in their norm. They are
-/// of a share's trained elements, from `first` on in its arrays.
-pub(crate) fn counted_elsewhere<B: Blocks>(
-    blocks: &mut B,
+/// Those of a share's trained elements, of which `elems` from `first` on lie in an array, that another rank of
+/// `tensor` counts in the norm of gradients: their places in the array.
+pub(crate) fn counted_elsewhere(
     layout: &ParameterLayout,
     share: &Share,
-    gradients: &B::Array,
-    first: usize,
-) -> Result<f64, NnError> {
-    let end = first + gradients.elems();
+    [first, elems]: [usize; 2],
+) -> Vec<Range<usize>> {
+    let end = first + elems;
     let copied = layout.copied().iter().filter(|copied| !copied.first);
     let copied = copied.filter(|copied| layout.trains(&copied.place));
     let here = |(piece, own): (Range<usize>, usize)| {
         let (start, stop) = (own.max(first), (own + piece.len()).min(end));
         (start < stop).then(|| start - first..stop - first)
     };
-    let pieces = copied.flat_map(|copied| share.pieces(&copied.place));
-    let places: Vec<Range<usize>> = pieces.filter_map(here).collect();
-    if places.is_empty() { Ok(0.0) } else { blocks.squares(gradients, &places) }
+    copied.flat_map(|copied| share.pieces(&copied.place)).filter_map(here).collect()
 }

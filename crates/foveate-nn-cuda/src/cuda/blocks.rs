@@ -1,7 +1,6 @@
 //! What [`foveate_nn::Blocks`] asks for, block by block.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use foveate_gpu::blas::{self, Matmul};
@@ -191,10 +190,6 @@ impl Blocks for Cuda {
 
     fn download(&mut self, from: Part<'_, CudaArray>, into: &mut [f32]) -> Result<(), NnError> {
         transfer::read_numbers(from.array, from.place.start, &mut into[..from.place.len()])
-    }
-
-    fn squares(&mut self, of: &CudaArray, places: &[Range<usize>]) -> Result<f64, NnError> {
-        self.sum_of_squares(of, places)
     }
 
     fn fill_weights(

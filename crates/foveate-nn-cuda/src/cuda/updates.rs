@@ -125,59 +125,53 @@ impl Cuda {
         Ok(CudaSpans { launches, _table: table })
     }
 
-    /// The sum of squares of elements of an array, for which it waits once.
-    pub(super) fn sum_of_squares(
-        &mut self,
-        of: &CudaArray,
-        places: &[Range<usize>],
-    ) -> Result<f64, NnError> {
-        let parts: Vec<usize> = places.iter().map(|place| optimizer::parts(place.len())).collect();
-        let mut squares = vec![[0; 8]; parts.iter().sum()];
-        let partial = self.scratch("squares", 8 * squares.len())?;
-        let mut address = partial.address();
-        for (place, parts) in places.iter().zip(parts).filter(|(_, parts)| *parts > 0) {
-            let gradients = Part { array: of, place: place.clone() }.vector();
-            let shape = [parts];
-            let partial = DeviceArray::new(address, ElementType::F64, &shape);
-            self.run(&Squares { gradients, partial })?;
-            address += 8 * parts as Address;
-        }
-        let bytes = squares.as_flattened_mut();
-        partial.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
-        Ok(squares.into_iter().map(f64::from_ne_bytes).sum())
-    }
-
-    /// Queues the sum of squares of gradients, and from it the factor of the step. Waits for the former
-    /// where `sum` makes it that of all ranks.
+    /// Queues the sum of squares of gradients, and from it the factor of the step. Waits for the former, once,
+    /// where `over` makes it that of all ranks.
     pub(super) fn clip_gradients(
         &mut self,
         step: &OptimizerStep,
         gradients: &CudaArray,
         more: bool,
-        sum: Option<SumOverRanks<'_>>,
+        over: Option<SumOverRanks<'_>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
         self.timed(Timed::Clip, |this| {
-            let mut parts = [optimizer::parts(gradients.elems())];
-            let partial = this.scratch("squares of gradients", 8 * parts[0].max(1))?;
+            let whole = 0..gradients.elems();
+            let elsewhere = over.as_ref().map_or(&[][..], |over| over.elsewhere);
+            let places = || std::iter::once(&whole).chain(elsewhere);
+            let parts: Vec<usize> = places().map(|place| optimizer::parts(place.len())).collect();
+            let all = parts.iter().sum::<usize>();
+            // And one number for the loss.
+            let partial = this.scratch("squares of gradients", 8 * (all + 1))?;
+            let mut address = partial.address();
             // A rank of many may own none.
-            if parts[0] > 0 {
-                let partial = numbers(&partial, &parts);
-                this.run(&Squares { gradients: gradients.vector(), partial })?;
+            for (place, parts) in places().zip(&parts).filter(|(_, parts)| **parts > 0) {
+                let gradients = Part { array: gradients, place: place.clone() }.vector();
+                let shape = [*parts];
+                let partial = DeviceArray::new(address, ElementType::F64, &shape);
+                this.run(&Squares { gradients, partial })?;
+                address += 8 * *parts as Address;
             }
-            if let Some(sum) = sum {
-                let mut own = vec![[0; 8]; parts[0]];
-                let bytes = own.as_flattened_mut();
-                partial.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
-                let mut nats = [0; 8];
-                totals.memory.read(&mut nats, default_timeout()).map_err(|e| failed(&e))?;
-                let own = own.into_iter().map(f64::from_ne_bytes).sum();
-                let of_all =
-                    sum(if f64::from_ne_bytes(nats).is_finite() { own } else { f64::NAN })?;
-                partial.write(&of_all.to_ne_bytes()).map_err(|e| failed(&e))?;
-                parts = [1];
+            let (mut squares, mut parts_of_all) = (partial, [parts[0]]);
+            if let Some(over) = over {
+                // The loss comes with them, so that this waits once.
+                let stream = this.queue.stream();
+                // SAFETY: both are memory of this device, of 8 bytes or more from there on, and belong to
+                // this queue.
+                unsafe { stream.copy(address, totals.memory.address(), stream.device(), 8) }
+                    .map_err(|e| failed(&e))?;
+                let mut read = vec![[0; 8]; all + 1];
+                let bytes = read.as_flattened_mut();
+                squares.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
+                let sum = |squares: &[[u8; 8]]| -> f64 {
+                    squares.iter().map(|&square| f64::from_ne_bytes(square)).sum()
+                };
+                let own = sum(&read[..parts[0]]) - sum(&read[parts[0]..all]);
+                let is_finite = f64::from_ne_bytes(read[all]).is_finite();
+                let of_all = (over.sum)(if is_finite { own } else { f64::NAN })?;
+                (squares, parts_of_all) = (this.copied(&of_all.to_ne_bytes())?, [1]);
             }
-            let partial = numbers(&partial, &parts);
+            let partial = numbers(&squares, &parts_of_all);
             let constants = this.constants(step)?;
             let constants = numbers(&constants, &[CONSTANTS_LEN]);
             let totals = numbers(&totals.memory, &[TOTALS_LEN]);

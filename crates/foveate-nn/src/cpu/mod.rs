@@ -338,9 +338,14 @@ impl Blocks for Cpu {
             let mean = 1.0 / totals.labelled.max(1) as f64;
             let before = if more { totals.squares } else { 0.0 };
             let own = update::squares(gradients);
+            let elsewhere = sum.as_ref().map_or(&[][..], |over| over.elsewhere).iter();
+            let square = |&x: &f32| f64::from(x) * f64::from(x);
+            let of_place =
+                elsewhere.map(|of| gradients[of.clone()].iter().map(square).sum::<f64>());
+            let own = own - of_place.sum::<f64>();
             // An infinite loss may have finite gradients. Other ranks are not to go on with them, either.
             let told = if totals.nats.is_finite() { own } else { f64::NAN };
-            totals.squares = before + sum.map_or(Ok(own), |sum| sum(told))?;
+            totals.squares = before + sum.map_or(Ok(own), |over| (over.sum)(told))?;
             totals.grad_norm = totals.squares.sqrt() * mean;
             totals.factor = mean * clip_factor(totals.grad_norm, step.clip_norm);
             Ok(())

@@ -534,7 +534,8 @@ fn a_loss_that_is_not_finite_updates_nothing_whatever_its_gradients_are() {
             told = own;
             Ok(own)
         };
-        cpu.clip(&step, &gradients, false, Some(&mut sum), &mut totals).unwrap();
+        let over = crate::SumOverRanks { elsewhere: &[], sum: &mut sum };
+        cpu.clip(&step, &gradients, false, Some(over), &mut totals).unwrap();
         assert_eq!(told.is_finite(), changes, "what other ranks are told");
         // One rank has a norm of its own.
         cpu.clip(&step, &gradients, false, None, &mut totals).unwrap();
