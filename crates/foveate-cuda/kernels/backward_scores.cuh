@@ -159,8 +159,21 @@ struct Scores {
 #endif
     }
 
-    // From S to P. `lse` is lse_of() of each of the lane's queries, and `lse_at` the smem address of its
-    // first.
+    // From plain scores S to the exponents of P, and in the first POWERS columns of accumulators, now and not later, to P.
+    // compute_p<POWERS> goes on from there.
+    template <int POWERS>
+    __device__ void subtract(float scale, const float (&lse)[QUERIES_HELD]) {
+        for_each_score([&](int m, int n, int i) { g[m][n][i] = fmaf(g[m][n][i], scale * LOG2_E, -lse[query_held(m, n, i)]); });
+        for_each_score([&](int m, int n, int i) {
+            if (n >= POWERS) return;
+            g[m][n][i] = exp2_score(g[m][n][i]);
+            asm volatile("" : "+f"(g[m][n][i]) :: "memory");
+        });
+    }
+
+    // From S, or from what subtract<POWERS> made of it, to P. `lse` is lse_of() of each of the lane's queries, and
+    // `lse_at` the smem address of its first.
+    template <int POWERS = -1>
     __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, const float (&lse)[QUERIES_HELD], u32 lse_at,
                               const float* row_weight_sums, i64 row_weight_stride) {
         const Spot lane = Spot::of_lane();
@@ -190,7 +203,9 @@ struct Scores {
                 raw[m][n][i] = s;
 #endif
 #else
-                if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, n, i, at);
+                if (n < POWERS) return;
+                if constexpr (POWERS >= 0) g[m][n][i] = exp2_score(g[m][n][i]);
+                else if constexpr (FV_DTYPE == 2) g[m][n][i] = exp_score(g[m][n][i] * scale, m, n, i, at);
                 else g[m][n][i] = exp2_score(fmaf(g[m][n][i], scale * LOG2_E, -lse[query_held(m, n, i)]));
 #endif
             };
@@ -274,6 +289,17 @@ struct Scores {
         for (int m = 0; m < WARPS_S.rows; ++m)
             #pragma unroll
             for (int i = 0; i < 4; ++i) differentiate_one(dp, delta[query_held(m, n, i)], m, n, i);
+    }
+
+    // The same for plain scores, from dP - delta.
+    __device__ void multiply_column(const ScoreFragment& dp, int n) {
+        #pragma unroll
+        for (int m = 0; m < WARPS_S.rows; ++m)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                // One instruction less than a selection.
+                asm("{ .reg .pred is_weight; setp.neu.f32 is_weight, %0, 0f00000000; @is_weight mul.f32 %0, %0, %1; }"
+                    : "+f"(g[m][n][i]) : "f"(dp[m][n][i]));
     }
 
     __device__ void differentiate_one(const ScoreFragment& dp, float delta, int m, int n, int i) {

@@ -15,13 +15,23 @@
 //
 //     start S^T of this step     start dQ = dS K and dK += dS^T Q of the step before
 //     S^T, dQ have come: dQ -> smem         P = exp(score(scale S) - lse), 0 where the mask is false
-//     dK has come: release Q of the step before         (WIDE_SUMS: and dO)
+//     dK has come: release Q of the step before         (JOINS_DV: and dO)
 //     start dP^T                                                      (DP_EARLY: before P)
 //     dP^T has come: dS = P (dP - delta) dscore/ds -> smem
 //     dS is written, for both consumers      dQ of the step before, smem -> added to dq_accum
-//     start dV += P^T dO, and look for the next step    dV has come: release dO  (not WIDE_SUMS)
+//     start dV += P^T dO, and look for the next step    dV has come: release dO  (not JOINS_DV)
 //
-// so that the exponentials run beside dK. The end of dV joins the next step where sums are wide (see WIDE_SUMS).
+// so that the exponentials run beside dK. The beginning of dV joins dP and its end the next step where registers are short
+// (JOINS_DV). Where scores are plain and there is room (SUBTRACTS_FIRST), a step is
+//
+//     start S^T of this step     start dQ, dK and the end of dV of the step before
+//     S^T has come: half of P              dQ has come: dQ -> smem
+//     start dP^T, from -delta              the other half of P
+//     start the beginning of dV            dK, dP^T have come: release Q and dO of the step before
+//     dS = P dP -> smem                    start dV in halves, as soon as P^T is rounded
+//     dS is written, for both consumers    dQ -> added to dq_accum
+//     look for the next step               dV has come
+//
 // Nothing that ptxas cannot follow may stand between the start of a product and the wait for it (see forward.cu), so
 // the first step of an item, and one whose mask is evaluated or whose score is not plain arithmetic (FV_OVERLAP),
 // waits for all products before P.
@@ -176,18 +186,51 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         product_commit();
     };
     auto start_dp = [&](Ring<FV_STAGES> stage) {
+        if constexpr (SUBTRACTS_FIRST) {
+            float delta[QUERIES_HELD];
+            load_rows(delta, rows_at + AT_DELTA + rows_place(number & 1));
+            for_each_score([&](int m, int n, int i) { dp[m][n][i] = -delta[query_held(m, n, i)]; });
+            pin(dp[0]);
+        }
         product_fence();
-        start_scores<FV_DVP>(dp, values, Operand::rows(base + AT_D_OUT + stage.stage * D_OUT_BYTES));
+        start_scores<FV_DVP, SUBTRACTS_FIRST>(dp, values, Operand::rows(base + AT_D_OUT + stage.stage * D_OUT_BYTES));
         product_commit();
     };
     // With a derivative the weights themselves are an operand only, and rounded at once.
     constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
     auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
     auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates) {
-        compute_p(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates);
+        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates);
         if (NARROWS_FIRST)
             #pragma unroll
             for (int n = 0; n < N; ++n) narrow_weights(n);
+    };
+    auto narrow_first_weights = [&] {
+        if (!NARROWS_FIRST)
+            #pragma unroll
+            for (int n = 0; n < 2 * FIRST_DV; ++n) narrow_weights(n);
+    };
+    auto start_dv = [&](Ring<FV_STAGES> stage, int from, int to) {
+        start_sums(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW), from, to);
+    };
+    auto start_first_dv = [&] {
+        start_dv(stage, 0, FIRST_DV);
+        product_commit();
+    };
+    auto start_more_dv = [&](int from, int to) {
+        product_fence();
+        start_dv(stage, from, to);
+        product_commit();
+    };
+    // Of a dP that was started before P.
+    auto await_dp = [&] {
+        if constexpr (JOINS_DV) {
+            narrow_first_weights();
+            pin(dv);
+            product_fence();
+            start_first_dv();
+        }
+        product_wait<JOINS_DV>();
     };
     // dQ, dK and the end of dV of the step before `number`, which had this stage.
     auto start_pending = [&](Ring<FV_STAGES> before, int parity) {
@@ -195,7 +238,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         pin(dk);
         if (LAST_DV < FV_BM / 16) pin(dv);
         product_fence();
-        start_sums<LAST_DV, FV_BM / 16>(dv, weights, Operand::columns(base + AT_D_OUT + before.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
+        start_dv(before, LAST_DV, FV_BM / 16);
         if constexpr (!FV_SEPARATE_DQ)
             start_dq(dq, Operand::rows(base + AT_DS + parity * DS_BYTES + (SPLIT_DQ_ROWS ? consumer * 64 * PANEL_ROW : 0)), keys_across);
         // Into a group without products the assembler puts one of its own.
@@ -261,14 +304,20 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 start_s(stage);
                 start_pending(stage.before(), 1 - parity);
                 if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
+                if constexpr (SUBTRACTS_FIRST) {
+                    product_wait<2>();
+                    pin(scores.g[0]);
+                    scores.subtract<FIRST_POWERS>(p.scale, lse);
+                }
                 product_wait<1>();
-                pin(scores.g[0]);
+                if (!SUBTRACTS_FIRST) pin(scores.g[0]);
                 finish_dq();
                 if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
                 if (DP_EARLY) start_dp(stage);
                 compute_weights(step, lse, false);
                 keep_before(sign_of_weights(scores), base);
-                product_wait<0>();
+                if constexpr (DP_EARLY) await_dp();
+                else product_wait<0>();
                 finish_dk(stage.before());
             } else {
                 if (kind & Step::EVALUATES && step.queries < FV_BM) {
@@ -287,27 +336,23 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 }
                 pin(scores.g[0]);
                 load_rows(lse, rows_at + AT_LSE + rows_place(parity));
+                if constexpr (SUBTRACTS_FIRST) scores.subtract<FIRST_POWERS>(p.scale, lse);
                 if (kind & Step::EVALUATES) compute_weights(step, lse, true);
                 else compute_weights(step, lse, false);
-                if (DP_EARLY) {
+                if constexpr (DP_EARLY) {
                     start_dp(stage);
-                    product_wait<0>();
+                    await_dp();
                 }
             }
             float delta[QUERIES_HELD];
-            load_rows(delta, rows_at + AT_DELTA + rows_place(parity));
-            if (!NARROWS_FIRST)
-                #pragma unroll
-                for (int n = 0; n < 2 * FIRST_DV; ++n) narrow_weights(n);
-            if (!DP_EARLY) {
+            if (!SUBTRACTS_FIRST) load_rows(delta, rows_at + AT_DELTA + rows_place(parity));
+            if constexpr (!DP_EARLY) {
+                narrow_first_weights();
                 pin(dv);
                 start_dp(stage);
+                start_first_dv();
+                product_wait<1>();
             }
-            if (FIRST_DV > 0) {
-                start_sums<0, FIRST_DV>(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
-                product_commit();
-            }
-            if (!DP_EARLY) product_wait<(FIRST_DV > 0)>();
             pin(dp[0]);
             if (leads() && kind & Step::LAST) barriers.v_empty().arrive();
             #pragma unroll
@@ -316,11 +361,14 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 #pragma unroll
                 for (int n = k * 2; n < k * 2 + 2; ++n) {
                     if (!NARROWS_FIRST && n >= 2 * FIRST_DV) narrow_weights(n);
-                    scores.differentiate_column(dp, delta, n);
+                    if constexpr (SUBTRACTS_FIRST) scores.multiply_column(dp, n);
+                    else scores.differentiate_column(dp, delta, n);
                     ds[n % 2 * 2] = narrow2<FV_DTYPE>(scores.g[0][n][0], scores.g[0][n][1]);
                     ds[n % 2 * 2 + 1] = narrow2<FV_DTYPE>(scores.g[0][n][2], scores.g[0][n][3]);
                 }
                 store_ds(ds_at + parity * DS_BYTES + k * 16 * PANEL_ROW, ds);
+                if (SUBTRACTS_FIRST && k + 1 == MIDDLE_DV) start_more_dv(FIRST_DV, MIDDLE_DV);
+                if (SUBTRACTS_FIRST && k + 1 == LAST_DV) start_more_dv(MIDDLE_DV, LAST_DV);
             }
             // What the next step begins with, read while the fence waits.
             const Ring<FV_STAGES> stage_before = stage;
@@ -337,9 +385,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
                 scores.capture(mods, {of, step.query, step.queries, step.key, step.keys, true}, held);
             }
-            product_fence();
-            start_sums<FIRST_DV, LAST_DV>(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW));
-            product_commit();
+            if (!SUBTRACTS_FIRST) start_more_dv(FIRST_DV, LAST_DV);
             stage.advance();
             ++number;
             if (!last) {

@@ -41,11 +41,11 @@ struct Barriers : StepBarriers {
 };
 static_assert(64 * STEPS + 8 * Barriers::COUNT <= END_BYTES, "no room for barriers");
 
-// dV += P^T dO, of steps FROM .. TO of 16 queries.
-template <int FROM, int TO, int COLUMNS>
-__device__ void start_sums(float (&sums)[COLUMNS][4], const u32 (&scores)[FV_BM / 16][4], Operand rows) {
+// dV += P^T dO, of steps from .. to of 16 queries.
+template <int COLUMNS>
+__device__ void start_sums(float (&sums)[COLUMNS][4], const u32 (&scores)[FV_BM / 16][4], Operand rows, int from, int to) {
     #pragma unroll
-    for (int k = FROM; k < TO; ++k) multiply_async(sums, scores[k], rows + k * 16 * PANEL_ROW);
+    for (int k = from; k < to; ++k) multiply_async(sums, scores[k], rows + k * 16 * PANEL_ROW);
 }
 
 // dK += dS^T Q; dS is read across its rows.

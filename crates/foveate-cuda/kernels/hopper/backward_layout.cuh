@@ -34,14 +34,24 @@ static_assert(FV_BN == 64 * CONSUMERS && FV_WARPS % 4 == 0, "a consumer owns 64 
 static_assert(FV_D % 8 == 0 && FV_DV % 8 == 0, "rows of whole 16 bytes");
 static_assert(FV_BM == 64 || SPLIT_DQ_ROWS, "consumers divide dQ evenly");
 
-// Where dK and dV take most registers, the first and the last of the products that make dV of a step run with dP and
-// with S of the next: ptxas leaves sums where they are while they are under way, and would else move dV out of the
-// way of S and dP, and back, in every step.
-constexpr bool WIDE_SUMS = FV_DP + FV_DVP > 128;
-constexpr int FIRST_DV = WIDE_SUMS ? 1 : 0, LAST_DV = FV_BM / 16 - (WIDE_SUMS ? 1 : 0);
+// Whether dK and dV take most registers. Where they do not, there are some to start dP before P, beside which it runs.
+constexpr bool WIDE_SUMS = FV_DP + FV_DVP > 128, DP_EARLY = !WIDE_SUMS;
 
-// Where there are registers for it, dP is started before P, and runs beside it, and lse is read before S has come.
-constexpr bool DP_EARLY = !WIDE_SUMS, LSE_EARLY = FV_BM == 64;
+// Where scores are plain, lse is subtracted from S at once, and such a dP starts from -delta in its accumulators: neither
+// is in a register beside P and dP.
+constexpr bool SUBTRACTS_FIRST = DP_EARLY && !FV_SCORE && !FV_DROPOUT;
+// And where there are registers for it, lse is read before S has come.
+constexpr bool LSE_EARLY = FV_BM == 64 || SUBTRACTS_FIRST;
+
+// Where registers are short, the first and the last of the products that make dV of a step run with dP and with S of the
+// next: ptxas leaves sums where they are while they are under way, and would else move dV out of the way of S and dP,
+// and back, in every step.
+constexpr bool JOINS_DV = WIDE_SUMS || SUBTRACTS_FIRST;
+constexpr int FIRST_DV = JOINS_DV ? 1 : 0, LAST_DV = FV_BM / 16 - (JOINS_DV ? 1 : 0);
+
+// Where lse is subtracted first, so many columns of accumulators of P are made before dP starts, beside dQ and dK; and dV is
+// started in two halves, each as soon as its weights are rounded, beside the dS that follow.
+constexpr int FIRST_POWERS = SUBTRACTS_FIRST ? N / 2 : -1, MIDDLE_DV = (FIRST_DV + LAST_DV) / 2;
 
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(CONSUMERS == 2, "two consumers share the registers");

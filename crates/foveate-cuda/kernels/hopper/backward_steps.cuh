@@ -172,13 +172,14 @@ __device__ u32 pinned(u32 x) {
     return x;
 }
 
-// S or dP: 64 rows of one tile, all of the other, over COLUMNS. Rows are keys where KEYS_DOWN, else queries.
-template <int COLUMNS>
+// S or dP: 64 rows of one tile, all of the other, over COLUMNS. Rows are keys where KEYS_DOWN, else queries. With ADDS it is
+// added to what `s` holds.
+template <int COLUMNS, bool ADDS = false>
 __device__ void start_scores(ScoreFragment& s, Operand down, Operand across) {
     constexpr int DOWN = KEYS_DOWN ? FV_BN : FV_BM, ACROSS = KEYS_DOWN ? FV_BM : FV_BN;
     #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k)
-        if (k == 0) wgmma_first(s[0], down.bits, across.bits);
+        if (k == 0 && !ADDS) wgmma_first(s[0], down.bits, across.bits);
         else multiply_async(s[0], down + (k / 4 * DOWN * PANEL_ROW + k % 4 * 32), across + (k / 4 * ACROSS * PANEL_ROW + k % 4 * 32), true);
 }
 
@@ -205,13 +206,15 @@ __device__ float sign_of_weights(const Scores& scores) {
     return __uint_as_float(bits);
 }
 
-// P of a step, in place of its scores; lse stands at `lse_at` too, for rows whose weights need it again.
+// P of a step, in place of its scores, or of what Scores::subtract made of them; lse stands at `lse_at` too, for rows
+// whose weights need it again.
+template <int POWERS = -1>
 __device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& mods, const Step& step, const float (&lse)[QUERIES_HELD],
                           u32 lse_at, bool evaluates) {
     const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
     const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
     const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
-    scores.compute_p(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
+    scores.compute_p<POWERS>(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
 }
 
 // One f32 of each of the lane's queries: lse, or delta; `first` is the smem address of that of its first.

@@ -149,24 +149,30 @@ impl Products {
     }
 
     /// S with dQ, dK and the end of dV of the step before, apart with two fences; dP; dV; and what is
-    /// pending at the end of an item. `WIDE_SUMS`, `DP_EARLY`, `FIRST_DV` and `LAST_DV` are
+    /// pending at the end of an item. `WIDE_SUMS`, `SUBTRACTS_FIRST`, `FIRST_DV` and `LAST_DV` are
     /// those of `backward_layout.cuh`.
     fn of_backward(config: &Config) -> Self {
         let wide_sums = config.padded_dim() + config.padded_dim_v() > 128;
+        let subtracts_first = !wide_sums && !config.score && !config.dropout;
         let (s, dp) = (config.padded_dim() / 16, config.padded_dim_v() / 16);
-        let (of_queries, edge) = (config.tile_q / 16, usize::from(wide_sums));
+        let edge = usize::from(wide_sums || subtracts_first);
         let dq = if config.separate_dq { 0 } else { config.tile_kv / 16 };
-        let pending = edge + dq + of_queries;
+        let (pending, dv) = (edge + dq + config.tile_q / 16, config.tile_q / 16 - 2 * edge);
         let waiting = Self::of(&[s, s, pending, pending], &[&[0, 0, 0]]);
-        let both = waiting.with(config.overlap, Self::of(&[s, pending], &[&[1, 0]]));
-        let end = match wide_sums {
-            // dP, with the first 16 queries of dV behind the same fence.
-            true => Self::of(&[dp + edge, of_queries - 2 * edge], &[&[1, 0]]),
-            false => {
-                Self::of(&[dp, of_queries], &[&[0, 0]]).with(config.overlap, Self::of(&[dp], &[]))
+        let (both, rest) = match (wide_sums, subtracts_first) {
+            // dP after P, with the first 16 queries of dV behind the same fence.
+            (true, _) => (Self::of(&[s, pending], &[&[1, 0]]), Self::of(&[dp + 1, dv], &[&[1, 0]])),
+            // In both kinds of step dP with the first of dV; the rest in halves.
+            (false, true) => (
+                Self::of(&[s, pending, dp, 1], &[&[2, 1, 1]]),
+                Self::of(&[dp, 1, dv / 2, dv - dv / 2], &[&[1, 0]]),
+            ),
+            // The same without dV.
+            (false, false) => {
+                (Self::of(&[s, pending, dp], &[&[1, 0]]), Self::of(&[dp, dv], &[&[0, 0]]))
             }
         };
-        both.with(true, end)
+        waiting.with(config.overlap, both).with(true, rest)
     }
 
     /// S and dV of one consumer, dP and dK of the other.
@@ -230,7 +236,7 @@ mod tests {
         );
         assert_eq!(
             of(Kernel::Backward, Elem::Bf16, 64, Tiles::hopper_backward(128, 3)),
-            code(76, 9, &[0, 0, 0, 0, 0, 0, 1], 4, 2, [40, 232])
+            code(79, 12, &[0, 0, 0, 0, 1, 1, 1, 2], 4, 2, [40, 232])
         );
         assert_eq!(
             of(Kernel::Backward, Elem::Bf16, 128, Tiles::hopper_backward(64, 3).ordered()),

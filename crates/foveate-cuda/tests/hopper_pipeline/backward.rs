@@ -61,11 +61,28 @@ struct Shape {
     stages: usize,
     /// `FV_BM`.
     tile_q: usize,
-    /// `WIDE_SUMS`: the end of dV joins the next step.
-    wide: bool,
+    sums: Sums,
     /// `FV_OVERLAP`.
     overlap: bool,
     dq: Dq,
+}
+
+/// What the registers beside dK and dV allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sums {
+    /// `WIDE_SUMS`: dP is started after P, and the end of dV joins the next step.
+    Wide,
+    /// dP is started before P.
+    Narrow,
+    /// `SUBTRACTS_FIRST`: the same, from delta, and the end of dV joins the next step.
+    Plain,
+}
+
+impl Sums {
+    /// `JOINS_DV`.
+    fn joins_dv(self) -> bool {
+        self != Self::Narrow
+    }
 }
 
 /// Who adds dQ to memory.
@@ -362,9 +379,11 @@ fn sends(shape: Shape, warp: usize, step: &Step) -> bool {
 fn shapes() -> impl Iterator<Item = Shape> {
     let all = (2..5).flat_map(|stages| [64, 128].map(move |tile_q| (stages, tile_q)));
     all.flat_map(|(stages, tile_q)| {
-        [(false, false), (false, true), (true, false), (true, true)].map(move |(wide, overlap)| {
+        let kinds =
+            [Sums::Wide, Sums::Narrow, Sums::Plain].map(|sums| [(sums, false), (sums, true)]);
+        kinds.into_iter().flatten().map(move |(sums, overlap)| {
             let dq = if overlap && stages == 4 { Dq::Separate } else { Dq::Warps };
-            Shape { stages, tile_q, wide, overlap, dq }
+            Shape { stages, tile_q, sums, overlap, dq }
         })
     })
     .flat_map(|shape| [shape, Shape { dq: Dq::Ordered, ..shape }])
@@ -597,7 +616,7 @@ fn the_model_sees_every_release_that_is_too_early() {
 /// may be behind it, but not before its reads of delta: it has started the product.
 #[test]
 fn warps_need_to_multiply_together() {
-    for shape in few_shapes().filter(|shape| !shape.wide) {
+    for shape in few_shapes().filter(|shape| shape.sums == Sums::Narrow) {
         let items = every_kind_of_item(shape);
         let mut apart = roles(shape, &items);
         for (team, role) in apart.iter_mut().enumerate() {

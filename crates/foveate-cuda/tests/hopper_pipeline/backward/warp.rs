@@ -97,7 +97,7 @@ impl Warp {
         if self.shape.dq != Dq::Separate {
             first.extend(ds(0..WARPS).chain([(Buffer::K, (content.0, 0), of_keys)]));
         }
-        if self.shape.wide {
+        if self.shape.sums.joins_dv() {
             first.push((Buffer::DOut(stage), content, of_queries));
         }
         if !first.is_empty() {
@@ -129,9 +129,22 @@ impl Warp {
     fn finish_dk(&mut self) {
         let stage = self.stage.before().stage();
         self.lead(Barrier::QEmpty(stage));
-        if self.shape.wide {
+        if self.shape.sums.joins_dv() {
             self.lead(Barrier::DOutEmpty(stage));
         }
+    }
+
+    /// dP before P, and the wait for it, which the first of dV may join.
+    fn start_early_dp(&mut self, delta: Op, dp: Vec<Operand>, dv: &[Operand]) {
+        let plain = self.shape.sums == Sums::Plain;
+        if plain {
+            self.push(delta);
+        }
+        self.start(dp);
+        if plain {
+            self.start(dv.to_vec());
+        }
+        self.wait(usize::from(plain));
     }
 
     pub(super) fn run(mut self, steps: &[Step]) -> Vec<Op> {
@@ -153,19 +166,13 @@ impl Warp {
     }
 
     fn step(&mut self, step: &Step, tile: Tile, next: Option<&Step>) {
-        let Shape { tile_q, wide, overlap, .. } = self.shape;
+        let Shape { tile_q, sums, overlap, .. } = self.shape;
+        let lse_early = tile_q == 64 || sums == Sums::Plain;
         let of_keys = if step.keys < TILE_KV { WARPS } else { 0 };
         let of_queries = if tile.queries < tile_q { WARPS } else { 0 };
         let (content, of_item) = (step.content, (step.content.0, 0));
         if step.first {
-            self.target = None;
-            self.item += 1;
-            self.push(Wait(Barrier::KFull, self.item));
-            self.push(Wait(Barrier::VFull, self.item));
-            if of_keys > 0 {
-                self.clear(Buffer::K, of_item);
-            }
-            self.await_full();
+            self.begin_item(of_item, of_keys > 0);
         }
         let (stage, parity) = (self.stage.stage(), (self.number & 1) as usize);
         let rows = self.number as usize % row_stages(self.shape);
@@ -173,24 +180,29 @@ impl Warp {
         let s = vec![(Buffer::K, of_item, of_keys), (q, content, of_queries)];
         let dp = vec![(Buffer::V, of_item, 0), (d_out, content, of_queries)];
         let dv = vec![(d_out, content, of_queries)];
+        let delta = Read(Buffer::Delta(rows), content);
         self.push(Read(Buffer::Step(self.place.stage()), content));
         let evaluates = tile.partial || of_keys > 0 || of_queries > 0;
         if overlap && !step.first && !evaluates {
             self.start(s);
             self.start_pending();
             let lse = Read(Buffer::Lse(rows), content);
-            if tile_q == 64 {
+            if lse_early {
                 self.push(lse);
+            }
+            if sums == Sums::Plain {
+                self.wait(2);
             }
             self.wait(1);
             self.finish_dq();
-            if tile_q != 64 {
+            if !lse_early {
                 self.push(lse);
             }
-            if !wide {
-                self.start(dp.clone());
+            if sums == Sums::Wide {
+                self.wait(0);
+            } else {
+                self.start_early_dp(delta, dp.clone(), &dv);
             }
-            self.wait(0);
             self.finish_dk();
         } else {
             if of_queries > 0 {
@@ -207,13 +219,14 @@ impl Warp {
                 self.finish_dk();
             }
             self.push(Read(Buffer::Lse(rows), content));
-            if !wide {
-                self.start(dp.clone());
-                self.wait(0);
+            if sums != Sums::Wide {
+                self.start_early_dp(delta, dp.clone(), &dv);
             }
         }
-        self.push(Read(Buffer::Delta(rows), content));
-        if wide {
+        if sums != Sums::Plain {
+            self.push(delta);
+        }
+        if sums == Sums::Wide {
             self.start(dp);
             self.start(dv.clone());
             self.wait(1);
@@ -222,13 +235,19 @@ impl Warp {
             self.lead(Barrier::VEmpty);
         }
         self.push(Write(Buffer::Ds(parity, self.warp), content));
+        if sums == Sums::Plain {
+            self.start(dv.clone());
+            self.start(dv.clone());
+        }
         self.push(Fence);
         self.push(Arrive(Barrier::DsFull(parity)));
         if !step.first {
             self.send_dq();
         }
         self.target = sends(self.shape, self.warp, step).then_some(content);
-        self.start(dv);
+        if sums != Sums::Plain {
+            self.start(dv);
+        }
         self.stage.advance();
         self.number += 1;
         self.before = Some((*step, of_keys, of_queries));
@@ -238,18 +257,33 @@ impl Warp {
             self.await_full();
         }
         self.wait(0);
-        if !wide {
+        if !sums.joins_dv() {
             self.lead(Barrier::DOutEmpty(stage));
         }
         if step.last {
-            self.start_pending();
-            self.wait(0);
-            self.finish_dq();
-            self.push(Fence);
-            self.send_dq();
-            self.finish_dk();
-            self.lead(Barrier::KEmpty);
-            self.release_step(step);
+            self.finish_item(step);
         }
+    }
+
+    fn begin_item(&mut self, content: Content, clears: bool) {
+        self.target = None;
+        self.item += 1;
+        self.push(Wait(Barrier::KFull, self.item));
+        self.push(Wait(Barrier::VFull, self.item));
+        if clears {
+            self.clear(Buffer::K, content);
+        }
+        self.await_full();
+    }
+
+    fn finish_item(&mut self, step: &Step) {
+        self.start_pending();
+        self.wait(0);
+        self.finish_dq();
+        self.push(Fence);
+        self.send_dq();
+        self.finish_dk();
+        self.lead(Barrier::KEmpty);
+        self.release_step(step);
     }
 }
