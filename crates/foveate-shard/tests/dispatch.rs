@@ -3,9 +3,12 @@
 use std::time::Duration;
 
 use foveate::mask::Tile;
-use foveate::tensor::random::Random;
+use foveate::tensor::{ElementType, random::Random};
 use foveate::{Buffer, MaskMod, masks};
-use foveate_shard::{Dispatch, LayerMask, Planes, Whole};
+use foveate_shard::{
+    Dispatch, LayerMask, Limits, Map, Mesh, ModelShape, PlanOptions, Planes, Ranges, ShardPlan,
+    Strategy, Whole,
+};
 
 const TILE: Tile = Tile { q: 128, kv: 128 };
 
@@ -14,14 +17,18 @@ fn whole(len: usize) -> Whole {
 }
 
 /// Lengths of documents between `1/4` and `7/4` of the mean.
-fn documents(len: usize, number: usize) -> MaskMod {
+fn lengths(len: usize, number: usize) -> Vec<i32> {
     let mut random = Random::new(7);
     let weights: Vec<u64> = (0..number).map(|_| 250 + random.below(1500) as u64).collect();
     let sum: u64 = weights.iter().sum();
     let mut lengths: Vec<i32> = weights.iter().map(|w| (len as u64 * w / sum) as i32).collect();
     let rest = len as i32 - lengths.iter().sum::<i32>();
     lengths[number - 1] += rest;
-    masks::causal() & masks::document_lengths(&lengths).unwrap()
+    lengths
+}
+
+fn documents(len: usize, number: usize) -> MaskMod {
+    masks::causal() & masks::document_lengths(&lengths(len, number)).unwrap()
 }
 
 fn layer(mask: MaskMod) -> LayerMask {
@@ -101,6 +108,55 @@ fn usual_masks_are_balanced_over_8_to_64_ranks() {
             let found = dispatch.imbalance();
             println!("{name}, {ranks} ranks: imbalance {found:.4}");
             assert!(found <= 1.05, "{name} over {ranks} ranks: {found}");
+        }
+    }
+}
+
+/// Keys arrive in whole tiles: beside those that a query of the rank sees, entry by entry, a few more.
+#[test]
+fn keys_that_are_sent_are_hardly_more_than_those_that_are_seen() {
+    let len = 256 * 1024;
+    let mut starts = Vec::new();
+    for length in lengths(len, 100) {
+        starts.extend(vec![starts.len(); length as usize]);
+    }
+    let window = masks::sliding_window(4096).unwrap();
+    let chunked = masks::causal() & masks::chunked(8192).unwrap();
+    type Seen<'a> = &'a dyn Fn(usize) -> std::ops::Range<usize>;
+    let rows: [(&str, Vec<LayerMask>, Seen<'_>); 6] = [
+        ("causal", vec![layer(masks::causal())], &|q| 0..q + 1),
+        ("100 documents", vec![layer(documents(len, 100))], &|q| starts[q]..q + 1),
+        ("window 4k", vec![layer(window.clone())], &|q| q.saturating_sub(4095)..q + 1),
+        ("prefix", vec![layer(masks::prefix_lm(20_000).unwrap())], &|q| 0..(q + 1).max(20_000)),
+        ("chunks", vec![layer(chunked)], &|q| q / 8192 * 8192..q + 1),
+        ("alternating", vec![layer(masks::causal()), layer(window)], &|q| 0..q + 1),
+    ];
+    let shape = ModelShape {
+        dim: 128,
+        dim_v: 128,
+        hidden: 4096,
+        ffn: 14336,
+        vocab: 1000,
+        element: ElementType::BF16,
+        parameters: vec![("block".to_owned(), 1 << 20)],
+    };
+    for (name, layers, seen) in rows {
+        let planes = Planes::new(whole(len), &layers, TILE).unwrap();
+        for ranks in [8, 16, 32, 64] {
+            let map = Map::new(Mesh::new([1, 1, ranks, 1]).unwrap());
+            let options = PlanOptions { strategy: Some(Strategy::Exchange(2)), chunk: None };
+            let plan = ShardPlan::new(&map, &planes, &shape, options).unwrap();
+            let proven = plan.prove(&planes, &Limits::default()).unwrap();
+            let sent: u64 = proven.proof().bytes.iter().map(|bytes| bytes.forward_sent).sum();
+            let needed = proven.plan().ranks.iter().map(|rank| {
+                let queries = rank.own.q.as_slice().iter().cloned().flatten();
+                Ranges::of(queries.map(seen)).difference(&rank.own.kv).len()
+            });
+            // Eight heads of keys and values.
+            let needed = (needed.sum::<usize>() * 8 * 256 * 2) as f64;
+            let ratio = if needed > 0.0 { sent as f64 / needed } else { 1.0 + sent as f64 };
+            println!("{name}, {ranks} ranks: {ratio:.4} of {:.2} GiB", needed / 2f64.powi(30));
+            assert!(ratio <= 1.1, "{name} over {ranks} ranks: {ratio}");
         }
     }
 }
