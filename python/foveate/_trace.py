@@ -545,6 +545,7 @@ class Trace(Reader):
                     f"`{func.__name__}` would draw the same numbers for all indices: draw a tensor outside of the function "
                     "and read it by index, as in `noise[q_idx]`"
                 )
+            self.read_elements |= getattr(func, "__name__", None) in _NUMBERS
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name.endswith("_") and not name.endswith("__"):
@@ -554,6 +555,8 @@ class Trace(Reader):
 
 _GETITEM = torch.Tensor.__getitem__
 _PLAIN = frozenset((Expr, bool, int, float))
+#: What Python asks a tensor for by itself, as for the index in `(3, 9)[t]`.
+_NUMBERS = frozenset(("__bool__", "__float__", "__index__", "__int__"))
 _RANDOM = frozenset("rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson".split())
 
 

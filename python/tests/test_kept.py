@@ -1,7 +1,6 @@
 """Traces that are kept: what a function reads is what it reads now, whether it was traced in this call or before."""
 
 import gc
-import types
 import weakref
 
 import pytest
@@ -12,10 +11,6 @@ from foveate import Mask, _kept, _trace, create_mask, flex_attention
 EXTENTS = (2, 4, 30, 40)
 ids = torch.randint(0, 3, (40,))
 width = 5
-
-
-class Reading(types.SimpleNamespace):
-    """What a function of these tests captures, to be changed."""
 
 
 def shown(traced):
@@ -76,6 +71,10 @@ def of_an_item(at):
     return lambda b, h, i, j: i - j < at.item()
 
 
+def of_a_choice(at):
+    return lambda b, h, i, j: i - j < (3, 9)[at]
+
+
 def of_a_count(table):
     return lambda b, h, i, j: i - j < table[table > 3].numel()
 
@@ -113,6 +112,7 @@ CHANGES = {
     "a mask's parts": (Mask(closure(1)) & (lambda b, h, i, j: i > j), Mask(closure(1)) & (lambda b, h, i, j: i < j), True),
     "the element that is a number": (of_an_element(torch.tensor(4)), of_an_element(torch.tensor(6)), True),
     "the item that is a number": (of_an_item(torch.tensor(4)), of_an_item(torch.tensor(6)), True),
+    "the element that chooses a number": (of_a_choice(torch.tensor(0)), of_a_choice(torch.tensor(1)), True),
     "how many elements there are": (of_a_count(FIRST), of_a_count(FIRST.clamp(max=5) * 2), True),
     "how long the chosen elements are": (of_a_shape(FIRST), of_a_shape(FIRST.clamp(max=5) * 2), True),
     "what is computed of a tensor": (of_a_sum(FIRST), of_a_sum(other(FIRST)), True),
