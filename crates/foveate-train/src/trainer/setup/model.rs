@@ -138,7 +138,7 @@ fn host_suffices(need: u64, free: Option<u64>) -> Result<(), String> {
         None => Ok(()),
         Some(free) => Err(format!(
             "precision.state = \"host_moments\" takes {} of the host's memory, of which {} are free; \
-             \"int8_moments\" keeps them on the GPU, in an eighth of the bytes",
+             \"int8_moments\" keeps them on the GPU, in a quarter of the bytes",
             size(need),
             size(free)
         )),
