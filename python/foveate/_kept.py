@@ -124,7 +124,7 @@ class Reads:
         elif kind is dict:
             self.key += (len(value), *value)
             return all(map(self._value, value.values()))
-        elif hasattr(kind, "_reads"):  # A mask.
+        elif "_reads" in vars(kind):  # A mask, and no class made of it, which may compute something else.
             self.key.append(len(value._reads))
             return all(map(self._value, value._reads))
         else:

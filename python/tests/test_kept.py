@@ -91,6 +91,11 @@ def other(tensor):
     return tensor.clone() + 1
 
 
+class Nearer(Mask):
+    def __call__(self, b, h, i, j):
+        return super().__call__(b, h, i, j) & (i - j < 3)
+
+
 FIRST, SECOND = torch.randint(0, 9, (40,)), torch.randint(0, 9, (40,))
 #: Functions in pairs: what changes from one call to the next, and whether the second is traced again.
 CHANGES = {
@@ -110,6 +115,7 @@ CHANGES = {
     "a mask's tensor": (Mask.causal() & Mask.document(FIRST), Mask.causal() & Mask.document(other(FIRST)), False),
     "a mask's sign": (Mask.causal() & Mask.document(FIRST), Mask.causal() | Mask.document(FIRST), True),
     "a mask's parts": (Mask(closure(1)) & (lambda b, h, i, j: i > j), Mask(closure(1)) & (lambda b, h, i, j: i < j), True),
+    "a mask's class": (Mask(closure(1)), Nearer(closure(1)), True),
     "the element that is a number": (of_an_element(torch.tensor(4)), of_an_element(torch.tensor(6)), True),
     "the item that is a number": (of_an_item(torch.tensor(4)), of_an_item(torch.tensor(6)), True),
     "the element that chooses a number": (of_a_choice(torch.tensor(0)), of_a_choice(torch.tensor(1)), True),
