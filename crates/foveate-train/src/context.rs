@@ -254,6 +254,11 @@ impl RunContext {
         &self.planner
     }
 
+    /// To plan batches by it, which keeps the last plan.
+    pub fn planner_mut(&mut self) -> &mut ContextPlanner {
+        &mut self.planner
+    }
+
     /// Attention over the ranks of the next batch, which is planned. All ranks call it, and compare a plan
     /// before it first runs.
     ///

@@ -72,11 +72,11 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
     ///
     /// # Errors
     /// When attention over the ranks cannot be planned.
-    pub fn part(&self, batch: &Packed) -> Result<MeshBatch, TrainError> {
+    pub fn part(&mut self, batch: &Packed) -> Result<MeshBatch, TrainError> {
         let own = batch.part(self.ranks.rows(batch.rows));
-        let (own, context) = match &self.context {
+        let (own, context) = match &mut self.context {
             None => (own, None),
-            Some(context) => context.planner().clone().part(own, AllRows::of(batch))?,
+            Some(context) => context.planner_mut().part(own, AllRows::of(batch))?,
         };
         Ok(MeshBatch { own, context })
     }
