@@ -93,7 +93,10 @@ const MAX_KV_SPLITS: usize = 65535;
 const FAR_BEHIND: f64 = 1.5;
 
 /// Candidates that a refusal lists; those that miss the least are the first.
-const MOST_TOLD: usize = 12;
+const MOST_TOLD: usize = 3;
+
+/// Head dims that every GPU has a configuration for, in the dtypes that it takes.
+const EVERYWHERE: usize = 256;
 
 impl KernelPlan {
     /// Plans the forward, and with `backward` the backward.
@@ -566,13 +569,8 @@ fn nothing_fits(
              multiples of 16, and asking for warps as well allows other divisions"
         ));
     }
-    let mut message = format!(
-        "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a CTA can have {} \
-         B of shared memory:",
-        profile.name, profile.shared_per_block
-    );
     // A shape that a kernel does not take is that of all its stages: it is said once.
-    let mut lines: Vec<String> = Vec::new();
+    let mut reasons: Vec<String> = Vec::new();
     let mut shapes = Vec::new();
     for refused in refused {
         if let Refusal::Shape { reason } = &refused.refusal {
@@ -581,11 +579,20 @@ fn nothing_fits(
             }
             shapes.push(reason);
         }
-        lines.push(format!("\n  {refused}"));
+        reasons.push(refused.to_string());
     }
-    message.extend(lines.iter().take(MOST_TOLD).map(String::as_str));
-    if lines.len() > MOST_TOLD {
-        message += &format!("\n  and {} more, of larger tiles", lines.len() - MOST_TOLD);
+    let mut message = format!(
+        "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a CTA can have {} \
+         B of shared memory: {}",
+        profile.name,
+        profile.shared_per_block,
+        reasons[..MOST_TOLD.min(reasons.len())].join("; ")
+    );
+    if reasons.len() > MOST_TOLD {
+        message += &format!("; and {} more, of larger tiles", reasons.len() - MOST_TOLD);
+    }
+    if class.dim.max(class.dim_v) > EVERYWHERE {
+        message += &format!(". Head dims up to {EVERYWHERE} fit every GPU");
     }
     CudaError::argument(message)
 }
