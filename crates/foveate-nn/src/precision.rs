@@ -143,7 +143,7 @@ impl Precision {
     /// Elements of each moment of `trained` parameters that are on the device at once.
     pub fn moments_on_device(&self, trained: usize) -> usize {
         match self.host_moments {
-            true => trained.min(MOMENTS_PIECE * MOMENTS_PIECES),
+            true => MOMENTS_PIECES * trained.min(MOMENTS_PIECE),
             false => trained,
         }
     }

@@ -32,6 +32,8 @@ pub(super) struct Passage {
     slots: Vec<Slot>,
     /// Bytes of a piece of one moment.
     bytes: usize,
+    /// Moments that a slot has room for.
+    moments: usize,
 }
 
 /// Device memory of a piece of each moment.
@@ -67,19 +69,19 @@ impl Piece {
 }
 
 /// The moments that the rule keeps: where the host has them.
-fn kept(moments: &Moments<CudaArray>) -> impl Iterator<Item = &HostArray> {
+pub(super) fn kept(moments: &Moments<CudaArray>) -> impl Iterator<Item = &HostArray> {
     [&moments.mean, &moments.square].into_iter().filter_map(CudaArray::on_host)
 }
 
 impl Passage {
-    /// For pieces of so many bytes of each moment.
-    pub fn new(blocks: &Cuda, bytes: usize) -> Result<Self, NnError> {
+    /// For pieces of so many bytes of each of the `moments` that a rule keeps.
+    pub fn new(blocks: &Cuda, bytes: usize, moments: usize) -> Result<Self, NnError> {
         let engine = blocks.kernels.engine();
         let queue = || engine.new_queue().map_err(|e| failed(&e));
         let event = || Event::new(engine.device()).map_err(|e| failed(&e));
         let (arriving, leaving) = (queue()?, queue()?);
         let slot = |_| {
-            let memory = blocks.scratch("moments on the device", 2 * bytes)?;
+            let memory = blocks.scratch("moments on the device", moments * bytes)?;
             Ok(Slot { memory, arrived: event()?, updated: event()?, left: event()? })
         };
         let slots = (0..MOMENTS_PIECES).map(slot).collect::<Result<_, NnError>>()?;
@@ -87,12 +89,12 @@ impl Passage {
         let before = event()?;
         before.record(blocks.queue.stream()).map_err(|e| failed(&e))?;
         arriving.stream().after(&before).map_err(|e| failed(&e))?;
-        Ok(Self { arriving, leaving, slots, bytes })
+        Ok(Self { arriving, leaving, slots, bytes, moments })
     }
 
-    /// Bytes of a piece of one moment.
-    pub fn bytes(&self) -> usize {
-        self.bytes
+    /// Whether its slots have room for pieces of so many bytes of so many moments.
+    pub fn fits(&self, bytes: usize, moments: usize) -> bool {
+        bytes <= self.bytes && moments <= self.moments
     }
 
     /// Brings elements `place` of the moments, which are in piece `number`, to the device for what is queued
@@ -109,7 +111,7 @@ impl Passage {
         let (elems, between, at) = (place.len(), self.bytes, memory.address());
         let piece = Piece { slot, elems, dtype, between, at };
         let (start, bytes) = (place.start * dtype.bytes(), elems * dtype.bytes());
-        assert!(bytes <= self.bytes, "a piece fits its slot");
+        assert!(self.fits(bytes, kept(moments).count()), "a piece fits its slot");
         let stream = self.arriving.stream();
         let queued = || {
             stream.after(left)?;
@@ -152,12 +154,19 @@ impl Passage {
     }
 }
 
-impl Drop for Passage {
-    /// Slots go back to the pool of the blocks' queue only when nothing copies from or to them.
-    fn drop(&mut self) {
+impl Passage {
+    /// Waits until nothing is on its way: for a step that ends in an error, whose last copies no mark is behind.
+    pub fn settle(&self) {
         for queue in [&self.arriving, &self.leaving] {
             // Where the device has failed there is nobody to tell.
             let _ = queue.stream().wait(FAREWELL, "moments on their way");
         }
+    }
+}
+
+impl Drop for Passage {
+    /// Slots go back to the pool of the blocks' queue only when nothing copies from or to them.
+    fn drop(&mut self) {
+        self.settle();
     }
 }

@@ -194,11 +194,12 @@ impl Cuda {
     ) -> Result<(), NnError> {
         if self.precision.host_moments {
             let bytes = self.piece.min(elems) * moments.mean.dtype.bytes();
-            if self.passage.as_ref().is_none_or(|passage| passage.bytes() < bytes) {
-                self.passage = Some(Passage::new(self, bytes)?);
+            let kept = passage::kept(moments).count();
+            if !self.passage.as_ref().is_some_and(|passage| passage.fits(bytes, kept)) {
+                self.passage = Some(Passage::new(self, bytes, kept)?);
             }
         }
-        self.timed(Timed::Update, |this| {
+        let updated = self.timed(Timed::Update, |this| {
             let constants = this.constants(step)?;
             let all = Arena {
                 weights: weights.array.vector(),
@@ -221,7 +222,11 @@ impl Cuda {
                 }
             }
             Ok(())
-        })?;
+        });
+        if let (Err(_), Some(passage)) = (&updated, &self.passage) {
+            passage.settle();
+        }
+        updated?;
         self.queue_readback(totals)
     }
 
