@@ -9,6 +9,7 @@ other functions of the kind. With any other instruction, a new one of Python's t
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
@@ -102,7 +103,9 @@ class Reads:
         if not set(captured) <= set(which):
             return
         if len(_kept) >= _MOST:
-            _kept.pop(next(iter(_kept)), None)
+            # Where another thread keeps one meanwhile, this one is kept beside it.
+            with contextlib.suppress(RuntimeError, StopIteration):
+                _kept.pop(next(iter(_kept)), None)
         _kept[tuple(self.key)] = traced.structure(), list(map(which.index, captured))
 
     def _value(self, value: Any) -> bool:
