@@ -59,7 +59,7 @@ def mask(
 
 def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any], tiles: Any = None) -> Program:
     b, h, q, kv = (n if isinstance(n, int) else most for n, most in zip(extents, (BATCH, BATCH, LENGTH, LENGTH)))
-    trace = _GraphTrace(kind, (b, h, q, kv))
+    trace = _GraphTrace(kind, graph, (b, h, q, kv))
     leaves = tuple(map(_native.leaf, ("b", "h", "q", "kv"), (b, h, q, kv)))
     if kind == "score":
         leaves = (_native.leaf("score", 0), *leaves)
@@ -109,13 +109,10 @@ def _sized(n: Any) -> int:
 class _GraphTrace(_trace.Trace):
     """A trace whose captured tensors are stand-ins without elements."""
 
-    def __init__(self, kind: str, extents: tuple[int, int, int, int]) -> None:
-        self.kind, self.extents = kind, extents
-        self.captures = {}
-        self.held = []
+    def __init__(self, kind: str, graph: fx.GraphModule, extents: tuple[int, int, int, int]) -> None:
+        super().__init__(kind, graph, extents, constants=True)
         self.symbolic: dict[int, list[bool]] = {}
         self.arguments: dict[str, tuple[list[int], float]] = {}
-        _native.begin(kind == "mask", constants=True)
 
     def stand_in(self, example: torch.Tensor) -> torch.Tensor:
         shape = [n if isinstance(n, int) else max(n.node.hint, 2) for n in example.shape]

@@ -472,13 +472,13 @@ class Trace(Reader):
 
     value = Expr
 
-    def __init__(self, kind: str, function: Any, extents: tuple[int, int, int, int]) -> None:
+    def __init__(self, kind: str, function: Any, extents: tuple[int, int, int, int], constants: bool = False) -> None:
         self.kind, self.function, self.extents = kind, function, extents
         self.captures: dict[int, _native.Capture] = {}
         self.held: list[torch.Tensor] = []
         #: Whether an element of a captured tensor became a number.
         self.read_elements = False
-        _native.begin(kind == "mask")
+        _native.begin(kind == "mask", constants)
 
     def capture(self, tensor: torch.Tensor) -> _native.Capture:
         """The buffer that ``tensor`` is in the program."""
