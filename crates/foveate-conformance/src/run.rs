@@ -92,7 +92,8 @@ impl Answers {
                 true => None,
                 false => {
                     let gold = backward(spec, operands, upstream)?;
-                    Some([gold, low::backward(spec, operands, upstream)?])
+                    let low = low::backward_drawn(spec, operands, upstream, &gold)?;
+                    Some([gold, low])
                 }
             },
         })

@@ -38,6 +38,17 @@ fn every_case_passes_on_every_backend_that_takes_it() {
     assert!(refused.is_none(), "every backend takes every case of the corpus\n{report}");
 }
 
+/// The plain implementation's error of these four numbers happens to be a sixth of what it is on average.
+#[test]
+fn the_gradient_of_a_temperature_passes_in_bf16_where_the_plain_one_is_right_by_luck() {
+    let name = "named score: temperature of each head: mask causal";
+    let mut case = cases().into_iter().find(|case| case.name == name).expect(name);
+    case.dtype = "bf16".into();
+    let report = run(&[case], &backends());
+    assert_eq!(report.failures().count(), 0, "\n{report}");
+    assert_eq!(report.declined().count(), 0, "\n{report}");
+}
+
 /// The text calls `name`, or refers to it; a buffer of that name, `name[...]`, is something else.
 fn mentions(text: &str, name: &str) -> bool {
     let word = |c: char| c.is_alphanumeric() || c == '_';

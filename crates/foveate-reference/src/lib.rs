@@ -29,6 +29,7 @@
 mod attention;
 mod error;
 pub mod eval;
+pub mod low;
 mod real;
 mod tolerance;
 
@@ -62,74 +63,4 @@ pub fn backward(
     upstream: &Upstream<'_>,
 ) -> Result<Gradients, ReferenceError> {
     Ok(attention::run::<f64>(spec, operands, &Rounding::none(), Some(upstream))?.1)
-}
-
-/// The plain implementation in the operands' own precision that backends are measured against:
-/// f32 arithmetic, and each tensor that an eager program stores (`q·k`, the probabilities, out,
-/// and their gradients) rounded to the operands' dtype.
-///
-/// Of f8e4m3 operands it is the plain emulation of that type: `q·k` in f32, `2⁸·exp(score − max)` rounded
-/// to f8e4m3 as the factor of v, out rounded to bf16.
-pub mod low {
-    use foveate_problem::{Operands, Spec};
-    use foveate_tensor::{DType, F8E4M3};
-    use half::{bf16, f16};
-
-    use crate::attention::{self, Forward, Gradients, Rounding, Upstream};
-    use crate::error::ReferenceError;
-
-    /// # Errors
-    /// Those of [`crate::forward`].
-    pub fn forward(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
-        Ok(attention::run::<f32>(spec, operands, &rounding(operands.q.dtype()), None)?.0)
-    }
-
-    /// # Errors
-    /// Those of [`crate::backward`].
-    pub fn backward(
-        spec: &Spec,
-        operands: &Operands<'_>,
-        upstream: &Upstream<'_>,
-    ) -> Result<Gradients, ReferenceError> {
-        Ok(attention::run::<f32>(spec, operands, &rounding(operands.q.dtype()), Some(upstream))?.1)
-    }
-
-    /// The forward pass with nothing rounded below f32: the measure for `lse` and `max_score`,
-    /// which are f32 whatever the operands are. Of f8e4m3 operands `q·k` is rounded to f16: tensor
-    /// cores keep fewer bits of a sum of their products than f32 has.
-    ///
-    /// # Errors
-    /// Those of [`crate::forward`].
-    pub fn statistics(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, ReferenceError> {
-        let rounding = match operands.q.dtype() {
-            DType::F8E4M3 => Rounding { dot: &to_f16, ..Rounding::none() },
-            DType::F32 | DType::F16 | DType::BF16 | DType::F64 => Rounding::none(),
-        };
-        Ok(attention::run::<f32>(spec, operands, &rounding, None)?.0)
-    }
-
-    fn rounding(dtype: DType) -> Rounding<'static, f32> {
-        match dtype {
-            DType::F16 => Rounding { dot: &to_f16, weight: &|p, _| to_f16(p), stored: &to_f16 },
-            DType::BF16 => Rounding { dot: &to_bf16, weight: &|p, _| to_bf16(p), stored: &to_bf16 },
-            DType::F8E4M3 => {
-                Rounding { weight: &e4m3_weight, stored: &to_bf16, ..Rounding::none() }
-            }
-            DType::F32 | DType::F64 => Rounding::none(),
-        }
-    }
-
-    fn to_f16(x: f32) -> f32 {
-        f16::from_f32(x).to_f32()
-    }
-
-    fn to_bf16(x: f32) -> f32 {
-        bf16::from_f32(x).to_f32()
-    }
-
-    /// A weight in units of 2⁻⁸ of the largest of its row, rounded to e4m3.
-    fn e4m3_weight(p: f32, largest: f32) -> f32 {
-        let unit = largest / 256.0;
-        if unit > 0.0 { F8E4M3::from_f32(p / unit).to_f32() * unit } else { p }
-    }
 }

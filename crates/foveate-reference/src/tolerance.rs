@@ -6,7 +6,8 @@
 //!   with tanh-like scores.
 //!
 //! A mean of fewer than 16 elements (the gradient of a sink, of a bias for each head) is a matter
-//! of luck: such tensors have the rule of the max only.
+//! of luck: such tensors have the rule of the max only, and gradients of so
+//! few are measured by more than one draw of `low` ([`crate::low::backward_drawn`]).
 //!
 //! What is infinite or NaN in gold must be the same in ours, and nothing else is; gradients of cases
 //! that say so need only keep it ([`NonFinite`]).
@@ -14,7 +15,7 @@
 use foveate_tensor::DType;
 
 const F32_ALLOWANCE: f64 = 1e-6;
-const FEWEST_OF_A_MEAN: usize = 16;
+pub(crate) const FEWEST_OF_A_MEAN: usize = 16;
 
 /// Which scores a case has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
