@@ -6,6 +6,7 @@
 mod driver;
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use std::{env, fs};
 
 use foveate_cuda::{
@@ -162,6 +163,25 @@ fn a_pass_queues_its_kernels_in_order_and_makes_lists_and_tables_once() {
         names(&launches()),
         ["fv_delta", "fv_row_weight_sum", "fv_backward", "fv_backward_dq"]
     );
+}
+
+#[test]
+fn a_pass_that_hangs_names_its_kernels_with_their_configurations() {
+    if !inside("a_pass_that_hangs_names_its_kernels_with_their_configurations") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let plan = plan(&PLAIN, &DIMS, CudaOptions::default());
+    let tensors = Tensors::new(&DIMS);
+    plan.forward_on(&queue, &tensors.forward).unwrap();
+    plan.backward_on(&queue, &tensors.backward_alone()).unwrap();
+    fs::write(std::path::Path::new(&env::var_os("HOME").unwrap()).join("busy"), "").unwrap();
+    let said = queue.stream().wait(Duration::from_millis(20), "a step").unwrap_err().to_string();
+    let launches = said.split("hangs in one of its last ").nth(1).expect(&said);
+    assert!(launches.starts_with("5 launches (fv_forward (forward bf16 D 64, "), "{said}");
+    for kernel in ["; fv_delta (delta ", "; fv_backward (backward bf16 D 64, ", "; fv_dq (dq "] {
+        assert!(launches.contains(kernel), "{kernel}: {said}");
+    }
 }
 
 #[test]

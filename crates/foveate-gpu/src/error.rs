@@ -134,6 +134,8 @@ pub enum GpuErrorKind {
         waiting: String,
         /// For how long, in seconds.
         seconds: f64,
+        /// Which launches of the stream may not be done; empty where none was made on it.
+        launches: String,
     },
     /// An argument cannot be used.
     Argument {
@@ -160,16 +162,19 @@ impl From<GpuErrorKind> for GpuError {
     }
 }
 
+/// Whether nothing runs in a context any more after this code of the driver's: addresses, instructions,
+/// assertions, time limits.
+pub(crate) fn breaks_context(code: i32) -> bool {
+    matches!(code, 700 | 702 | 709 | 710 | 714..=719)
+}
+
 /// What to do about a code of the driver's, where something can be done (numbers of `CUresult` in
 /// cuda.h).
 fn advice(code: i32) -> Option<&'static str> {
     Some(match code {
         46 => "another process has the GPU for itself: end it, or choose another GPU",
         100 => "see whether nvidia-smi lists a GPU and CUDA_VISIBLE_DEVICES hides none",
-        // Addresses, instructions, assertions, time limits: nothing runs in the context any more.
-        700 | 702 | 709 | 710 | 714..=719 => {
-            "this process cannot use the GPU any more: start it again"
-        }
+        code if breaks_context(code) => "this process cannot use the GPU any more: start it again",
         802 => "the GPUs of this machine are not ready: start nvidia-fabricmanager",
         803 => "the driver was changed under the running system: restart the machine",
         _ => return None,
@@ -259,12 +264,13 @@ impl fmt::Display for GpuErrorKind {
                 write!(f, "NVRTC refused a kernel for {arch}: {first}")
             }
             Self::Resources { kernel, reason } => write!(f, "kernel {kernel}: {reason}"),
-            Self::Timeout { waiting, seconds } => {
-                write!(
-                    f,
-                    "{waiting} did not finish within {seconds} s; the device hangs, or has more to do: \
-                     FOVEATE_TIMEOUT, or the limit of the call, sets how long to wait"
-                )
+            Self::Timeout { waiting, seconds, launches } => {
+                write!(f, "{waiting} did not finish within {seconds} s; ")?;
+                match launches.is_empty() {
+                    true => f.write_str("the device hangs, or has more to do")?,
+                    false => write!(f, "the stream hangs in {launches}, or has more to do")?,
+                }
+                f.write_str(": FOVEATE_TIMEOUT, or the limit of the call, sets how long to wait")
             }
             Self::Argument { reason } | Self::Unkept { reason } => f.write_str(reason),
         }

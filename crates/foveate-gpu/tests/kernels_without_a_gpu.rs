@@ -125,6 +125,55 @@ fn clusters_programmatic_launches_and_tensor_maps_reach_the_driver() {
 }
 
 #[test]
+fn a_device_that_hangs_or_faults_names_the_launches_that_may_have_done_it() {
+    let name = "a_device_that_hangs_or_faults_names_the_launches_that_may_have_done_it";
+    if !inside(name, &["nvrtc"], &["-DLOADS"], &[]) {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let queue = engine.queue();
+    let scale = kernel(&engine, engine.device().info().arch()).unwrap();
+    let plain = Launch::new([8, 2, 1], 128);
+    let wait = |limit| queue.stream().wait(Duration::from_millis(limit), "a pass");
+    launch(&scale, queue, &plain).unwrap();
+    wait(10_000).unwrap();
+    let busy = home().join("busy");
+    fs::write(&busy, "").unwrap();
+    launch(&scale, queue, &plain).unwrap();
+    let hangs = |of: &str| {
+        format!(
+            "a pass did not finish within 0.02 s; the stream hangs in {of}, or has more to do: \
+             FOVEATE_TIMEOUT, or the limit of the call, sets how long to wait"
+        )
+    };
+    assert_eq!(said(wait(20)), hangs("its launch of scale"));
+    let recorded = Graph::record(queue.stream(), || launch(&scale, queue, &plain)).unwrap();
+    assert_eq!(said(wait(20)), hangs("its launch of scale"), "what is recorded does not run");
+    // SAFETY: nothing runs on the driver for tests.
+    unsafe { recorded.launch(queue.stream()) }.unwrap();
+    assert_eq!(said(wait(20)), hangs("one of its last 2 launches (scale; a graph of scale)"));
+    fs::remove_file(busy).unwrap();
+    wait(10_000).unwrap();
+
+    launch(&scale, queue, &plain).unwrap();
+    let fault = home().join("fault");
+    fs::write(&fault, "").unwrap();
+    let failed = said(wait(10_000));
+    assert!(
+        failed.starts_with("running kernels, its launch of scale: the driver says "),
+        "{failed}"
+    );
+    let next = said(launch(&scale, queue, &plain));
+    let after =
+        ", 128 threads, 1024 B of shared memory, after its launch of scale: the driver says ";
+    assert!(
+        next.starts_with("launching scale on a grid of [8, 2, 1]") && next.contains(after),
+        "{next}"
+    );
+    fs::remove_file(fault).unwrap();
+}
+
+#[test]
 fn work_on_memory_that_no_device_has_fails_where_it_is_queued() {
     let name = "work_on_memory_that_no_device_has_fails_where_it_is_queued";
     if !inside(name, &["nvrtc"], &["-DLOADS"], &[]) {

@@ -256,7 +256,9 @@ fn room_to_copy_through_is_waited_for_as_long_as_the_caller_says() {
     let waited = |pool: &Pool| {
         // More than the chunks hold, behind work that does not end.
         let error = pool.upload(&vec![1; 12 << 20]).unwrap_err();
-        let GpuErrorKind::Timeout { waiting, seconds } = error.kind() else { panic!("{error}") };
+        let GpuErrorKind::Timeout { waiting, seconds, .. } = error.kind() else {
+            panic!("{error}")
+        };
         assert_eq!(waiting, "copies between host and device");
         *seconds
     };

@@ -177,7 +177,7 @@ mod tests {
         let hung = race(2, |_| {
             runs += 1;
             let waiting = "a kernel that is tuned".to_owned();
-            Err(GpuErrorKind::Timeout { waiting, seconds: 20.0 }.into())
+            Err(GpuErrorKind::Timeout { waiting, seconds: 20.0, launches: String::new() }.into())
         });
         assert!(hung.unwrap_err().to_string().starts_with("a kernel that is tuned did not"));
         assert_eq!(runs, 1);

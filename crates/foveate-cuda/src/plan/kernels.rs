@@ -189,6 +189,7 @@ impl CudaPlan {
         let (config, mods, compiled) = selected.made;
         let bytes = shared_bytes_of(entry, &selected.candidate.resources);
         let function = self.engine.load(&compiled, entry.name(), bytes)?;
+        let function = function.labelled(format!("{} ({config})", entry.name()));
         let mut kernels = lock(&self.kernels);
         kernels.loaded.insert(key, (config.clone(), function.clone()));
         if let Some(note) = selected.note.filter(|n| !kernels.notes.contains(n)) {

@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr;
+use std::sync::Arc;
 
 use super::device::Device;
 use super::stream::Stream;
@@ -14,6 +15,8 @@ pub struct Graph {
     device: Device,
     recorded: Handle,
     ready: Handle,
+    /// What errors call it.
+    label: Arc<str>,
 }
 
 // SAFETY: the driver lets every thread use a graph that is not changed, and this one never is.
@@ -40,12 +43,18 @@ impl Graph {
         let code = unsafe { (driver.capture_begin)(stream.handle(), OF_THIS_THREAD) };
         driver.check(code, || "beginning to record a graph".into())?;
         // A stream must not be left recording.
+        let before = stream.launches().queued();
         let worked = catch_unwind(AssertUnwindSafe(work));
+        let label = match stream.launches().take_back(before) {
+            none if none.is_empty() => "a graph".into(),
+            kernels => format!("a graph of {kernels}").into(),
+        };
         let mut recorded = ptr::null_mut();
         // SAFETY: `recorded` is valid for a write; recording was begun above.
         let code = unsafe { (driver.capture_end)(stream.handle(), &mut recorded) };
         // A graph that something has spoilt is null and may be destroyed.
-        let mut graph = Self { device: stream.device().clone(), recorded, ready: ptr::null_mut() };
+        let mut graph =
+            Self { device: stream.device().clone(), recorded, ready: ptr::null_mut(), label };
         worked.unwrap_or_else(|panic| resume_unwind(panic))?;
         driver.check(code, || "recording a graph".into())?;
         // SAFETY: `ready` is valid for a write, the graph was just recorded.
@@ -67,7 +76,9 @@ impl Graph {
         let driver = self.device.current()?;
         // SAFETY: graph and stream are alive; the caller vouches for what the work uses.
         let code = unsafe { (driver.graph_launch)(self.ready, stream.handle()) };
-        driver.check(code, || "queueing a graph".into())
+        driver.check(code, || "queueing a graph".into())?;
+        stream.launches().note(&self.label);
+        Ok(())
     }
 }
 

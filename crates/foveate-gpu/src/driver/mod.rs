@@ -23,6 +23,7 @@ mod device;
 mod free_list;
 mod graph;
 mod host;
+mod launches;
 mod memory;
 mod module;
 mod pinned;

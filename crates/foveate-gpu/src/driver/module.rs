@@ -9,7 +9,7 @@ use super::device::{Device, Relaxed};
 use super::stream::Stream;
 use super::sys::{Handle, INVALID_VALUE, LaunchAttribute, LaunchConfig};
 use crate::arch::Arch;
-use crate::error::{GpuError, GpuErrorKind};
+use crate::error::{GpuError, GpuErrorKind, breaks_context};
 use crate::library::Library;
 use crate::sync::lock;
 
@@ -79,8 +79,8 @@ impl Module {
             driver.check(code, || format!("asking for the parameters of kernel {name}"))?;
             parameters.push(size);
         }
-        let name = name.to_owned();
-        Ok(Function { module: self.clone(), handle, name, shared_bytes, parameters })
+        let (name, label) = (name.to_owned(), name.into());
+        Ok(Function { module: self.clone(), handle, name, label, shared_bytes, parameters })
     }
 
     /// Allows kernel `name`, which is `function`, at least `shared_bytes` of dynamic shared memory.
@@ -186,6 +186,8 @@ pub struct Function {
     module: Module,
     handle: Handle,
     name: String,
+    /// What errors call it.
+    label: Arc<str>,
     shared_bytes: u32,
     /// Size of each parameter in bytes.
     parameters: Vec<usize>,
@@ -200,6 +202,11 @@ impl Function {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The same, called `label` where a device fails or hangs: the name, and which variant of the kernel it is.
+    pub fn labelled(self, label: impl Into<Arc<str>>) -> Self {
+        Self { label: label.into(), ..self }
     }
 
     /// Queues a launch with its parameters' bytes.
@@ -242,6 +249,7 @@ impl Function {
         let ([x, y, z], attributes) = (launch.grid, launch.attributes());
         let mut pointers: Vec<*mut c_void> =
             parameters.iter().map(|p| p.as_ptr().cast_mut().cast()).collect();
+        let launches = stream.launches();
         let (stream, pointers, more) = (stream.handle(), pointers.as_mut_ptr(), ptr::null_mut());
         let (threads, shared_bytes) = (launch.threads, self.shared_bytes);
         let code = if attributes.is_empty() {
@@ -285,7 +293,15 @@ impl Function {
                 said += &format!(", clusters of {cluster:?}");
                 said += if *programmatic { ", programmatic" } else { "" };
             }
-            said + &format!(", {threads} threads, {shared_bytes} B of shared memory")
-        })
+            said += &format!(", {threads} threads, {shared_bytes} B of shared memory");
+            // Of what ran before: a launch does not fault itself.
+            let before = launches.unfinished(launches.queued());
+            if breaks_context(code) && !before.is_empty() {
+                said += &format!(", after {before}");
+            }
+            said
+        })?;
+        launches.note(&self.label);
+        Ok(())
     }
 }

@@ -2,13 +2,15 @@
 
 use std::ffi::OsStr;
 use std::ptr;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::device::Device;
+use super::launches::Launches;
 use super::sys::{Handle, NOT_READY};
 use crate::error::{GpuError, GpuErrorKind};
+use crate::sync::lock;
 use crate::trace::{Noted, note};
 
 /// How long to wait for a device before it is said to hang, where nothing else is said: two minutes,
@@ -41,6 +43,7 @@ pub struct Stream {
     handle: Handle,
     owned: bool,
     number: u64,
+    launches: Arc<Launches>,
 }
 
 /// Differs from every number before.
@@ -66,7 +69,7 @@ impl Stream {
         // SAFETY: `handle` is valid for a write, and the context is current.
         let code = unsafe { (driver.stream_create)(&mut handle, NON_BLOCKING) };
         driver.check(code, || "making a stream".into())?;
-        Ok(Self { device: device.clone(), handle, owned: true, number: next_number() })
+        Ok(Self::of(device, handle, true))
     }
 
     /// A stream that somebody else made on `device` and keeps alive; 0 is the default stream.
@@ -75,7 +78,12 @@ impl Stream {
     /// `raw` is 0 or a `CUstream` of the device's primary context that outlives every use of the
     /// value.
     pub unsafe fn borrowed(device: &Device, raw: usize) -> Self {
-        Self { device: device.clone(), handle: raw as Handle, owned: false, number: next_number() }
+        Self::of(device, raw as Handle, false)
+    }
+
+    fn of(device: &Device, handle: Handle, owned: bool) -> Self {
+        let (device, launches) = (device.clone(), Arc::default());
+        Self { device, handle, owned, number: next_number(), launches }
     }
 
     /// Its number in [`crate::trace`]: each value of this type has one of its own.
@@ -90,6 +98,11 @@ impl Stream {
 
     pub(crate) fn handle(&self) -> Handle {
         self.handle
+    }
+
+    /// What it was given to run, for errors.
+    pub(super) fn launches(&self) -> &Launches {
+        &self.launches
     }
 
     /// Whether its work is recorded in a graph at present.
@@ -216,6 +229,8 @@ pub struct Event {
     device: Device,
     handle: Handle,
     number: u64,
+    /// The stream's launches when it was last recorded, and how many there were.
+    behind: Mutex<Option<(Arc<Launches>, u64)>>,
 }
 
 // SAFETY: the driver lets every thread use an event.
@@ -234,7 +249,7 @@ impl Event {
         // SAFETY: `handle` is valid for a write, and the context is current.
         let code = unsafe { (driver.event_create)(&mut handle, 0) };
         driver.check(code, || "making an event".into())?;
-        Ok(Self { device: device.clone(), handle, number: next_number() })
+        Ok(Self { device: device.clone(), handle, number: next_number(), behind: Mutex::default() })
     }
 
     /// Marks the present end of the stream's work.
@@ -246,7 +261,16 @@ impl Event {
         let driver = self.device.current()?;
         // SAFETY: both are alive.
         let code = unsafe { (driver.event_record)(self.handle, stream.handle) };
-        driver.check(code, || "recording an event".into())
+        driver.check(code, || "recording an event".into())?;
+        let launches = &stream.launches;
+        *lock(&self.behind) = Some((launches.clone(), launches.queued()));
+        Ok(())
+    }
+
+    /// Which launches before it may not be done.
+    fn unfinished(&self) -> String {
+        let behind = lock(&self.behind);
+        behind.as_ref().map_or_else(String::new, |(launches, count)| launches.unfinished(*count))
     }
 
     /// Whether the work before it is done.
@@ -259,7 +283,13 @@ impl Event {
         match unsafe { (driver.event_query)(self.handle) } {
             NOT_READY => Ok(false),
             code => {
-                driver.check(code, || "running kernels".into())?;
+                driver.check(code, || match self.unfinished() {
+                    none if none.is_empty() => "running kernels".into(),
+                    launches => format!("running kernels, {launches}"),
+                })?;
+                if let Some((launches, count)) = &*lock(&self.behind) {
+                    launches.done(*count);
+                }
                 note(|| Noted::Reached { event: self.number });
                 Ok(true)
             }
@@ -278,7 +308,8 @@ impl Event {
             let spent = began.elapsed();
             if spent > limit {
                 let (waiting, seconds) = (waiting.to_owned(), limit.as_secs_f64());
-                return Err(GpuErrorKind::Timeout { waiting, seconds }.into());
+                let launches = self.unfinished();
+                return Err(GpuErrorKind::Timeout { waiting, seconds, launches }.into());
             }
             pause(began);
         }

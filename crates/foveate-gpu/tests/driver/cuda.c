@@ -13,6 +13,7 @@
  * OVERRUN, when it is compiled: bytes that every copy writes beyond its end, for AddressSanitizer to
  * find.
  * WITHOUT_OPTIONAL, when it is compiled: it has no cuLaunchKernelEx and no cuTensorMapEncodeTiled.
+ * The file `fault` there: every event and every launch says 700.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. CAPABILITY: that of the devices, times 10. */
 #define _GNU_SOURCE
@@ -223,6 +224,7 @@ int cuGraphDestroy(void *g) { (void)g; return 0; }
 float device_ms; /* of work that takes time, which libraries beside this one add to */
 struct event { size_t end; int behind_work; float ms; };
 static int busy(void) { return !access(at_home("busy"), F_OK); }
+static int faults(void) { return !access(at_home("fault"), F_OK); }
 int cuEventCreate(void **e, unsigned f) { IN_CONTEXT; (void)f; return *e = calloc(1, sizeof(struct event)), 0; }
 int cuEventDestroy_v2(void *e) { return free(e), 0; }
 int cuEventRecord(void *e, void *s) {
@@ -236,7 +238,7 @@ int cuEventRecord(void *e, void *s) {
 int cuEventQuery(void *e) {
     pthread_mutex_lock(&lock);
     struct event all = {carried + queued, 1}, *of = e ? e : &all;
-    int code = number("HANGS", 0) || (of->behind_work && busy()) ? 600 : 0;
+    int code = number("HANGS", 0) || (of->behind_work && busy()) ? 600 : faults() ? 700 : 0;
     if (!code && of->end > carried) carry_out(of->end - carried);
     return pthread_mutex_unlock(&lock), code;
 }
@@ -303,7 +305,7 @@ int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned threads
                    unsigned g, unsigned shared, void *s, void **p, void **more) {
     FILE *log = launches(s);
     if (!log) return 999;
-    if (!finds_memory(f, p)) return fclose(log), 700;
+    if (faults() || !finds_memory(f, p)) return fclose(log), 700;
     fprintf(log, "%s [%u, %u, %u] x %u\n", ((struct function *)f)->name, x, y, z, threads);
     return (void)e, (void)g, (void)shared, (void)more, fclose(log);
 }
@@ -314,7 +316,7 @@ struct config { unsigned grid[3], block[3], shared; void *stream; const struct a
 int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
     FILE *log = launches(c->stream);
     if (!log) return 999;
-    if (!finds_memory(f, p)) return fclose(log), 700;
+    if (faults() || !finds_memory(f, p)) return fclose(log), 700;
     fprintf(log, "%s [%u, %u, %u] x %u", ((struct function *)f)->name, c->grid[0], c->grid[1], c->grid[2], c->block[0]);
     for (unsigned i = 0; i < c->count; i++) {
         const unsigned *v = c->attributes[i].value;
