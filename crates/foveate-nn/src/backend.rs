@@ -31,7 +31,7 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::{Carrier, CutGroup, Peers, ReplicaSums, Sharing, TensorSharing};
+use crate::sharing::{Carrier, CutGroup, Peers, RankSums, ReplicaSums, Sharing, TensorSharing};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
 
 /// What attention is planned for.
@@ -100,19 +100,38 @@ pub struct KvCache<'a, A> {
     pub position: usize,
 }
 
-/// What makes the squares of a rank's gradients those of all ranks.
+/// What makes the sums of a step on a rank those of all ranks.
 pub struct SumOverRanks<'a> {
     /// Elements that another rank has, too, and counts.
     pub elsewhere: &'a [Range<usize>],
-    /// Sums a number over the ranks that own different parts of the parameters.
-    pub sum: &'a mut dyn FnMut(f64) -> Result<f64, NnError>,
+    /// Sums over the ranks that take the step.
+    pub sum: &'a mut dyn FnMut(RankSums) -> Result<RankSums, NnError>,
+}
+
+impl SumOverRanks<'_> {
+    /// Those of all ranks. With `more` gradients of the same step, loss and tokens are of all ranks already.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    pub fn of_all(self, own: RankSums, more: bool) -> Result<RankSums, NnError> {
+        let RankSums { squares, nats, labelled } = own;
+        // An infinite loss may have finite gradients. Other ranks are not to go on with them, either.
+        let squares = if nats.is_finite() { squares } else { f64::NAN };
+        if more {
+            let RankSums { squares, .. } = (self.sum)(RankSums { squares, ..RankSums::default() })?;
+            return Ok(RankSums { squares, nats, labelled });
+        }
+        (self.sum)(RankSums { squares, ..own })
+    }
 }
 
 /// Sums of a step, read back from the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sums {
-    /// Cross-entropy over all tokens that have a label, in nats.
+    /// Cross-entropy over all tokens that have a label, in nats; of all ranks of a step once it is updated.
     pub nats: f64,
+    /// These tokens.
+    pub labelled: u64,
     /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`] did not
     /// run.
     pub grad_norm: f64,
@@ -451,12 +470,6 @@ pub trait Blocks: Sized {
     /// Totals of nothing.
     fn totals(&mut self) -> Result<Self::Totals, NnError>;
 
-    /// Counts `labelled` tokens in `totals` that have a label on other ranks.
-    ///
-    /// # Errors
-    /// When the device fails.
-    fn count(&mut self, totals: &mut Self::Totals, labelled: usize) -> Result<(), NnError>;
-
     /// Waits for `totals` and reads them back; for no work that was queued behind [`Blocks::update`].
     fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
 
@@ -469,8 +482,9 @@ pub trait Blocks: Sized {
     /// The norm of the gradients of the mean loss, over the labelled tokens that `totals` counted,
     /// and what [`Blocks::update`] multiplies gradients with: one over those tokens, times what brings
     /// the norm down to `step.clip_norm`. With `more` gradients of the same step, the squares of those
-    /// before are in the norm. Where the gradients are of a part of the parameters, `sum` makes their
-    /// squares those of all, NaN where the loss is not finite; then this waits, once.
+    /// before are in the norm. Where there are other ranks, `sum` makes the squares those of all, NaN where
+    /// the loss of any is not finite, and in `totals` loss and tokens, too, unless they are already, with
+    /// `more`; then this waits, once.
     ///
     /// # Errors
     /// Those of `sum`.
@@ -764,10 +778,4 @@ pub trait Transfers<B: Blocks>: Send {
         group: &CutGroup,
         into: PartMut<'_, B::Array>,
     ) -> Result<(), NnError>;
-
-    /// The sum of a number over the ranks that own different parts.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn sum(&mut self, own: f64) -> Result<f64, NnError>;
 }

@@ -248,10 +248,6 @@ impl Blocks for Dry {
         Ok(())
     }
 
-    fn count(&mut self, (): &mut (), _: usize) -> Result<(), NnError> {
-        Ok(())
-    }
-
     fn read(&mut self, (): ()) -> Result<Sums, NnError> {
         Ok(Sums::default())
     }

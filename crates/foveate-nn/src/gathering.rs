@@ -268,11 +268,6 @@ impl<B: Blocks> Gathering<B> {
         let place = first..first + cut.own().len();
         self.transfers.reduced(blocks, cut, PartMut { array: into, place, accumulate })
     }
-
-    /// The sum of a number over the ranks that own different parts.
-    pub fn sum(&mut self, own: f64) -> Result<f64, NnError> {
-        self.transfers.sum(own)
-    }
 }
 
 impl ParameterLayout {

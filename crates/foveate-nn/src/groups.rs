@@ -10,8 +10,8 @@ use crate::optimizer::OptimizerStep;
 use crate::parameters::ParameterLayout;
 use crate::pass::{Parameters, Trained, clear_between};
 use crate::share::Share;
-use crate::sharing::Peers;
-use crate::stream::{counted_elsewhere, sum_over};
+use crate::sharing::StepRanks;
+use crate::stream::counted_elsewhere;
 
 /// The gradients of a group of parameters at a time.
 #[derive(Debug, Default)]
@@ -134,20 +134,18 @@ impl<B: Blocks> Trained<B> for Summed<'_, B> {
     }
 }
 
-/// The ranks that own other parameters.
-pub(crate) struct Owners<'a, B: Blocks> {
+/// The ranks that take a step, and what of the parameters this one has.
+pub(crate) struct Owners<'a> {
     pub layout: &'a ParameterLayout,
     pub share: &'a Share,
-    /// All of them, where parameters are cut.
-    pub gathering: Option<&'a mut Gathering<B>>,
-    /// Those of `tensor`, who are all where parameters are not cut.
-    pub tensor: Option<&'a dyn Peers>,
+    /// None where there is one rank.
+    pub ranks: Option<&'a StepRanks>,
 }
 
-impl<B: Blocks> Owners<'_, B> {
+impl Owners<'_> {
     /// [`Blocks::clip`] by the norm over all of them; `gradients` are of trained elements of the share from
     /// the given one on.
-    pub fn clip(
+    pub fn clip<B: Blocks>(
         self,
         blocks: &mut B,
         step: &OptimizerStep,
@@ -155,14 +153,13 @@ impl<B: Blocks> Owners<'_, B> {
         more: bool,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let Self { layout, share, gathering, tensor } = self;
-        let elsewhere = &counted_elsewhere(layout, share, [first, gradients.elems()]);
-        let mut of_all: Box<dyn FnMut(f64) -> Result<f64, NnError>> = match (gathering, tensor) {
-            (Some(gathering), _) => Box::new(|own| gathering.sum(own)),
-            (None, Some(ranks)) => Box::new(move |own| sum_over(ranks, own)),
-            (None, None) => return blocks.clip(step, gradients, more, None, totals),
+        let Self { layout, share, ranks } = self;
+        // Ranks with the same gradients know of each other's losses from the first of them.
+        let Some(ranks) = ranks.filter(|ranks| ranks.cut || !more) else {
+            return blocks.clip(step, gradients, more, None, totals);
         };
-        let sum = SumOverRanks { elsewhere, sum: &mut *of_all };
+        let elsewhere = &counted_elsewhere(layout, share, [first, gradients.elems()]);
+        let sum = SumOverRanks { elsewhere, sum: &mut |own| ranks.sum(own) };
         blocks.clip(step, gradients, more, Some(sum), totals)
     }
 }
@@ -185,8 +182,8 @@ pub(crate) struct Updated<'a, B: Blocks> {
     pub moments: &'a mut Moments<B::Array>,
     /// Whether a group was updated.
     pub more: bool,
-    /// The ranks that have the other parts of the model.
-    pub tensor: Option<&'a dyn Peers>,
+    /// Those that take the step, where there are others.
+    pub ranks: Option<&'a StepRanks>,
 }
 
 impl<B: Blocks> Parameters<B> for Updated<'_, B> {
@@ -237,7 +234,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             spans,
             moments,
             more,
-            tensor,
+            ranks,
             ..
         } = self;
         let Some(gathering) = gathering else {
@@ -246,7 +243,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
                 return Ok(());
             }
             let gradients = passing.of(layout, group);
-            let owners = Owners { layout, share, gathering: None, tensor: *tensor };
+            let owners = Owners { layout, share, ranks: *ranks };
             owners.clip(blocks, step, (gradients, place.start), *more, totals)?;
             *more = true;
             let gradients = (&*gradients, place.start);
@@ -264,7 +261,7 @@ impl<B: Blocks> Trained<B> for Updated<'_, B> {
             let mut array = summing.pop_front().expect("it is being summed");
             gathering.reduced(blocks, (&mut array, 0, false))?;
             let first = share.groups()[group].first_trained();
-            let owners = Owners { layout, share, gathering: Some(gathering), tensor: None };
+            let owners = Owners { layout, share, ranks: *ranks };
             owners.clip(blocks, step, (&array, first), *more, totals)?;
             *more = true;
             let gradients = (&array, first);

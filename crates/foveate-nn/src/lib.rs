@@ -121,7 +121,8 @@ pub use program::{AttentionProgram, DOCUMENTS};
 pub use rope::{RopeTable, Rotary};
 pub use share::{Cutting, Owned, Reshard, Share};
 pub use sharing::{
-    Carrier, CutGroup, HostTransfers, Peers, ReplicaSums, Sharing, TensorSharing, TensorTransfers,
+    Carrier, CutGroup, HostTransfers, Peers, RankSums, ReplicaSums, Sharing, StepRanks,
+    TensorSharing, TensorTransfers,
 };
 pub use tape::{Recomputation, Recompute};
 pub use tensor::{Copied, Holders, StreamCut, TensorPart};

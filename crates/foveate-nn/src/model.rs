@@ -13,8 +13,8 @@ use foveate::DType;
 use crate::account::StepKind;
 use crate::arena::Places;
 use crate::backend::{
-    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, ReplicaSumsOf, Sums,
-    Weights,
+    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, ReplicaSumsOf,
+    StreamTransfers, Sums, Weights,
 };
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
@@ -29,10 +29,9 @@ use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
 use crate::share::{Cutting, Share};
-use crate::sharing::{Carrier, Peers, Sharing, TensorSharing};
-use crate::stream::Links;
+use crate::sharing::{Carrier, Peers, Sharing, StepRanks, TensorSharing};
 use crate::tape::Workspace;
-use crate::tensor::{Holders, TensorPart};
+use crate::tensor::TensorPart;
 
 pub use replay::{NotFinite, NotFinitePlace};
 
@@ -64,8 +63,10 @@ pub(crate) struct Running<B: Blocks> {
     tables: Vec<Arc<RopeTable>>,
     /// Where parameters are cut over ranks.
     gathering: Option<Gathering<B>>,
+    /// Those that take steps together.
+    ranks: Option<StepRanks>,
     /// Between ranks of `tensor`.
-    tensor: Option<Links<B>>,
+    tensor: Option<Box<dyn StreamTransfers<B>>>,
     /// Attention over the ranks of `context`, where the device computes it.
     context: Option<ContextOf<B>>,
     /// Over ranks that hold the same parameters, where the device sums.
@@ -252,6 +253,7 @@ impl<B: Blocks> Model<B> {
             plans,
             tables: Vec::new(),
             gathering: None,
+            ranks: None,
             tensor: None,
             context: None,
             replicas: None,
@@ -290,9 +292,15 @@ impl<B: Blocks> Model<B> {
     /// When the ranks cannot reach each other.
     pub fn tensor(&mut self, ranks: &dyn TensorSharing) -> Result<(), NnError> {
         let mut running = lock(&self.running);
-        let stream = running.blocks.stream_transfers(ranks)?;
-        running.tensor = Some(Links { stream, ranks: ranks.holders(Holders::All)? });
+        running.tensor = Some(running.blocks.stream_transfers(ranks)?);
         Ok(())
+    }
+
+    /// Takes steps together with `ranks`: the norm of gradients, what clips them, whether loss and norm are
+    /// finite, and the number of labelled tokens are those of all of them, by one sum of a few numbers. All
+    /// ranks make the same updates.
+    pub fn step_with(&mut self, ranks: StepRanks) {
+        lock(&self.running).ranks = Some(ranks);
     }
 
     /// Attention over the ranks of `peers`, which share the rows of a batch, by `carrier`. False where the

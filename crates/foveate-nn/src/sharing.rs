@@ -115,12 +115,6 @@ pub trait HostTransfers: Send {
     /// # Errors
     /// When the ranks cannot go on.
     fn reduced(&mut self) -> Result<Vec<f32>, NnError>;
-
-    /// The sum of a number over the ranks that own different parts.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn sum(&mut self, own: f64) -> Result<f64, NnError>;
 }
 
 /// A group of ranks, as the transfers of a device find each other in it. Every rank calls the same methods
@@ -137,6 +131,53 @@ pub trait Peers: Send {
     /// # Errors
     /// When the ranks cannot go on.
     fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, NnError>;
+}
+
+/// What a step sums over ranks, at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RankSums {
+    /// Squares of gradients; NaN where the loss is not finite.
+    pub squares: f64,
+    /// Cross-entropy in nats.
+    pub nats: f64,
+    /// Tokens that have a label.
+    pub labelled: u64,
+}
+
+/// The ranks that take steps together, and what this one counts where several have the same.
+pub struct StepRanks {
+    /// All of them.
+    pub peers: Box<dyn Peers>,
+    /// Whether it counts its tokens, and their loss.
+    pub counts_tokens: bool,
+    /// Whether it counts the gradients of its parameters.
+    pub counts_parameters: bool,
+    /// Whether others have other parameters.
+    pub cut: bool,
+}
+
+impl StepRanks {
+    /// The sums of all ranks, in order of rank, so that all have the same bits: every rank calls it. Squares
+    /// that are not finite are told whoever counts them.
+    pub(crate) fn sum(&self, own: RankSums) -> Result<RankSums, NnError> {
+        let RankSums { squares, nats, labelled } = own;
+        let squares = match self.counts_parameters || !squares.is_finite() {
+            true => squares,
+            false => 0.0,
+        };
+        let [nats, labelled] = match self.counts_tokens {
+            true => [nats, labelled as f64],
+            false => [0.0; 2],
+        };
+        let mut sums = [0.0; 3];
+        let own = [squares, nats, labelled].map(f64::to_le_bytes);
+        for theirs in self.peers.all_gather(own.as_flattened())? {
+            let (theirs, _) = theirs.as_chunks();
+            sums.iter_mut().zip(theirs).for_each(|(sum, &x)| *sum += f64::from_le_bytes(x));
+        }
+        let [squares, nats, labelled] = sums;
+        Ok(RankSums { squares, nats, labelled: labelled as u64 })
+    }
 }
 
 /// What carries groups between GPUs.
@@ -169,14 +210,6 @@ pub trait Sharing {
     /// # Errors
     /// When the ranks cannot go on.
     fn peers(&self) -> Result<Box<dyn Peers>, NnError>;
-
-    /// All that own different elements: those that have other parts of a model, too.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    fn owners(&self) -> Result<Box<dyn Peers>, NnError> {
-        self.peers()
-    }
 
     /// What gradients travel as, where they are wider: f32 or bf16.
     fn reduce_dtype(&self) -> DType;

@@ -7,7 +7,6 @@ use crate::backend::{Blocks, PartMut, StreamProduct, StreamTransfers, Vocabulary
 use crate::error::NnError;
 use crate::parameters::ParameterLayout;
 use crate::share::Share;
-use crate::sharing::Peers;
 use crate::tensor::{Copied, Holders, StreamCut, TensorPart};
 
 /// The stream between products, in a pass.
@@ -131,31 +130,6 @@ impl<B: Blocks> Stream<'_, B> {
         let transfers = self.transfers.as_deref_mut()?;
         Some(VocabularyPart { first: vocab.start, part, parts, transfers })
     }
-}
-
-/// What moves between a rank of `tensor` and those that have the other parts of its model.
-pub(crate) struct Links<B: Blocks> {
-    pub stream: Box<dyn StreamTransfers<B>>,
-    /// For numbers.
-    pub ranks: Box<dyn Peers>,
-}
-
-impl<B: Blocks> Links<B> {
-    /// Both, where there are any.
-    pub fn split<'a>(
-        links: &'a mut Option<Self>,
-    ) -> (Option<&'a mut (dyn StreamTransfers<B> + 'static)>, Option<&'a dyn Peers>) {
-        match links {
-            Some(Self { stream, ranks }) => (Some(&mut **stream), Some(&**ranks)),
-            None => (None, None),
-        }
-    }
-}
-
-/// The sum of a number over `ranks`, in order of rank.
-pub(crate) fn sum_over(ranks: &dyn Peers, own: f64) -> Result<f64, NnError> {
-    let parts = ranks.all_gather(&own.to_le_bytes())?;
-    Ok(parts.iter().flat_map(|part| part.as_chunks().0).map(|&b| f64::from_le_bytes(b)).sum())
 }
 
 /// Clears those of `gradients` that were summed over ranks of `tensor`, but on the first of these, so that they

@@ -78,10 +78,6 @@ impl<B: Blocks> Transfers<B> for ThroughHost {
         }
         blocks.fill(PartMut { array, place, accumulate: false }, &sums)
     }
-
-    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
-        self.0.sum(own)
-    }
 }
 
 /// The stream of any device by way of the memory of the host, for which a pass waits.

@@ -382,20 +382,12 @@ impl<B: Blocks> Setup<'_, B> {
             self.queue_batch(&mut queued, &optimizer, loader, gradients, run)?;
         }
         if let StepGradients::Whole(all) = gradients {
-            queued.count_labelled(self.ranks, &self.model)?;
             sum_replicas(&*self.replicas, &mut self.model, all)?;
             let (moments, queueing) = (&mut self.moments, Instant::now());
             self.model.update(&optimizer, &self.spans[0], all, moments, &mut queued.totals)?;
             run.did("queue the update", queueing);
         }
         self.state.step = step;
-        self.state.tokens += queued.sums.labelled;
-        queued.labelled = self.state.tokens;
-        if queued.labelled == 0 && queued.epoch >= 1.0 {
-            let message = "no token of these documents is learned: every text is empty, or the \
-                           chat template prints nothing of what assistants say";
-            return Err(TrainError::recipe("data.files", message));
-        }
         Ok(queued)
     }
 
@@ -418,10 +410,6 @@ impl<B: Blocks> Setup<'_, B> {
         step.data_seconds += reading.elapsed().as_secs_f64();
         run.did("wait for data", reading);
         let queueing = Instant::now();
-        step.labelled_here += own.labelled();
-        if let StepGradients::Passing(_) = gradients {
-            step.count_labelled(self.ranks, &self.model)?;
-        }
         let (batch, again, totals) = (batch(&own), self.recompute, &mut step.totals);
         let attention = context.as_deref_mut().map(ContextBatch::attention);
         let queued = match gradients {
@@ -464,9 +452,8 @@ impl<B: Blocks> Setup<'_, B> {
         if let Some(profile) = &mut run.profile {
             profile.device(self.model.block_times());
         }
-        let nats = if self.ranks.counts_tokens() { found.nats } else { 0.0 };
-        let [nats, pairs] = self.ranks.sum([nats, pairs])?;
-        let mean = nats * (1.0 / sums.labelled.max(1) as f64);
+        sums.labelled = found.labelled;
+        let mean = found.nats * (1.0 / sums.labelled.max(1) as f64);
         for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
             if !value.is_finite() {
                 let first = self.first_not_finite(&batches, gradients, observer);
@@ -474,6 +461,13 @@ impl<B: Blocks> Setup<'_, B> {
                 return Err(self.not_finite(step, message));
             }
         }
+        self.state.tokens += sums.labelled;
+        if self.state.tokens == 0 && queued.epoch >= 1.0 {
+            let message = "no token of these documents is learned: every text is empty, or the \
+                           chat template prints nothing of what assistants say";
+            return Err(TrainError::recipe("data.files", message));
+        }
+        let [pairs] = self.ranks.sum([pairs])?;
         sums.seconds = run.since.elapsed().as_secs_f64();
         run.since = Instant::now();
         run.sums.add(&sums);
@@ -488,7 +482,7 @@ impl<B: Blocks> Setup<'_, B> {
             loss: mean,
             grad_norm: found.grad_norm,
             lr: queued.rate,
-            labelled_tokens: queued.labelled,
+            labelled_tokens: self.state.tokens,
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
@@ -614,22 +608,6 @@ impl<B: Blocks> Setup<'_, B> {
     }
 }
 
-/// Counts in `totals` the labelled tokens of the other ranks' rows, beside `own`. How many there are in all.
-fn count_labelled<B: Blocks>(
-    ranks: Ranks<'_>,
-    model: &Model<B>,
-    own: usize,
-    totals: &mut B::Totals,
-) -> Result<u64, TrainError> {
-    let counted = if ranks.counts_tokens() { own } else { 0 };
-    let [labelled] = ranks.sum([counted as f64])?;
-    let labelled = labelled as usize;
-    if labelled > own {
-        model.count(totals, labelled - own)?;
-    }
-    Ok(labelled as u64)
-}
-
 /// A step that a device was given, and what the host knows of it.
 struct QueuedStep<B: Blocks> {
     step: u64,
@@ -644,10 +622,6 @@ struct QueuedStep<B: Blocks> {
     context_seconds: f64,
     epoch: f64,
     rate: f64,
-    /// Labelled tokens of the run, this step's among them.
-    labelled: u64,
-    /// Labelled tokens of this rank in the step.
-    labelled_here: usize,
 }
 
 impl<B: Blocks> QueuedStep<B> {
@@ -662,15 +636,7 @@ impl<B: Blocks> QueuedStep<B> {
             context_seconds: 0.0,
             epoch: 0.0,
             rate,
-            labelled: 0,
-            labelled_here: 0,
         }
-    }
-
-    /// Counts the labelled tokens so far, those of other ranks among them.
-    fn count_labelled(&mut self, ranks: Ranks<'_>, model: &Model<B>) -> Result<(), TrainError> {
-        self.sums.labelled = count_labelled(ranks, model, self.labelled_here, &mut self.totals)?;
-        Ok(())
     }
 }
 

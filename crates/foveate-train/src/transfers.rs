@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use foveate::DType;
-use foveate_nn::{Carrier, HostTransfers, NnError, NnErrorKind, Peers, Sharing};
+use foveate_nn::{Carrier, HostTransfers, NnError, NnErrorKind, Peers, Sharing, StepRanks};
 use foveate_shard::collectives::{Collectives, Kind};
 use foveate_shard::{Cut, MeshAxis, ShardError};
 use half::bf16;
@@ -30,11 +30,6 @@ impl Sharing for ParameterRanks<'_> {
     fn peers(&self) -> Result<Box<dyn Peers>, NnError> {
         let group = GroupPeers::new(self.ranks, &PARAMETERS).map_err(|e| of_group(&e))?;
         Ok(Box::new(group))
-    }
-
-    fn owners(&self) -> Result<Box<dyn Peers>, NnError> {
-        let group = self.ranks.group(&ELEMENTS).map_err(|e| of_group(&e))?;
-        Ok(Box::new(GroupPeers(group)))
     }
 
     fn reduce_dtype(&self) -> DType {
@@ -84,12 +79,23 @@ impl Peers for GroupPeers {
     }
 }
 
+/// The ranks that take steps together; none where there is one.
+pub(crate) fn step_ranks(ranks: Ranks<'_>) -> Result<Option<StepRanks>, TrainError> {
+    if ranks.alone() {
+        return Ok(None);
+    }
+    Ok(Some(StepRanks {
+        peers: Box::new(GroupPeers::new(ranks, &MeshAxis::ALL)?),
+        counts_tokens: ranks.counts_tokens(),
+        counts_parameters: ranks.coordinate(&[MeshAxis::Replicate]) == 0,
+        cut: ranks.mesh().size_of(&ELEMENTS) > 1,
+    }))
+}
+
 /// Transfers between the ranks that share parameters, through the memory of the host.
 pub(crate) struct GroupTransfers {
     gathers: Worker<Vec<f32>, Vec<Vec<f32>>>,
     sums: Worker<(Vec<f32>, Vec<usize>), Vec<f32>>,
-    /// For what is waited for.
-    shared: Box<dyn Collectives>,
 }
 
 impl GroupTransfers {
@@ -117,7 +123,6 @@ impl GroupTransfers {
         Ok(Self {
             gathers: Worker::start("foveate-gather", gather)?,
             sums: Worker::start("foveate-reduce", sum)?,
-            shared: ranks.group(&ELEMENTS)?,
         })
     }
 }
@@ -164,14 +169,6 @@ impl HostTransfers for GroupTransfers {
 
     fn reduced(&mut self) -> Result<Vec<f32>, NnError> {
         self.sums.wait()
-    }
-
-    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
-        let parts = self
-            .shared
-            .exchange_as(Kind::AllReduce, vec![own.to_le_bytes().to_vec(); self.shared.ranks()]);
-        let parts = parts.map_err(|e| of_ranks(&e))?;
-        Ok(parts.iter().flat_map(|part| part.as_chunks().0).map(|&b| f64::from_le_bytes(b)).sum())
     }
 }
 

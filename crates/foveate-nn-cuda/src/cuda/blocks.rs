@@ -312,11 +312,6 @@ impl Blocks for Cuda {
         self.new_totals()
     }
 
-    /// Waits: totals are read and written again.
-    fn count(&mut self, totals: &mut CudaTotals, labelled: usize) -> Result<(), NnError> {
-        self.add_labelled(totals, labelled)
-    }
-
     fn read(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
         self.read_totals(totals)
     }

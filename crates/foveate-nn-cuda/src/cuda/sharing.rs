@@ -112,7 +112,6 @@ struct Summing {
 pub(super) struct GpuTransfers {
     gathers: Way,
     sums: Way,
-    numbers: Box<dyn Peers>,
     /// Of ranks that hold the same groups, where these are summed over them, too.
     replicas: Option<Replicas>,
     /// What gradients travel as, where they are f32.
@@ -142,14 +141,12 @@ pub(super) fn transfers(
     if ranks.carrier() == Carrier::Host {
         return Ok(Box::new(ThroughHost::new(ranks.through_host()?)));
     }
-    let numbers = ranks.owners()?;
     let replicas = ranks.replicas()?.filter(|peers| peers.ranks() > 1);
     let replicas = replicas.map(|peers| Replicas::new(peers, ordinal, ranks.carrier()));
     let way = || Way::new(ranks.peers()?, ordinal, ranks.carrier());
     Ok(Box::new(GpuTransfers {
         gathers: way()?,
         sums: way()?,
-        numbers,
         replicas: replicas.transpose()?,
         reduce_dtype: ranks.reduce_dtype(),
         gathering: VecDeque::new(),
@@ -281,11 +278,6 @@ impl Transfers<Cuda> for GpuTransfers {
             self.summing.pop_front().expect("a sum has begun");
         // What was read goes back behind the wait.
         self.sums.exchange.end(done, blocks.queue.stream())
-    }
-
-    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
-        let parts = self.numbers.all_gather(&own.to_le_bytes())?;
-        Ok(parts.iter().flat_map(|part| part.as_chunks().0).map(|&b| f64::from_le_bytes(b)).sum())
     }
 }
 

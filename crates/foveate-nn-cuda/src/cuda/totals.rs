@@ -29,20 +29,6 @@ impl Cuda {
         Ok(CudaTotals { memory, step: self.clock.step(), readback: None })
     }
 
-    /// Counts labelled tokens of other ranks. Waits: totals are read and written again.
-    pub(super) fn add_labelled(
-        &mut self,
-        totals: &mut CudaTotals,
-        labelled: usize,
-    ) -> Result<(), NnError> {
-        let mut words = [[0; 8]; TOTALS_LEN];
-        let bytes = words.as_flattened_mut();
-        totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
-        let here = u64::from_ne_bytes(words[1]);
-        words[1] = (here + labelled as u64).to_ne_bytes();
-        totals.memory.write(words.as_flattened()).map_err(|e| failed(&e))
-    }
-
     /// Their numbers, from the copy that the optimiser queued where it ran.
     pub(super) fn read_totals(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
         let mut words = [[0; 8]; TOTALS_LEN];
@@ -65,7 +51,7 @@ impl Cuda {
             stopped.fill(0).map_err(|e| failed(&e))?;
         }
         let times = self.clock.read(totals.step).map_err(|e| failed(&e))?;
-        Ok(Sums { nats, grad_norm, ..times })
+        Ok(Sums { nats, labelled, grad_norm, ..times })
     }
 
     /// Queues the copy that the host reads.

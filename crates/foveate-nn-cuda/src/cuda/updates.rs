@@ -6,7 +6,8 @@ use foveate_gpu::abi::{Abi, Address};
 use foveate_gpu::driver::{Allocation, default_timeout};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType};
 use foveate_nn::{
-    Array, MomentDtype, Moments, NnError, OptimizerStep, Part, Rule, Span, SumOverRanks, Weights,
+    Array, MomentDtype, Moments, NnError, OptimizerStep, Part, RankSums, Rule, Span, SumOverRanks,
+    Weights,
 };
 
 use super::array::{CudaArray, Place, numbers, part_of};
@@ -141,8 +142,8 @@ impl Cuda {
             let places = || std::iter::once(&whole).chain(elsewhere);
             let parts: Vec<usize> = places().map(|place| optimizer::parts(place.len())).collect();
             let all = parts.iter().sum::<usize>();
-            // And one number for the loss.
-            let partial = this.scratch("squares of gradients", 8 * (all + 1))?;
+            // And two numbers of the totals.
+            let partial = this.scratch("squares of gradients", 8 * (all + 2))?;
             let mut address = partial.address();
             // A rank of many may own none.
             for (place, parts) in places().zip(&parts).filter(|(_, parts)| **parts > 0) {
@@ -154,22 +155,29 @@ impl Cuda {
             }
             let (mut squares, mut parts_of_all) = (partial, [parts[0]]);
             if let Some(over) = over {
-                // The loss comes with them, so that this waits once.
+                // Loss and labelled tokens, which totals begin with, come with them, so that this waits once.
                 let stream = this.queue.stream();
-                // SAFETY: both are memory of this device, of 8 bytes or more from there on, and belong to
+                // SAFETY: both are memory of this device, of 16 bytes or more from there on, and belong to
                 // this queue.
-                unsafe { stream.copy(address, totals.memory.address(), stream.device(), 8) }
+                unsafe { stream.copy(address, totals.memory.address(), stream.device(), 16) }
                     .map_err(|e| failed(&e))?;
-                let mut read = vec![[0; 8]; all + 1];
+                let mut read = vec![[0; 8]; all + 2];
                 let bytes = read.as_flattened_mut();
                 squares.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
                 let sum = |squares: &[[u8; 8]]| -> f64 {
                     squares.iter().map(|&square| f64::from_ne_bytes(square)).sum()
                 };
-                let own = sum(&read[..parts[0]]) - sum(&read[parts[0]..all]);
-                let is_finite = f64::from_ne_bytes(read[all]).is_finite();
-                let of_all = (over.sum)(if is_finite { own } else { f64::NAN })?;
-                (squares, parts_of_all) = (this.copied(&of_all.to_ne_bytes())?, [1]);
+                let own = RankSums {
+                    squares: sum(&read[..parts[0]]) - sum(&read[parts[0]..all]),
+                    nats: f64::from_ne_bytes(read[all]),
+                    labelled: u64::from_ne_bytes(read[all + 1]),
+                };
+                let of_all = over.of_all(own, more)?;
+                if !more {
+                    let words = [of_all.nats.to_ne_bytes(), of_all.labelled.to_ne_bytes()];
+                    totals.memory.write(words.as_flattened()).map_err(|e| failed(&e))?;
+                }
+                (squares, parts_of_all) = (this.copied(&of_all.squares.to_ne_bytes())?, [1]);
             }
             let partial = numbers(&squares, &parts_of_all);
             let constants = this.constants(step)?;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use foveate_nn::{
-    Carrier, Holders, HostTransfers, NnError, NnErrorKind, Peers, Sharing, TensorSharing,
-    TensorTransfers,
+    Carrier, Holders, HostTransfers, NnError, NnErrorKind, Peers, Sharing, StepRanks,
+    TensorSharing, TensorTransfers,
 };
 use foveate_tensor::DType;
 
@@ -40,6 +40,12 @@ impl TestRank {
     /// A rank of `tensor` that has the same key/value heads as `kv_holders`.
     pub fn with_kv_holders(&self, kv_holders: Range<usize>) -> Self {
         Self { kv_holders, ..self.clone() }
+    }
+
+    /// All, which take steps together with parameters of their own; whether this one counts its tokens.
+    pub fn step_ranks(&self, counts_tokens: bool) -> StepRanks {
+        let peers = Box::new(self.clone());
+        StepRanks { peers, counts_tokens, counts_parameters: true, cut: true }
     }
 
     /// The ranks `members` alone, of which this is one.
@@ -214,10 +220,5 @@ impl HostTransfers for Host {
 
     fn reduced(&mut self) -> Result<Vec<f32>, NnError> {
         Ok(self.sums.pop_front().unwrap())
-    }
-
-    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
-        let parts = self.peers.all_gather(&own.to_le_bytes())?;
-        Ok(parts.iter().map(|part| f64::from_le_bytes(part[..].try_into().unwrap())).sum())
     }
 }

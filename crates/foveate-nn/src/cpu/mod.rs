@@ -38,7 +38,7 @@ use crate::optimizer::{OptimizerStep, Span, clip_factor};
 use crate::precision::{MomentDtype, ParameterState, Precision};
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::{Sharing, TensorSharing};
+use crate::sharing::{RankSums, Sharing, TensorSharing};
 use crate::through_host::{StreamThroughHost, ThroughHost};
 pub use plan::CpuPlan;
 
@@ -82,14 +82,14 @@ pub struct CpuBatch {
     /// Tokens of a row.
     len: usize,
     /// Tokens with a label.
-    labelled: usize,
+    labelled: u64,
 }
 
 /// Sums of a step.
 #[derive(Debug, Default)]
 pub struct CpuTotals {
     nats: f64,
-    labelled: usize,
+    labelled: u64,
     /// Of the sums over tokens of all gradients.
     squares: f64,
     grad_norm: f64,
@@ -184,7 +184,7 @@ impl Blocks for Cpu {
             order: embed::order(batch.tokens),
             tables: tables.to_vec(),
             len: batch.len,
-            labelled: batch.labels.iter().filter(|&&label| label != IGNORE).count(),
+            labelled: batch.labels.iter().filter(|&&label| label != IGNORE).count() as u64,
         })
     }
 
@@ -192,14 +192,9 @@ impl Blocks for Cpu {
         Ok(CpuTotals::default())
     }
 
-    fn count(&mut self, totals: &mut CpuTotals, labelled: usize) -> Result<(), NnError> {
-        totals.labelled += labelled;
-        Ok(())
-    }
-
     fn read(&mut self, totals: CpuTotals) -> Result<Sums, NnError> {
-        let CpuTotals { nats, grad_norm, .. } = totals;
-        Ok(Sums { nats, grad_norm, ..std::mem::take(&mut self.seconds) })
+        let CpuTotals { nats, labelled, grad_norm, .. } = totals;
+        Ok(Sums { nats, labelled, grad_norm, ..std::mem::take(&mut self.seconds) })
     }
 
     fn clear(&mut self, array: &mut Vec<f32>) -> Result<(), NnError> {
@@ -335,7 +330,6 @@ impl Blocks for Cpu {
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         timed(&mut self.seconds.optimizer_seconds, || {
-            let mean = 1.0 / totals.labelled.max(1) as f64;
             let before = if more { totals.squares } else { 0.0 };
             let own = update::squares(gradients);
             let elsewhere = sum.as_ref().map_or(&[][..], |over| over.elsewhere).iter();
@@ -343,9 +337,11 @@ impl Blocks for Cpu {
             let of_place =
                 elsewhere.map(|of| gradients[of.clone()].iter().map(square).sum::<f64>());
             let own = own - of_place.sum::<f64>();
-            // An infinite loss may have finite gradients. Other ranks are not to go on with them, either.
-            let told = if totals.nats.is_finite() { own } else { f64::NAN };
-            totals.squares = before + sum.map_or(Ok(own), |over| (over.sum)(told))?;
+            let own = RankSums { squares: own, nats: totals.nats, labelled: totals.labelled };
+            let of_all = sum.map_or(Ok(own), |over| over.of_all(own, more))?;
+            (totals.nats, totals.labelled) = (of_all.nats, of_all.labelled);
+            totals.squares = before + of_all.squares;
+            let mean = 1.0 / totals.labelled.max(1) as f64;
             totals.grad_norm = totals.squares.sqrt() * mean;
             totals.factor = mean * clip_factor(totals.grad_norm, step.clip_norm);
             Ok(())

@@ -530,8 +530,8 @@ fn a_loss_that_is_not_finite_updates_nothing_whatever_its_gradients_are() {
         let mut moments = Moments { mean: vec![0.0; 33], square: Vec::new() };
         let mut totals = CpuTotals { nats, labelled: 7, ..CpuTotals::default() };
         let (gradients, mut told) = (random(33, 6), f64::INFINITY);
-        let mut sum = |own: f64| {
-            told = own;
+        let mut sum = |own: crate::RankSums| {
+            told = own.squares;
             Ok(own)
         };
         let over = crate::SumOverRanks { elsewhere: &[], sum: &mut sum };

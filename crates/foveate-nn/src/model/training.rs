@@ -22,7 +22,7 @@ use crate::parameters::ParameterLayout;
 use crate::pass::{Pass, Whole};
 use crate::plans::Programs;
 use crate::rope::RopeTable;
-use crate::stream::{Links, Stream, leave_to_first};
+use crate::stream::{Stream, leave_to_first};
 use crate::tape::{Recomputation, Workspace};
 use crate::tensor::TensorPart;
 
@@ -82,7 +82,7 @@ impl<B: Blocks> Model<B> {
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
         let context = Context::of(context, device, blocks, &self.programs, heads)?;
-        let stream = sizes.stream(Links::split(tensor).0, prepared.shape);
+        let stream = sizes.stream(tensor.as_deref_mut(), prepared.shape);
         let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         let accumulate = !std::mem::take(cleared);
         match gathering {
@@ -114,14 +114,6 @@ impl<B: Blocks> Model<B> {
 
     fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B>) -> Cut<'a, B> {
         Cut { layout: &self.layout, share: &self.share, weights: &self.weights, gathering }
-    }
-
-    /// Counts `labelled` tokens in `totals` that other ranks have added up.
-    ///
-    /// # Errors
-    /// When the device fails.
-    pub fn count(&self, totals: &mut B::Totals, labelled: usize) -> Result<(), NnError> {
-        self.running().blocks.count(totals, labelled)
     }
 
     /// Sums gradients over ranks that hold the same ones: on the device where it does ([`Model::replicas`]),
@@ -185,15 +177,14 @@ impl<B: Blocks> Model<B> {
         let shares = context.is_none() && running.has_all(sizes.part);
         let kind = StepKind::Training(Training { in_backward: true, ..recompute.into() });
         running.place(sizes, layout, programs, prepared.shape, (shares, kind), None)?;
-        let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
+        let Running { blocks, workspace, gathering, ranks, tensor, context: device, .. } = running;
         if let Some(gathering) = gathering {
             gathering.start(layout, true);
         }
         let of_layers = prepared.of_layers(programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
         let context = Context::of(context, device, blocks, programs, heads)?;
-        let (stream, ranks) = Links::split(tensor);
-        let stream = sizes.stream(stream, prepared.shape);
+        let stream = sizes.stream(tensor.as_deref_mut(), prepared.shape);
         let mut pass = prepared.pass(sizes, layout, &of_layers, context, stream);
         let mut parameters = Updated {
             layout,
@@ -207,7 +198,7 @@ impl<B: Blocks> Model<B> {
             spans,
             moments,
             more: false,
-            tensor: ranks,
+            ranks: ranks.as_ref(),
         };
         pass.forward_backward(blocks, &mut parameters, workspace, recompute, totals)?;
         if let Some(gathering) = gathering {
@@ -218,7 +209,8 @@ impl<B: Blocks> Model<B> {
     }
 
     /// Queues one step of the optimiser with the gradients of the batches that `totals` has added up: their
-    /// mean over labelled tokens, clipped. Nothing changes where the loss or the norm is not finite, nor by
+    /// mean over labelled tokens, clipped. What `totals` has added up becomes that of all ranks that take the
+    /// step. Nothing changes where the loss or the norm is not finite, nor by
     /// steps that are queued behind it before [`Model::read`] has told of it: a replay sees the weights
     /// that the step saw.
     ///
@@ -236,13 +228,11 @@ impl<B: Blocks> Model<B> {
             let reason = "hold no batch: none was added since they were cleared";
             return Err(NnError::parameter("gradients", reason));
         }
-        let Running { blocks, gathering, tensor, .. } = &mut *lock(&self.running);
+        let Running { blocks, gathering, ranks, .. } = &mut *lock(&self.running);
         if let Some(gathering) = gathering {
             gathering.updated();
         }
-        let (_, tensor) = Links::split(tensor);
-        let (layout, share, gathering) = (&self.layout, &self.share, gathering.as_mut());
-        let owners = Owners { layout, share, gathering, tensor };
+        let owners = Owners { layout: &self.layout, share: &self.share, ranks: ranks.as_ref() };
         owners.clip(blocks, step, (&gradients.array, 0), false, totals)?;
         let (weights, gradients) = (&mut self.weights, (&gradients.array, 0));
         blocks.update(step, spans, weights, gradients, moments, self.share.trained(), totals)
@@ -337,7 +327,7 @@ impl<B: Blocks> Model<B> {
         let programs = prepared.of_layers(&self.programs);
         let heads = PackedHeads::of(sizes.local, prepared.shape);
         let context = Context::of(context, device, blocks, &self.programs, heads)?;
-        let stream = sizes.stream(Links::split(tensor).0, prepared.shape);
+        let stream = sizes.stream(tensor.as_deref_mut(), prepared.shape);
         let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
         match gathering {
             None => {

@@ -8,14 +8,15 @@ use foveate::tensor::random::Random;
 use foveate_nn::{
     Activation, AdamW, Architecture, AttentionConfig, BufferConfig, BufferValues, CpuTotals,
     Gradients, IGNORE, LayerRope, LearnedBuffer, ModelConfig, Moments, OptimizerStep,
-    ProgramConfig, Queued, Recompute, RopeScaling, Rule, Treatment,
+    ProgramConfig, Queued, Recompute, RopeScaling, Rule, StepRanks, Treatment,
 };
-use foveate_shard::collectives::run_threads;
+use foveate_shard::collectives::{OneRank, run_threads};
 
 use super::*;
 use crate::error::TrainError;
 use crate::recipe::{AxisSize, MeshSection};
 use crate::trainer::batch;
+use crate::transfers::GroupPeers;
 
 thread_local! {
     /// Plans that were made on this thread.
@@ -190,14 +191,16 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// The steps on the rows that `part` takes, with gradients, labels and sums over all by `sum`.
-    fn steps(
-        &self,
-        part: &mut OfRows<'_>,
-        sum: &dyn Fn(&mut [f32]) -> Result<(), ShardError>,
-        sum_wide: &dyn Fn([f64; 2]) -> Result<[f64; 2], ShardError>,
-    ) -> Result<Came, ShardError> {
+    /// The steps on the rows that `part` takes, together with `world`.
+    fn steps(&self, part: &mut OfRows<'_>, world: &dyn Collectives) -> Result<Came, ShardError> {
         let mut model = Model::new(self.config.clone(), self.attention, 3).unwrap();
+        let all: Vec<usize> = (0..world.ranks()).collect();
+        model.step_with(StepRanks {
+            peers: Box::new(GroupPeers(world.subgroup(&all)?)),
+            counts_tokens: true,
+            counts_parameters: world.rank() == 0,
+            cut: false,
+        });
         // With a smaller ε an element whose gradient is rounding alone takes a whole step.
         let rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-4, weight_decay: 0.1 });
         let mut moments = Moments::zeros(model.layout().trained());
@@ -207,18 +210,19 @@ impl Run<'_> {
             let mut gradients = Gradients::zeros(&model);
             let mut totals = model.totals().unwrap();
             let queued = part(&model, rows, &mut gradients, &mut totals)?;
-            let elsewhere = rows.labelled() - queued.tokens;
             model
-                .reduce(&mut gradients, |v| sum(v).map_err(|e| of_ranks(&e)))
+                .reduce(&mut gradients, |v| world.all_reduce(v).map_err(|e| of_ranks(&e)))
                 .map_err(|e: NnError| ShardError::new(e.to_string()))?;
-            model.count(&mut totals, elsewhere).unwrap();
             let step =
                 OptimizerStep { rule, step: 1 + i as u64, rate: 1e-2, clip_norm: 1.0, seed: 0 };
             model.update(&step, &spans, &gradients, &mut moments, &mut totals).unwrap();
             let read = model.read(totals).unwrap();
-            let [nats, pairs] = sum_wide([read.nats, queued.live_pairs.unwrap_or(0.0)])?;
-            came.nats.push(nats / rows.labelled() as f64);
-            came.live_pairs += pairs;
+            assert_eq!(read.labelled, rows.labelled() as u64);
+            came.nats.push(read.nats / rows.labelled() as f64);
+            let pairs = queued.live_pairs.unwrap_or(0.0).to_le_bytes();
+            let pairs = world.all_gather(&pairs)?;
+            let pairs = pairs.iter().map(|of| f64::from_le_bytes(of[..].try_into().unwrap()));
+            came.live_pairs += pairs.sum::<f64>();
             came.gradients = gradients.array;
         }
         came.weights = model.weights().to_vec();
@@ -242,7 +246,7 @@ impl Run<'_> {
             }
             Ok(all)
         };
-        self.steps(&mut part, &|_| Ok(()), &Ok).unwrap()
+        self.steps(&mut part, &OneRank).unwrap()
     }
 
     fn on_rank(
@@ -260,17 +264,7 @@ impl Run<'_> {
             let queued = model.accumulate_over(&batch(&own), context, gradients, recompute, totals);
             queued.map_err(|e| ShardError::new(e.to_string()))
         };
-        let sum_wide = |values: [f64; 2]| {
-            let own = values.map(f64::to_le_bytes).concat();
-            let mut sums = [0.0; 2];
-            for part in world.all_gather(&own)? {
-                for (sum, value) in sums.iter_mut().zip(part.chunks_exact(8)) {
-                    *sum += f64::from_le_bytes(value.try_into().unwrap());
-                }
-            }
-            Ok(sums)
-        };
-        self.steps(&mut of_rows, &|values| world.all_reduce(values), &sum_wide)
+        self.steps(&mut of_rows, world)
     }
 
     /// On a mesh of threads; the same on all of them.
@@ -335,7 +329,7 @@ fn steps_over_context_come_to_what_one_rank_comes_to() {
 }
 
 /// Every way to bring keys to queries, with heads that can be given for tokens.
-const STRATEGIES: [Strategy; 6] = [
+pub(crate) const STRATEGIES: [Strategy; 6] = [
     Strategy::Gather,
     Strategy::Exchange(1),
     Strategy::Exchange(2),

@@ -16,7 +16,7 @@ use crate::checkpoint::{self, Checksums, Content, Save, Snapshot};
 use crate::ranks::PARAMETERS;
 use crate::recipe::{MeshSection, Recipe, SaveDtype};
 use crate::tokens::Tokenizer;
-use crate::transfers::ParameterRanks;
+use crate::transfers::{ParameterRanks, step_ranks};
 
 /// The part of a model that this rank of `section`'s mesh has, ready to run.
 fn part(
@@ -44,6 +44,9 @@ fn part_on(
     let cutting: Cutting = section.cutting(&ranks.mesh());
     if cutting.parts > 1 {
         model.cut(cutting, ranks.coordinate(&PARAMETERS), &sharing)?;
+    }
+    if let Some(all) = step_ranks(ranks)? {
+        model.step_with(all);
     }
     Ok(model)
 }

@@ -4,7 +4,6 @@ use foveate_nn::{AttentionConfig, Blocks, Gradients, Model, ModelConfig, Queued,
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{Mesh, MeshAxis};
 
-use super::count_labelled;
 use super::setup::{context, rows_suffice, share_parameters};
 use crate::context::{ContextBatch, ContextPart, RunContext};
 use crate::error::TrainError;
@@ -21,8 +20,6 @@ pub struct MeshModel<'a, B: Blocks> {
     /// The ranks that hold the same parameters.
     replicas: Box<dyn Collectives>,
     context: Option<RunContext>,
-    /// Tokens with a label that this rank's part of the step has.
-    labelled: usize,
 }
 
 /// What one rank has of a batch: its rows, or its tokens of them with a plan of attention.
@@ -60,7 +57,7 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &mut model, gpu)?;
         let replicas = ranks.group(&[MeshAxis::Replicate])?;
-        Ok(Self { model, ranks, replicas, context, labelled: 0 })
+        Ok(Self { model, ranks, replicas, context })
     }
 
     /// The mesh.
@@ -98,23 +95,16 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
             _ => None,
         };
         let context = context.map(ContextBatch::attention);
-        self.labelled += own.labelled();
         let batch = super::batch(own);
         Ok(self.model.accumulate_over(&batch, context, gradients, recompute, totals)?)
     }
 
-    /// Sums what ranks with the same parameters have accumulated, and the number of labelled tokens: what
-    /// comes between the batches of a step and its update.
+    /// Sums what ranks with the same parameters have accumulated: what comes between the batches of a step
+    /// and its update.
     ///
     /// # Errors
     /// Those of transfers.
-    pub fn sum(
-        &mut self,
-        gradients: &mut Gradients<B::Array>,
-        totals: &mut B::Totals,
-    ) -> Result<(), TrainError> {
-        let labelled = std::mem::take(&mut self.labelled);
-        count_labelled(self.ranks, &self.model, labelled, totals)?;
+    pub fn sum(&mut self, gradients: &mut Gradients<B::Array>) -> Result<(), TrainError> {
         sum_replicas(&*self.replicas, &mut self.model, gradients)
     }
 }

@@ -36,7 +36,7 @@ use crate::recipe::{Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tensor::{TensorRanks, copied_heads};
 use crate::tokens::{Ends, Tokenizer};
-use crate::transfers::{GroupPeers, ParameterRanks};
+use crate::transfers::{GroupPeers, ParameterRanks, step_ranks};
 use crate::whole;
 
 /// A run between two steps.
@@ -549,6 +549,9 @@ pub(super) fn share_parameters<B: Blocks>(
     let (cutting, in_backward) = (recipe.mesh.cutting(&ranks.mesh()), recipe.optimizer.in_backward);
     let replicated = in_backward && ranks.mesh().size(MeshAxis::Replicate) > 1;
     share_tensor(ranks, recipe, model)?;
+    if let Some(ranks) = step_ranks(ranks)? {
+        model.step_with(ranks);
+    }
     if cutting.parts > 1 || replicated {
         let sharing = ParameterRanks { ranks, mesh: &recipe.mesh, replicated };
         let part = ranks.coordinate(&PARAMETERS);

@@ -11,6 +11,7 @@ mod probe;
 mod ranks;
 mod resume;
 mod tensor;
+mod together;
 
 /// A folder with some documents, and recipes about them.
 struct Place(tempfile::TempDir);

@@ -320,7 +320,7 @@ impl<'a, B: Blocks> Training<'a, B> {
             let queued = self.mesh.accumulate(batch, gradients, self.recompute, &mut totals)?;
             self.pairs = queued.live_pairs;
         }
-        self.mesh.sum(gradients, &mut totals)?;
+        self.mesh.sum(gradients)?;
         self.done += 1;
         let step = OptimizerStep {
             rule: RULE,

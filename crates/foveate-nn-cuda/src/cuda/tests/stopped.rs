@@ -36,8 +36,7 @@ fn a_step_that_is_not_finite_stops_what_is_queued_behind_it_until_it_is_read() {
         let mut step = |cuda: &mut Cuda, weights: &mut Weights<CudaArray>, nats: f64| {
             let step = OptimizerStep { rule, step: 1, rate: 1e-2, clip_norm: 0.2, seed: 3 };
             let mut totals = cuda.totals().unwrap();
-            totals.memory.write(&nats.to_ne_bytes()).unwrap();
-            cuda.count(&mut totals, 5).unwrap();
+            totals.memory.write([nats.to_ne_bytes(), 5u64.to_ne_bytes()].as_flattened()).unwrap();
             cuda.clip(&step, &gradients, false, None, &mut totals).unwrap();
             let at = (&gradients, 0);
             cuda.update(&step, &spans, weights, at, &mut moments, ELEMS, &mut totals).unwrap();

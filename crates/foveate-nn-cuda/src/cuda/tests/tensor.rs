@@ -54,6 +54,7 @@ fn steps(state: ParameterState, rank: Option<TestRank>, all: bool) -> Came {
         Model::unfilled_part(cuda, config, &attention.into(), &|_| false, part).unwrap();
     if let Some(rank) = &rank {
         model.tensor(&rank.with_kv_holders(holders)).unwrap();
+        model.step_with(rank.step_ranks(rank.rank() == 0));
     }
     model.draw_missing(9).unwrap();
     let (mut gradients, mut moments) = (model.gradients().unwrap(), model.moments(&ADAMW).unwrap());

@@ -176,10 +176,6 @@ impl HostTransfers for Silent {
     fn reduced(&mut self) -> Result<Vec<f32>, NnError> {
         unreachable!("no pass runs")
     }
-
-    fn sum(&mut self, own: f64) -> Result<f64, NnError> {
-        Ok(own)
-    }
 }
 
 /// A model without its weights, of which this is rank `part` of `parts`.

@@ -14,29 +14,38 @@ use foveate_shard::{MeshAxis, ShardError, Strategy};
 
 use super::meshes::{meshes, whole};
 use super::*;
+use crate::context::tests::STRATEGIES;
 
-const ROWS: usize = 8;
 const LEN: usize = 26;
-const HEADS: usize = 8;
 const VOCAB: usize = 29;
+
+/// Rows of a batch and query heads on so many ranks: each axis of a mesh may cut them to one a rank.
+fn rows_and_heads(ranks: usize) -> usize {
+    ranks.max(8)
+}
 
 /// Programs whose queries see keys by their documents, by their heads, by their rows, and by a window.
 const PROGRAMS: [&str; 4] = [
     "attention={ mask = \"causal & document\", score = \"score + bias[h, max(min(q - kv, 3), 0)]\", \
-     learned = { bias = { shape = [8, 4], init = 0.1, std = 0.5 } } }",
+     learned = { bias = { shape = [HEADS, 4], init = 0.1, std = 0.5 } } }",
     "attention={ mask = \"h % 4 > 2 & kv < q | kv == q\", score = \"softcap(2)\" }",
-    "attention={ mask = \"prefix & document\", buffers = { prefixes = { shape = [8], values = [2, 9, 20, 0, \
-     5, 26, 7, 1] } } }",
+    "attention={ mask = \"prefix & document\", buffers = { prefixes = { shape = [HEADS], values = PREFIXES } } }",
     "attention={ mask = \"document & abs(q - kv) < 4\" }",
 ];
 
+/// A program for so many rows and heads.
+fn program_of(program: &str, size: usize) -> String {
+    let prefixes: Vec<usize> = [2, 9, 20, 0, 5, 26, 7, 1].into_iter().cycle().take(size).collect();
+    program.replace("HEADS", &size.to_string()).replace("PREFIXES", &format!("{prefixes:?}"))
+}
+
 /// Rows of documents of random lengths, of which the last row ends in padding.
-fn batch_of(seed: u64) -> Packed {
+fn batch_of(rows: usize, seed: u64) -> Packed {
     let random = &mut Random::new(seed);
-    let mut all = Packed::with_rows(ROWS, LEN);
-    for row in 0..ROWS {
+    let mut all = Packed::with_rows(rows, LEN);
+    for row in 0..rows {
         let (mut id, mut position) = (0, 0);
-        let filled = if row + 1 == ROWS { LEN - 3 } else { LEN };
+        let filled = if row + 1 == rows { LEN - 3 } else { LEN };
         for cell in row * LEN..row * LEN + filled {
             if position > 0 && random.below(9) == 0 {
                 (id, position) = (id + 1, 0);
@@ -53,15 +62,17 @@ fn batch_of(seed: u64) -> Packed {
 fn seeing(recipe: &Recipe, rows: &Packed, changed: usize) -> Vec<usize> {
     let attention = recipe.attention.clone().unwrap_or_default();
     let [(_, program)] = attention.programs()[..] else { panic!("one program") };
-    let program = AttentionProgram::parse(program, HEADS).unwrap();
-    let mask = program.over([ROWS, LEN], &rows.documents).unwrap().mask.expect("it has a mask");
+    let heads = recipe.model_config(VOCAB).unwrap().unwrap().num_attention_heads;
+    let program = AttentionProgram::parse(program, heads).unwrap();
+    let shape = [rows.rows, LEN];
+    let mask = program.over(shape, &rows.documents).unwrap().mask.expect("it has a mask");
     let (row, kv) = (changed / LEN, changed % LEN);
     let sees = |h: usize, q: usize| {
         let [b, h, q, kv, len] = [row, h, q, kv, LEN].map(|n| n as i32);
         let point = Point { b, h, q, kv, q_len: len, kv_len: len, ..Point::default() };
         mask.program().eval(&point).unwrap() == [ScalarValue::Bool(true)]
     };
-    let depends = |&q: &usize| q == kv || (0..HEADS).any(|h| sees(h, q));
+    let depends = |&q: &usize| q == kv || (0..heads).any(|h| sees(h, q));
     (0..LEN).filter(depends).map(|q| row * LEN + q).collect()
 }
 
@@ -117,17 +128,9 @@ fn a_token_changes_what_the_mask_lets_see_it_on_every_mesh_and_nothing_else() {
         let has = |strategy: &Strategy| {
             *strategy != Strategy::HeadsForTokens || (4 / tensor).max(1) >= context
         };
-        let all = [
-            Strategy::Gather,
-            Strategy::Exchange(1),
-            Strategy::Exchange(2),
-            Strategy::Exchange(3),
-            Strategy::Exchange(4),
-            Strategy::HeadsForTokens,
-        ];
         let strategies: Vec<_> = match context {
             1 => vec![None],
-            _ => all.into_iter().filter(has).map(Some).collect(),
+            _ => STRATEGIES.into_iter().filter(has).map(Some).collect(),
         };
         for (turn, strategy) in strategies.into_iter().enumerate() {
             let programs = match whole() {
@@ -150,19 +153,21 @@ fn a_token_changes_what_the_mask_lets_see_it_on_every_mesh_and_nothing_else() {
 
 /// On one mesh, with one strategy and one program.
 fn probe(ranks: usize, mesh: &str, program: &str, seed: u64) {
-    let place = Place::new();
+    let (place, size) = (Place::new(), rows_and_heads(ranks));
+    let [heads, batch_rows] = ["model.num_attention_heads", "train.batch_rows"];
+    let [heads, batch_rows] = [heads, batch_rows].map(|key| format!("{key}={size}"));
     let sizes = [
         "model.hidden_size=12",
         "model.intermediate_size=20",
         "model.num_hidden_layers=1",
-        "model.num_attention_heads=8",
+        &heads,
         "model.num_key_value_heads=4",
         "model.head_dim=4",
         "data.len=26",
-        "train.batch_rows=8",
+        &batch_rows,
     ];
-    let recipe = place.recipe(&[&sizes[..], &[mesh, program]].concat());
-    let rows = batch_of(100 + seed);
+    let recipe = place.recipe(&[&sizes[..], &[mesh, &program_of(program, size)]].concat());
+    let rows = batch_of(size, 100 + seed);
     let changed = (1 + seed as usize % 6) * LEN + 3 + seed as usize % 11;
     let mut other = rows.clone();
     other.tokens[changed] = (rows.tokens[changed] + 1) % VOCAB as u32;

@@ -597,6 +597,18 @@ pub(super) fn same_bits_over_threads_and_tcp(sets: &[&str]) {
 
 /// A run whose ranks connect by TCP.
 pub(super) fn by_tcp(ranks: usize, place: &Place, recipe: &Recipe) -> Vec<(Summary, Log)> {
+    over_tcp(ranks, |world| {
+        let mut log = Log::default();
+        let done = train_on(world, recipe, &place.file(), Start::New, &mut log);
+        (done.unwrap(), log)
+    })
+}
+
+/// What each of some ranks that connect by TCP does.
+pub(super) fn over_tcp<T: Send>(
+    ranks: usize,
+    run: impl Fn(&dyn Collectives) -> T + Sync,
+) -> Vec<T> {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let of_rank = |rank: usize| {
         let world = connect(&Meeting {
@@ -610,9 +622,7 @@ pub(super) fn by_tcp(ranks: usize, place: &Place, recipe: &Recipe) -> Vec<(Summa
             deadline: Duration::from_secs(60),
             silence: Duration::from_secs(60),
         });
-        let mut log = Log::default();
-        let done = train_on(&world.unwrap(), recipe, &place.file(), Start::New, &mut log);
-        (done.unwrap(), log)
+        run(&world.unwrap())
     };
     let of_rank = &of_rank;
     std::thread::scope(|scope| {
