@@ -1,6 +1,7 @@
 //! `foveate eval`: the loss of a checkpoint on files.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use foveate::tensor::count::Count;
@@ -121,7 +122,7 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     let tokenizer = config.tokenizer.adding(ends)?;
     let interrupt = Interrupt::watch()?;
     let scan = || Corpus::scan(&sources, tokenizer, Some(template), &mut || interrupt.pressed());
-    let corpus = waiting("reading the documents", PATIENCE, scan)?;
+    let corpus = Arc::new(waiting("reading the documents", PATIENCE, scan)?);
     let all: Vec<usize> = (0..corpus.len()).collect();
     let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };

@@ -27,7 +27,7 @@ use foveate_shard::{
     ShardPlan, Sharded, Stage, Statement, Strategy, Whole, arrays, usual_tile,
 };
 
-use crate::pack::{AllRows, Packed, Part};
+use crate::pack::{AllRows, Packed};
 use crate::ranks::{ROWS, Ranks};
 use crate::transfers::of_ranks;
 
@@ -250,8 +250,10 @@ impl RunContext {
         Self { planner, last: None }
     }
 
-    pub fn planner(&self) -> &ContextPlanner {
-        &self.planner
+    /// To plan batches by, from the plan of the last batch on.
+    pub fn planner(&self) -> ContextPlanner {
+        let last = self.last.as_ref().map(|last| Arc::clone(&last.planned));
+        ContextPlanner { last, ..self.planner.clone() }
     }
 
     /// To plan batches by it, which keeps the last plan.
@@ -278,20 +280,6 @@ impl RunContext {
         let batch = self.last.as_mut().expect("it was just made");
         batch.positions = positions;
         Ok(batch)
-    }
-
-    /// [`ContextPlanner::part`] of rows that were made just now, and attention over them.
-    ///
-    /// # Errors
-    /// Those of [`ContextPlanner::part`] and of [`Self::take`].
-    pub fn part(
-        &mut self,
-        ranks: Ranks<'_>,
-        part: Part,
-    ) -> Result<(Packed, Option<&mut ContextBatch>), ShardError> {
-        let all = part.all_rows();
-        let (own, planned) = self.planner.part(part.packed, all)?;
-        Ok((own, planned.map(|planned| self.take(ranks, planned)).transpose()?))
     }
 }
 

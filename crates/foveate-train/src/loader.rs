@@ -4,9 +4,9 @@
 //! what it makes does not depend on when it makes it. Where ranks share the tokens of rows, it plans
 //! attention over them, too, so that no step waits for a plan. Each batch comes with the cursor behind it, so
 //! what a checkpoint says is where the steps are, not where the thread is. An error comes in the place
-//! of the batch that could not be made.
+//! of the batch that could not be made. Evaluations take their batches, of one pass over documents, from a
+//! thread of their own in the same way.
 
-use std::ops::Range;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -16,6 +16,7 @@ use crate::context::{ContextPart, ContextPlanner};
 use crate::corpus::{Corpus, TokenCounts};
 use crate::error::TrainError;
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
+use crate::ranks::RowPart;
 
 /// Batches that wait to be taken, the one that is being made among them.
 pub(crate) const AHEAD: usize = 2;
@@ -27,7 +28,9 @@ pub(crate) struct Loaded {
     pub own: Packed,
     /// Attention over ranks, where these compute it together.
     pub context: Option<ContextPart>,
-    /// Places in the rows of all ranks.
+    /// Rows of all ranks.
+    pub rows: usize,
+    /// Places in these.
     pub places: u64,
     /// Places without a document, in the rows of all ranks.
     pub padding: u64,
@@ -47,7 +50,9 @@ pub(crate) struct Wanted {
     /// Rows of a batch.
     pub rows: usize,
     /// Those of them that this rank takes.
-    pub own: Range<usize>,
+    pub own: RowPart,
+    /// At most so many rows of the first pass over the documents; without it all passes, without an end.
+    pub of_pass: Option<usize>,
     /// What is known of the documents; without it all rows are read.
     pub counts: Option<Arc<TokenCounts>>,
     /// What plans attention over ranks, where these compute it together.
@@ -55,9 +60,20 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// The next batch of `packer`.
-    fn next(&mut self, packer: &mut Packer<'_>) -> Result<Loaded, TrainError> {
-        let part = packer.part_of_batch(self.rows, self.own.clone())?;
+    /// The next batch of `packer`; none behind the last.
+    fn next(&mut self, packer: &mut Packer<'_>) -> Result<Option<Loaded>, TrainError> {
+        let part = match &mut self.of_pass {
+            None => packer.part_of_batch(self.rows, self.own.of(self.rows))?,
+            Some(0) => return Ok(None),
+            Some(left) => {
+                let own = |rows| self.own.of(rows);
+                let next = packer.part_of_pass(self.rows.min(*left), 0, own)?;
+                let Some(part) = next else { return Ok(None) };
+                *left -= part.lengths.len();
+                part
+            }
+        };
+        let rows = part.lengths.len();
         let (places, padding) = (part.places() as u64, part.padding() as u64);
         let (own, context) = match &mut self.planner {
             None => (part.packed, None),
@@ -67,7 +83,7 @@ impl Wanted {
             }
         };
         let (cursor, passes) = (packer.cursor(), packer.passes());
-        Ok(Loaded { own, context, places, padding, cursor, passes })
+        Ok(Some(Loaded { own, context, rows, places, padding, cursor, passes }))
     }
 }
 
@@ -75,7 +91,7 @@ impl Wanted {
 #[derive(Debug)]
 pub(crate) struct Loader {
     /// None once the thread is told to end.
-    batches: Option<Receiver<Result<Loaded, TrainError>>>,
+    batches: Option<Receiver<Result<Option<Loaded>, TrainError>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -102,8 +118,8 @@ impl Loader {
             let (mut packer, mut wanted) = (packer.knowing(wanted.counts.clone()), wanted);
             loop {
                 let batch = wanted.next(&mut packer);
-                let failed = batch.is_err();
-                if put.send(batch).is_err() || failed {
+                let is_last = !matches!(batch, Ok(Some(_)));
+                if put.send(batch).is_err() || is_last {
                     return;
                 }
             }
@@ -115,17 +131,25 @@ impl Loader {
         Ok(Some(Self { batches: Some(batches), thread: Some(thread) }))
     }
 
-    /// The next batch, waited for where it is not made yet.
+    /// The next batch of passes without an end.
+    ///
+    /// # Errors
+    /// Those of [`Self::take_of_pass`].
+    pub fn take(&mut self) -> Result<Loaded, TrainError> {
+        self.take_of_pass().map(|batch| batch.expect("there is no end"))
+    }
+
+    /// The next batch, waited for where it is not made yet; none behind the last of a pass.
     ///
     /// # Errors
     /// If a document of it cannot be read; there is no batch behind such a one.
-    pub fn take(&mut self) -> Result<Loaded, TrainError> {
+    pub fn take_of_pass(&mut self) -> Result<Option<Loaded>, TrainError> {
         let batches = self.batches.as_ref().expect("it is taken when the loader is dropped");
         batches.recv().unwrap_or_else(|_| {
-            // It ends by itself only behind an error, which was the last to be taken.
+            // It ends by itself only behind an error or an end, which was the last to be taken.
             match self.thread.take().map(JoinHandle::join) {
                 Some(Err(panic)) => resume_unwind(panic),
-                _ => unreachable!("a batch is asked for behind an error"),
+                _ => unreachable!("a batch is asked for behind the last"),
             }
         })
     }
@@ -163,13 +187,16 @@ mod tests {
         (dir, Arc::new(corpus))
     }
 
+    const OWN: RowPart = RowPart { part: 0, parts: 3 };
+
     fn wanted(documents: usize) -> Wanted {
         let packing = PackOptions { len: 13, split: true, shuffle: Some(3) };
         Wanted {
             documents: (0..documents).collect(),
             packing,
             rows: 4,
-            own: 1..3,
+            own: OWN,
+            of_pass: None,
             counts: None,
             planner: None,
         }
@@ -185,7 +212,7 @@ mod tests {
             let mut ahead = packer.clone();
             for _ in 0..3 {
                 let (loaded, all) = (loader.take().unwrap(), ahead.batch(rows).unwrap());
-                assert_eq!(loaded.own, all.part(own.clone()));
+                assert_eq!(loaded.own, all.part(own.of(rows)));
                 assert_eq!(loaded.padding, all.padding() as u64);
                 assert_eq!(loaded.places, 4 * 13);
                 assert_eq!((loaded.cursor, loaded.passes), (ahead.cursor(), ahead.passes()));
@@ -205,19 +232,15 @@ mod tests {
             let mut seen = [(); 4].map(|()| Vec::new());
             for (rank, seen) in seen.iter_mut().enumerate() {
                 let planner = || planner_of(mesh, rank, mask);
-                let own = [0..2, 2..4][rank / 2].clone();
-                let wanted = Wanted {
-                    own: own.clone(),
-                    planner: Some(planner()),
-                    counts: counts.clone(),
-                    ..wanted(9)
-                };
+                let own = RowPart { part: rank / 2, parts: 2 };
+                let wanted =
+                    Wanted { own, planner: Some(planner()), counts: counts.clone(), ..wanted(9) };
                 let Wanted { documents, packing, rows, .. } = wanted.clone();
                 let mut packer = Packer::new(&corpus, documents, packing, Cursor::default());
                 let mut loader = Loader::start(&corpus, wanted, packer.cursor()).unwrap().unwrap();
                 for _ in 0..6 {
                     let (loaded, all) = (loader.take().unwrap(), packer.batch(rows).unwrap());
-                    let planned = planner().part(all.part(own.clone()), AllRows::of(&all));
+                    let planned = planner().part(all.part(own.of(rows)), AllRows::of(&all));
                     let (tokens, part) = planned.unwrap();
                     assert_eq!(loaded.own, tokens);
                     let plan = loaded.context.expect("rows are shared");
@@ -245,7 +268,7 @@ mod tests {
         let mut right = 0;
         let told = loop {
             match (loader.take(), packer.batch(4)) {
-                (Ok(loaded), Ok(all)) => assert_eq!(loaded.own, all.part(1..3)),
+                (Ok(loaded), Ok(all)) => assert_eq!(loaded.own, all.part(OWN.of(4))),
                 (Err(e), Err(same)) => break (e.to_string(), same.to_string()),
                 (one, other) => panic!("{one:?} {other:?}"),
             }

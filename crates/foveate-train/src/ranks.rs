@@ -25,6 +25,19 @@ pub(crate) const ELEMENTS: [MeshAxis; 3] = [MeshAxis::Shard, MeshAxis::Context, 
 /// The axes that cut the rows of a batch.
 pub(crate) const ROWS: [MeshAxis; 2] = [MeshAxis::Replicate, MeshAxis::Shard];
 
+/// An even part of the rows of a batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowPart {
+    pub part: usize,
+    pub parts: usize,
+}
+
+impl RowPart {
+    pub fn of(self, rows: usize) -> Range<usize> {
+        Cut::even(rows, self.parts).range(self.part)
+    }
+}
+
 /// The ranks of a run, seen from one of them, and the mesh that they stand in.
 #[derive(Clone, Copy)]
 pub(crate) struct Ranks<'a> {
@@ -86,10 +99,14 @@ impl Ranks<'_> {
         }
     }
 
-    /// The rows of this rank, of `rows`: those of ranks that differ on other axes, too.
+    /// Which rows of a batch this rank takes: those of ranks that differ on other axes, too.
+    pub fn row_part(self) -> RowPart {
+        RowPart { part: self.coordinate(&ROWS), parts: self.mesh.size_of(&ROWS) }
+    }
+
+    /// The rows of this rank, of `rows`.
     pub fn rows(self, rows: usize) -> Range<usize> {
-        let (part, parts) = (self.coordinate(&ROWS), self.mesh.size_of(&ROWS));
-        Cut::even(rows, parts).range(part)
+        self.row_part().of(rows)
     }
 
     /// The elements of all parameters that this rank saves, `layout` being what its place on `tensor` holds:

@@ -25,7 +25,7 @@ use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
 
 use crate::checkpoint::{self, Checksums};
-use crate::context::ContextBatch;
+use crate::context::{ContextBatch, RunContext};
 use crate::device::OnDevice;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::loader::{Loader, Wanted};
@@ -347,9 +347,10 @@ impl<B: Blocks> Setup<'_, B> {
             documents: self.train.clone(),
             packing: packing(self.recipe),
             rows,
-            own: self.ranks.rows(rows),
+            own: self.ranks.row_part(),
+            of_pass: None,
             counts: self.counts.clone(),
-            planner: self.context.as_ref().map(|context| context.planner().clone()),
+            planner: self.context.as_ref().map(RunContext::planner),
         };
         Loader::start(&self.corpus, wanted, self.state.cursor)?.ok_or_else(|| {
             let message = "state.json has a cursor outside the documents; it was changed or \

@@ -8,6 +8,7 @@ use super::batch;
 use crate::context::{ContextBatch, RunContext};
 use crate::corpus::{Corpus, TokenCounts};
 use crate::error::TrainError;
+use crate::loader::{Loader, Wanted};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
 use crate::ranks::Ranks;
 
@@ -27,15 +28,16 @@ impl TotalLoss {
     }
 }
 
-/// The loss of `model` on `documents`, in order, over at most `rows` packed rows. `watch` is told before
-/// each batch which share of this is done, from 0 to 1, and says whether to go on; none where it did not.
+/// The loss of `model` on `documents`, in order, over at most `rows` packed rows, which are read and packed on a
+/// thread. `watch` is told before each batch which share of this is done, from 0 to 1, and says whether to
+/// go on; none where it did not.
 ///
 /// # Errors
 /// When a document cannot be read or does not fit the model, or a loss is not finite, naming the
 /// document.
 pub fn held_out_loss<B: Blocks>(
     model: &Model<B>,
-    corpus: &Corpus,
+    corpus: &Arc<Corpus>,
     documents: &[usize],
     options: PackOptions,
     batch_rows: usize,
@@ -64,7 +66,7 @@ pub(super) struct HeldOut<'a, B: Blocks> {
     pub model: &'a Model<B>,
     /// Those of [`Model::loss_over`].
     pub between: Option<&'a mut Gradients<B::Array>>,
-    pub corpus: &'a Corpus,
+    pub corpus: &'a Arc<Corpus>,
     pub documents: &'a [usize],
     pub packing: PackOptions,
     /// Where they are known, no rank reads the rows of others.
@@ -79,23 +81,35 @@ impl<B: Blocks> HeldOut<'_, B> {
         rows: usize,
         watch: &mut dyn FnMut(f64) -> bool,
     ) -> Result<Option<TotalLoss>, TrainError> {
-        let Self { ranks, mut context, model, mut between, corpus, packing, batch_rows, .. } = self;
-        let packer = Packer::new(corpus, self.documents.to_vec(), packing, Cursor::default());
-        let mut packer = packer.knowing(self.counts);
+        let Self { ranks, mut context, model, mut between, corpus, packing, .. } = self;
+        let wanted = Wanted {
+            documents: self.documents.to_vec(),
+            packing,
+            rows: self.batch_rows,
+            own: ranks.row_part(),
+            of_pass: Some(rows),
+            counts: self.counts,
+            planner: context.as_ref().map(|context| context.planner()),
+        };
         let mut total = TotalLoss::default();
-        let mut left = rows;
+        let Some(mut loader) = Loader::start(corpus, wanted, Cursor::default())? else {
+            // There is no document.
+            return Ok(Some(total));
+        };
+        let (mut left, mut passes) = (rows, 0.0f64);
         while left > 0 {
-            let done = packer.passes().max((rows - left) as f64 / rows as f64);
+            let done = passes.max((rows - left) as f64 / rows as f64);
             if ranks.all(&[u8::from(!watch(done))])?.concat().contains(&1) {
                 return Ok(None);
             }
-            let next = packer.part_of_pass(batch_rows.min(left), 0, |rows| ranks.rows(rows))?;
-            let Some(part) = next else { break };
-            left -= part.lengths.len();
-            let (packed, attention) = match &mut context {
-                None => (part.packed, None),
-                Some(context) => context.part(ranks, part)?,
+            let Some(loaded) = loader.take_of_pass()? else { break };
+            left -= loaded.rows;
+            passes = loaded.passes;
+            let attention = match (&mut context, loaded.context) {
+                (Some(context), Some(part)) => Some(context.take(ranks, part)?),
+                _ => None,
             };
+            let packed = loaded.own;
             let (packed, attention) = match packed.rows {
                 // Other ranks gather the parameters of this one.
                 0 if model.is_cut() => (Packed::empty_row(packing.len), None),
