@@ -35,8 +35,9 @@ from ._enable import disable, enable
 from ._flex import explain, flex_attention, prepare
 from ._masks import Mask
 from ._native import TraceError
+from ._multihead import MultiheadAttention
 from ._paged import paged
-from ._transformer import MultiheadAttention, TransformerLayer
+from ._transformer import TransformerLayer
 from ._varlen import varlen
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
-from . import _blocks, _source, _trace
+from . import _blocks, _calls, _source
 from ._native import TraceError
 from ._masks import Mask
 
@@ -28,7 +28,7 @@ class _Point(torch.Tensor):
     """Indices or scores at all points, of four axes or broadcast to these."""
 
 
-class _Reader(_trace.Reader):
+class _Reader(_calls.Reader):
     value = _Point
 
     def operand(self, name: str, x: Any) -> Any:
@@ -48,7 +48,7 @@ class _Reader(_trace.Reader):
             return self.read(*args)
         name = getattr(func, "__name__", "")
         if name in ("embedding", "gather", "take") and any(map(_has_point, args)):
-            return _trace._READING[name](self, *args, **(kwargs or {}))
+            return _calls.READING[name](self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -70,7 +70,7 @@ class _Indexing(TorchFunctionMode):
 
 
 def _has_point(x: Any) -> bool:
-    return isinstance(x, (_Point, _trace.Rows)) or (isinstance(x, (tuple, list)) and any(map(_has_point, x)))
+    return isinstance(x, (_Point, _calls.Rows)) or (isinstance(x, (tuple, list)) and any(map(_has_point, x)))
 
 
 def _at_all_points(
@@ -81,7 +81,7 @@ def _at_all_points(
     try:
         with _Reader():
             result = function(*(t.as_subclass(_Point) for t in (*scores, *axes)))
-    except _trace.RowError:
+    except _calls.RowError:
         if 0 in extents:
             return scores[0] if scores else torch.zeros(extents, dtype=torch.bool, device=device)
         # By torch's vmap, which holds the rows of all points.

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import _blocks, _native, _trace
+from . import _blocks, _calls, _native, _trace
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast
 
@@ -129,7 +129,7 @@ class _GraphTrace(_trace.Trace):
 
     def left_symbolic(self, x: Any) -> list[bool]:
         """Whether each axis of ``x`` that is left over is of symbolic length."""
-        tensor, index = (x.tensor, x.index) if isinstance(x, _trace.Rows) else (x, [None] * x.dim())
+        tensor, index = (x.tensor, x.index) if isinstance(x, _calls.Rows) else (x, [None] * x.dim())
         symbolic = self.symbolic.get(id(tensor), [False] * len(index))
         return [long for long, i in zip(symbolic, index) if i is None]
 
@@ -179,9 +179,9 @@ def _operation(trace: _GraphTrace, target: Any, args: tuple[Any, ...], kwargs: d
     if special is not None:
         return special(trace, *args, **kwargs)
     for arg in args:
-        if isinstance(arg, (torch.Tensor, _trace.Rows)) and any(trace.left_symbolic(arg)):
+        if isinstance(arg, (torch.Tensor, _calls.Rows)) and any(trace.left_symbolic(arg)):
             raise TraceError(f"`{name}` is given a row of a captured tensor whose length is symbolic")
-    return _trace.called(name.strip("_"), *args, **kwargs)
+    return _calls.called(name.strip("_"), *args, **kwargs)
 
 
 def is_reading(target: torch._ops.OpOverload) -> bool:
@@ -207,7 +207,7 @@ def _constant(trace: _GraphTrace, *args: Any, dtype: torch.dtype | None = None, 
 
 def _converted(trace: _GraphTrace, x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
     x = trace.operand("to", x)
-    return x if dtype is None else _trace._call("to", OPERATIONS["to"], x, dtype)
+    return x if dtype is None else _calls.call("to", OPERATIONS["to"], x, dtype)
 
 
 def _same(trace: _GraphTrace, x: Any, *_: Any, **__: Any) -> Any:
@@ -219,7 +219,7 @@ def _detached(trace: _GraphTrace, x: Any) -> Any:
 
 
 def _shaped(trace: _GraphTrace, x: Any, size: Sequence[int], **_: Any) -> Any:
-    if len(size) or isinstance(x, (torch.Tensor, _trace.Rows, _trace.Vector)):
+    if len(size) or isinstance(x, (torch.Tensor, _calls.Rows, _calls.Vector)):
         raise TraceError("a tensor is given another shape in a mask or score")
     return x
 

@@ -11,6 +11,7 @@ Torch's operators have ``lse`` and ``max_scores``, and the gradient of ``lse``, 
 from __future__ import annotations
 
 import copy
+import glob
 import math
 import operator
 import os
@@ -34,8 +35,8 @@ _LN2 = math.log(2.0)
 _aten = torch.ops.aten
 _ours = torch.ops.foveate
 _getitem = operator.getitem
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_SOURCES = tuple(os.path.join(_HERE, f"{name}.py") for name in ("_inductor", "_graph", "_operations", "_trace", "_blocks", "_ops"))
+#: What the pass makes of a graph may depend on any of the package's files.
+_SOURCES = tuple(sorted(glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "**", "*.py"), recursive=True)))
 _said: set[str] = set()
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from reference import close, dense
 from torch.overrides import TorchFunctionMode
 
-from foveate import AuxRequest, TraceError, _native, _trace, create_block_mask, flex_attention
+from foveate import AuxRequest, TraceError, _calls, _native, _trace, create_block_mask, flex_attention
 
 EXTENTS = (2, 3, 11, 13)
 G = torch.Generator().manual_seed(5)
@@ -496,7 +496,7 @@ def test_what_cannot_be_traced_is_refused_with_operation_file_and_line(name):
     message = str(raised.value)
     assert words in message and "test_trace.py" in message and "\n" not in message
     assert f"line {score_mod.__code__.co_firstlineno}" in message
-    assert not _trace._TRACES
+    assert not _calls.RUNNING
 
 
 def test_a_traced_value_that_outlives_its_function_is_refused():
@@ -539,7 +539,7 @@ def test_the_manual_lists_the_operations_that_there_are_and_no_others():
     manual = (pathlib.Path(__file__).parents[2] / "docs/python.md").read_text()
     table = manual.split("| arithmetic |")[1].split("\n\n")[0]
     listed = set(re.findall(r"`(\w+)`", table))
-    assert listed == {*_trace.OPERATIONS, *_trace.REDUCTIONS, *_trace._PRODUCTS, *_trace._READING}
+    assert listed == {*_calls.OPERATIONS, *_calls.REDUCTIONS, *_calls.PRODUCTS, *_calls.READING}
 
 
 class _Biased:

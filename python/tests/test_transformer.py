@@ -255,6 +255,13 @@ def test_dropout_is_of_training_alone():
     assert torch.equal(one, layer(x)) and not torch.equal(one, layer(x))
 
 
+def test_paths_are_dropped_on_the_device_of_the_input_not_on_the_default_one():
+    layer = filled(TransformerLayer(HIDDEN, 48, HEADS, drop_path_rate=0.5, attention_dropout=0)).train()
+    x = states(S, B)
+    with torch.device("meta"):
+        assert layer(x).device == x.device
+
+
 @pytest.mark.parametrize("make, error, words", [
     (lambda: MultiheadAttention(HIDDEN, HEADS, tp_size=2), NotImplementedError, "tp_size"),
     (lambda: MultiheadAttention(HIDDEN, HEADS, fuse_wgrad_accumulation=True), NotImplementedError, "fuse_wgrad_accumulation"),

@@ -205,19 +205,19 @@ impl Expr {
         self.0.cast(Dtype::of(dtype)?).map(Expr)
     }
 
-    /// What torch's tensors have beyond operators: looked up in `foveate._trace`.
+    /// What torch's tensors have beyond operators: looked up in `foveate._calls`.
     fn __getattr__(slf: &Bound<'_, Self>, name: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
         let py = slf.py();
         let dunder: String = name.extract()?;
         if dunder.starts_with("__") {
             return Err(PyAttributeError::new_err(dunder));
         }
-        let trace = py.import(intern!(py, "foveate._trace"))?;
+        let trace = py.import(intern!(py, "foveate._calls"))?;
         Ok(trace.call_method1(intern!(py, "attribute"), (slf, name))?.unbind())
     }
 
     /// Makes torch take traced values for tensors. While a function is traced, a mode of
-    /// `foveate._trace` answers first.
+    /// `foveate._calls` answers first.
     #[classmethod]
     #[pyo3(signature = (func, types, args = None, kwargs = None))]
     fn __torch_function__(

@@ -1,0 +1,174 @@
+"""Functions of one real number, or two, that the tracer's own make."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+from .. import _native
+from .._native import Expr
+from .arithmetic import signbit
+from .base import floating, own, Scalar, unary, valued, where
+from .comparisons import clamp
+
+
+def sigmoid(x: Scalar) -> Expr:
+    return _native.unary("sigmoid", floating(x))
+
+
+def _sinh(x: Scalar) -> Expr:
+    x = floating(x)
+    return (_native.unary("exp", x) - _native.unary("exp", -x)) / 2
+
+
+def _cosh(x: Scalar) -> Expr:
+    x = floating(x)
+    return (_native.unary("exp", x) + _native.unary("exp", -x)) / 2
+
+
+def _asinh(x: Scalar) -> Expr:
+    x = floating(x)
+    size = abs(x)
+    size = _native.unary("log", size + _native.unary("sqrt", size * size + 1))
+    return where(x < 0, -size, size)
+
+
+def _acosh(x: Scalar) -> Expr:
+    x = floating(x)
+    return _native.unary("log", x + _native.unary("sqrt", x * x - 1))
+
+
+def _atanh(x: Scalar) -> Expr:
+    x = floating(x)
+    return _native.unary("log", (1 + x) / (1 - x)) / 2
+
+
+def _atan(x: Scalar) -> Expr:
+    """Cephes' ``atanf``: the argument is brought to at most tan(pi/8), where a polynomial is exact to f32."""
+    x = floating(x)
+    size = abs(x)
+    far, middle = size > own(2.414213562373095, x), size > own(0.4142135623730951, x)
+    small = where(far, -1 / where(far, size, 1), where(middle, (size - 1) / (size + 1), size))
+    z = small * small
+    series = own(8.05374449538e-2, x)
+    for term in (-1.38776856032e-1, 1.99777106478e-1, -3.33329491539e-1):
+        series = series * z + own(term, x)
+    angle = where(far, own(math.pi / 2, x), where(middle, own(math.pi / 4, x), 0)) + (series * z * small + small)
+    return where(x < 0, -angle, angle)
+
+
+def _atan2(y: Scalar, x: Scalar) -> Expr:
+    y, x = floating(y), floating(x)
+    zero = (x == 0) & (y == 0)
+    inner = _atan(where(zero, 0, y) / where(zero, 1, x))
+    half_turn = where(signbit(y), own(-math.pi, y), own(math.pi, y))
+    return where(signbit(x), inner + half_turn, inner)
+
+
+def _asin(x: Scalar) -> Expr:
+    x = floating(x)
+    return _atan(x / _native.unary("sqrt", (1 - x) * (1 + x)))
+
+
+def _acos(x: Scalar) -> Expr:
+    angle = _asin(x)
+    return own(math.pi / 2, angle) - angle
+
+
+def _logaddexp(base: str) -> Callable[..., Expr]:
+    exp, log, two = ("exp", "log", math.log(2)) if base == "e" else ("exp2", "log2", 1)
+
+    def of(a: Scalar, b: Scalar) -> Expr:
+        a, b = floating(a), floating(b)
+        # Of equal ones, infinite ones too, the difference is not taken.
+        same = a == b
+        apart = where(same, 0, -abs(a - b))
+        total = _native.binary("max", a, b) + _native.unary(log, 1 + _native.unary(exp, apart))
+        return where(same, (a + b) / 2 + own(two, total), total)
+
+    return of
+
+
+def _times_log(shift: int) -> Callable[..., Expr]:
+    def of(x: Scalar, y: Scalar) -> Expr:
+        x, y = valued(x), floating(y) + shift
+        zero = (x == 0) & (y == y)
+        return where(zero, 0, x * _native.unary("log", where(zero, 1, y)))
+
+    return of
+
+
+def _logit(x: Scalar, eps: float | None = None) -> Expr:
+    x = floating(x)
+    if eps is not None:
+        x = clamp(x, eps, 1 - eps)
+    return _native.unary("log", x / (1 - x))
+
+
+def _sinc(x: Scalar) -> Expr:
+    x = floating(x)
+    turned = own(math.pi, x) * where(x == 0, 1, x)
+    return where(x == 0, 1, _native.unary("sin", turned) / turned)
+
+
+def _entr(x: Scalar) -> Expr:
+    x = floating(x)
+    inside = where(x > 0, x, 1)
+    outside = where(x == 0, 0, where(x < 0, own(-math.inf, x), x))
+    return where(x > 0, -inside * _native.unary("log", inside), outside)
+
+
+def _scaled(by: float) -> Callable[..., Expr]:
+    return lambda x: floating(x) * own(by, floating(x))
+
+
+def _ndtr(x: Scalar) -> Expr:
+    x = floating(x)
+    return (1 + _native.unary("erf", x * own(math.sqrt(0.5), x))) / 2
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "exp": unary("exp"),
+    "exp2": unary("exp2"),
+    "expm1": lambda x: _native.unary("exp", x) - 1.0,
+    "log": unary("log"),
+    "log2": unary("log2"),
+    "log10": lambda x: _native.unary("log", x) * (1 / math.log(10)),
+    "log1p": lambda x: _native.unary("log", 1.0 + floating(x)),
+    "sqrt": unary("sqrt"),
+    "rsqrt": unary("rsqrt"),
+    "sin": unary("sin"),
+    "cos": unary("cos"),
+    "tan": lambda x: _native.unary("sin", x) / _native.unary("cos", x),
+    "tanh": unary("tanh"),
+    "sigmoid": sigmoid,
+    "expit": sigmoid,
+    "logit": _logit,
+    "erf": unary("erf"),
+    "erfc": lambda x: 1 - _native.unary("erf", x),
+    "ndtr": _ndtr,
+    "sinc": _sinc,
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "asin": _asin,
+    "arcsin": _asin,
+    "acos": _acos,
+    "arccos": _acos,
+    "atan": _atan,
+    "arctan": _atan,
+    "atan2": _atan2,
+    "arctan2": _atan2,
+    "asinh": _asinh,
+    "arcsinh": _asinh,
+    "acosh": _acosh,
+    "arccosh": _acosh,
+    "atanh": _atanh,
+    "arctanh": _atanh,
+    "logaddexp": _logaddexp("e"),
+    "logaddexp2": _logaddexp("2"),
+    "xlogy": _times_log(0),
+    "xlog1py": _times_log(1),
+    "entr": _entr,
+    "deg2rad": _scaled(math.pi / 180),
+    "rad2deg": _scaled(180 / math.pi),
+}
