@@ -21,20 +21,30 @@ use crate::simd::{self, RowState, Rows};
 use crate::stages::{Clock, Stage};
 use crate::tasks::{KvHead, OutputTiles, RowRange, run};
 
-/// Query rows of a KV head up to which keys are read in place. With more rows packed products are
-/// faster, and products of pairs with fewer: measured for D 64 and 128 on two AVX-512 cores.
+/// Query rows that see one tile of keys up to which keys are read in place. With more rows packed
+/// products are faster, and products of pairs with fewer: measured for D 64 and 128 on two AVX-512
+/// cores.
 const MAX_ROWS: usize = 48;
 const MAX_ROWS_OF_PAIRS: usize = 16;
+/// The most query rows of a KV head, of which each tile of keys may be seen by a few alone, as where
+/// batch entries share one cache: every split keeps a result of all of them.
+const MAX_ROWS_OF_A_HEAD: usize = 512;
 /// The most splits of a head's keys, and the fewest keys of a split.
 const MAX_KV_SPLITS: usize = 64;
 const MIN_SPLIT_KEYS: usize = 512;
 
 /// Whether `call` has few enough query rows for this module.
 pub fn suits(call: &Call<'_>) -> bool {
-    let most = if call.pairs { MAX_ROWS_OF_PAIRS } else { MAX_ROWS };
-    let few = |kv_head: &KvHead| rows_of(call, kv_head) <= most;
+    let few = |kv_head: &KvHead| {
+        rows_of(call, kv_head) <= MAX_ROWS_OF_A_HEAD
+            && rows_of_a_tile(call, kv_head) <= most_rows(call)
+    };
     let one_tile = call.sequences.iter().all(|s| s.q_len <= call.tiles.q);
     one_tile && call.kv_heads.iter().all(few)
+}
+
+fn most_rows(call: &Call<'_>) -> usize {
+    if call.pairs { MAX_ROWS_OF_PAIRS } else { MAX_ROWS }
 }
 
 /// Why `call` is not one for this module, where it is not.
@@ -42,13 +52,28 @@ pub fn declines(call: &Call<'_>) -> Option<String> {
     if suits(call) {
         return None;
     }
-    let most = if call.pairs { MAX_ROWS_OF_PAIRS } else { MAX_ROWS };
     let rows = call.kv_heads.iter().map(|kv_head| rows_of(call, kv_head)).max().unwrap_or(0);
     Some(format!(
-        "up to {rows} query rows attend to a KV head; keys are read in place for up to {most}, \
-         within one query tile ({})",
+        "up to {rows} query rows attend to a KV head; keys are read in place for up to {} at a tile \
+         of keys, within one query tile ({})",
+        most_rows(call),
         call.tiles.q
     ))
+}
+
+/// The most query rows that see one tile of keys of a KV head.
+fn rows_of_a_tile(call: &Call<'_>, kv_head: &KvHead) -> usize {
+    let all = rows_of(call, kv_head);
+    if all <= most_rows(call) {
+        return all;
+    }
+    let mut rows = vec![0; kv_head.keys.len.div_ceil(call.tiles.kv)];
+    for (b, h) in call.heads_of(kv_head).filter(|&(b, _)| call.sequences[b].q_len > 0) {
+        for (tile, _) in call.live(b, h).tiles(0, &(0..rows.len())) {
+            rows[tile] += call.sequences[b].q_len;
+        }
+    }
+    rows.into_iter().max().unwrap_or(0)
 }
 
 /// Query rows that attend to a KV head.
@@ -78,11 +103,14 @@ struct Head {
 }
 
 impl Head {
-    /// The head against a key tile.
-    fn tile(&self, call: &Call<'_>, tile: usize) -> HeadTile<'_> {
+    /// The key tiles of `range` that the head sees, and whether each is partial.
+    fn live<'a>(
+        &self,
+        call: &'a Call<'_>,
+        range: &'a Range<usize>,
+    ) -> impl Iterator<Item = (usize, bool)> + use<'a> {
         let live = call.live(self.b, self.h);
-        let kind = (!self.rows.is_empty()).then(|| live.tiles(0, &(tile..tile + 1)).next());
-        HeadTile { rows: &self.rows, partial: kind.flatten().map(|(_, partial)| partial) }
+        (!self.rows.is_empty()).then(|| live.tiles(0, range)).into_iter().flatten()
     }
 }
 
@@ -174,9 +202,10 @@ pub fn forward(call: &Call<'_>, args: ForwardArgs<'_>) -> Result<(), CpuError> {
         }
     }
     let heads = call.kv_heads.iter().map(|u| call.heads_of(u).count()).max().unwrap_or(0);
+    let rows = call.kv_heads.iter().map(|u| rows_of(call, u)).max().unwrap_or(0);
     let scratch = || Scratch {
         evaluators: (0..heads).map(|_| call.mods.evaluator([tiles.q, tiles.kv], None)).collect(),
-        q: call.pool.alloc(MAX_ROWS * tiles.dim),
+        q: call.pool.alloc(rows * tiles.dim),
         scores: call.pool.alloc(MAX_ROWS * tiles.kv),
         copied: call.pool.alloc(tiles.kv * tiles.dim.max(dim_v)),
         has_nonfinite: false,
@@ -291,11 +320,17 @@ fn add_keys<'a>(
 ) -> SplitResult<'a> {
     let tiles = call.tiles;
     let mut result = SplitResult::empty(split.result, heads.last().map_or(0, |head| head.rows.end));
-    for tile in split.keys.start / tiles.kv..split.keys.end.div_ceil(tiles.kv) {
+    let range = split.keys.start / tiles.kv..split.keys.end.div_ceil(tiles.kv);
+    let mut live: Vec<_> = heads.iter().map(|head| head.live(call, &range).peekable()).collect();
+    for tile in range.clone() {
         let keys = tile * tiles.kv..split.keys.end.min((tile + 1) * tiles.kv);
         // Consecutive heads that see the tile are rows of one product.
-        let head_tiles: Vec<HeadTile<'_>> =
-            heads.iter().map(|head| head.tile(call, tile)).collect();
+        let head_tiles: Vec<HeadTile<'_>> = (heads.iter().zip(&mut live))
+            .map(|(head, live)| {
+                let partial = live.next_if(|&(t, _)| t == tile).map(|(_, partial)| partial);
+                HeadTile { rows: &head.rows, partial }
+            })
+            .collect();
         for (i, heads) in head_tiles
             .chunk_by(|a, b| a.partial.is_some() == b.partial.is_some())
             .scan(0, |next, heads| {

@@ -75,9 +75,12 @@ impl Tiles {
     /// The tiles of the forward. Queries and their output take up to 384 KiB, so that under a window
     /// or in documents most keys stay in the cache of one core for all of their queries. A subtile of
     /// scores takes 18 KiB, so that a window of 256 lies in one key tile or two, not in two or three.
+    /// Few queries of entries that share their keys most often read a cache of pages, of 128 keys as
+    /// PyTorch makes them: in a tile of one page are keys of one entry.
     pub fn forward(dims: &Dims, options: &CpuOptions) -> Self {
         let q = if padded(dims.dim) + padded(dims.dim_v) <= 256 { 384 } else { 192 };
-        Self::at_most([q, 384], dims, options, 1)
+        let shares_cache = dims.shared_kv && dims.batch > 1 && dims.len_q <= 16;
+        Self::at_most([q, if shares_cache { 128 } else { 384 }], dims, options, 1)
     }
 
     /// The tiles of the backward, when `width` numbers of the operands take the space of a float.

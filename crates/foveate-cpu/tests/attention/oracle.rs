@@ -4,7 +4,7 @@ use crate::common::{Case, run, vector};
 use foveate_cpu::{CpuOptions, CpuPlan};
 use foveate_mods::expr::{b, h, h_kv, kv, kv_len, q, q_len, scalar, score};
 use foveate_mods::{Buffer, Expr, MaskMod, ScoreMod};
-use foveate_problem::{Dims, Dropout, ForwardArgs, Operands, Pages, Spec};
+use foveate_problem::{Arrangement, Dims, Dropout, ForwardArgs, Operands, Pages, Spec};
 use foveate_reference::Rule;
 use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Tensor};
@@ -64,6 +64,34 @@ fn few_queries_over_many_keys_are_right() {
                 ..Case::default()
             };
             case.check(&format!("{dtype}, {q_len} queries"));
+        }
+    }
+}
+
+/// As a cache of pages in one piece: every batch entry has keys of its own, in tiles here and there.
+/// Rows of all entries together are more than are multiplied in place; of a tile they are few.
+#[test]
+fn few_queries_of_many_entries_that_share_a_cache_are_right() {
+    let owner: Vec<i32> = (0..1301 / 128 + 1).map(|tile| (tile * 7 + 3) % 4).collect();
+    let owner = Buffer::vector("owner", owner);
+    for (seed, dtype) in [DType::F32, DType::F16, DType::BF16].into_iter().enumerate() {
+        for (heads, q_len) in [([16, 1], 1), ([6, 2], 2)] {
+            let case = Case {
+                seed: seed as u64,
+                dtype,
+                batch: 5,
+                shared_kv: true,
+                heads,
+                lens: [q_len, 1301],
+                dims: [32, 48],
+                mask: mask(owner.at([kv() / 128]).eq(b())),
+                sink: q_len == 1,
+                options: CpuOptions::default(),
+                ..Case::default()
+            };
+            let described = case.plan(&case.inputs()).describe(Arrangement::Dense);
+            assert_eq!(described.decode_declined, None);
+            case.check(&format!("{dtype}, {heads:?} heads, {q_len} queries"));
         }
     }
 }
