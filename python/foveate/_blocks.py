@@ -9,7 +9,6 @@ authoritative: ``full | partial & mask_mod``.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from typing import Any, Callable, Sequence
 
@@ -19,6 +18,8 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from . import _cuda, _native, _region, _source, _trace
+from ._arguments import device as device_of
+from ._arguments import flag, integer, shown
 from ._compile import also_compiled
 from ._masks import Mask
 
@@ -78,15 +79,12 @@ def create_block_mask(
     if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"foveate.create_block_mask makes tables on CPU and CUDA devices, not on {device}")
     if not callable(mask_mod):
-        raise TypeError(f"create_block_mask requires a mask_mod function! Got {mask_mod}")
+        raise TypeError(f"create_block_mask requires a mask_mod function! Got {shown(mask_mod)}")
     tile = _tile(BLOCK_SIZE)
-    named = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    batch, heads, Q_LEN, KV_LEN = (_integer(name, n) for name, n in named.items())
-    extents = (batch, heads, Q_LEN, KV_LEN)
+    extents = batch, heads, Q_LEN, KV_LEN = _extents(B, H, Q_LEN, KV_LEN)
+    separate_full_blocks = flag("separate_full_blocks", separate_full_blocks)
     if not isinstance(dq_kv_order, bool):
         raise ValueError("dq_kv_order must be a bool when using create_block_mask")
-    if min(extents) < 0:
-        raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {extents}")
     lengths = (Q_LEN, KV_LEN)
     made: BlockMask
     if device.type == "cuda":
@@ -105,27 +103,20 @@ def create_block_mask(
     return made
 
 
-def _integer(name: str, n: Any) -> int:
-    try:
-        return int(operator.index(n))
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {n!r}") from None
-
-
 def _tile(size: Any) -> tuple[int, int]:
     """Queries and keys of a tile."""
     both = size if isinstance(size, (tuple, list)) else (size, size)
-    tile = tuple(_integer("BLOCK_SIZE", n) for n in both)
+    tile = tuple(integer("BLOCK_SIZE", n) for n in both)
     if len(tile) != 2 or min(tile) < 1:
-        raise ValueError(f"BLOCK_SIZE must be a positive integer or two of them, got {size}")
+        raise ValueError(f"BLOCK_SIZE must be a positive integer or two of them, got {shown(size)}")
     return tile
 
 
 def _device(device: Any) -> torch.device:
     """``device``, or the accelerator if there is one that can be used, else the CPU: torch's default."""
     if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return torch.device(device)
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return device_of("device", device)
 
 
 def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device) -> Tensor:
@@ -202,9 +193,21 @@ def create_mask(
 ) -> Tensor:
     """The dense mask ``[B, H, Q_LEN, KV_LEN]`` of a mask or score function: torch's own function, and for a
     :class:`Mask` what it says. ``device`` is as in :func:`create_block_mask`."""
+    if not callable(mod_fn):
+        raise TypeError(f"create_mask requires a mask_mod or score_mod function as mod_fn! Got {shown(mod_fn)}")
+    extents = _extents(B, H, Q_LEN, KV_LEN)
     if isinstance(mod_fn, Mask):
-        return dense(mod_fn, (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN), _device(device))
-    return _torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, _device(device))
+        return dense(mod_fn, extents, _device(device))
+    return _torch_flex.create_mask(mod_fn, *extents, _device(device))
+
+
+def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int, int, int, int]:
+    """Of b, h, q and kv; None of batch or heads is one for all."""
+    named = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    batch, heads, q_len, kv_len = (integer(name, n) for name, n in named.items())
+    if min(batch, heads, q_len, kv_len) < 0:
+        raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {(batch, heads, q_len, kv_len)}")
+    return batch, heads, q_len, kv_len
 
 
 def dense(mask: Mask, extents: tuple[int, int, int, int], device: torch.device) -> Tensor:

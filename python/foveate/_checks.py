@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from ._arguments import flag, number, probability, shown, tensor
+
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -34,9 +36,9 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
     """Raises what torch raises for operands that do not fit each other."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(tensor)}")
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        tensor(name, given)
+    flag("enable_gqa", enable_gqa)
     if query.device != key.device or query.device != value.device:
         raise ValueError(
             "Expected query, key, and value to have the same device type, but got query.device: "
@@ -47,11 +49,11 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, e
             f"foveate.flex_attention computes on CPU and CUDA tensors, got tensors on {query.device}; call "
             "torch.nn.attention.flex_attention for these"
         )
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not tensor.dtype.is_floating_point:
-            raise ValueError(f"Expected {name} to be a float tensor, got {name}.dtype: {tensor.dtype}")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got {name}.layout: {tensor.layout}; {name}.to_dense() is one")
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        if not given.dtype.is_floating_point:
+            raise ValueError(f"Expected {name} to be a float tensor, got {name}.dtype: {given.dtype}")
+        if given.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got {name}.layout: {given.layout}; {name}.to_dense() is one")
     if query.dtype not in _DTYPES:
         raise ValueError(f"query must be float32, bfloat16, float16 or float64, got query.dtype: {query.dtype}")
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
@@ -100,24 +102,17 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, e
 
 def check_aux(return_aux: Any) -> None:
     if not isinstance(return_aux, AuxRequest):
-        raise TypeError(f"return_aux must be an AuxRequest, got {return_aux!r}; AuxRequest(lse=True) asks for lse")
-
-
-def check_number(name: str, given: Any) -> None:
-    try:
-        math.isfinite(given)
-    except TypeError:
-        raise TypeError(f"{name} must be a number, got {given!r}") from None
+        raise TypeError(f"return_aux must be an AuxRequest, got {shown(return_aux)}; AuxRequest(lse=True) asks for lse")
 
 
 def check_options(options: dict[str, Any] | None) -> None:
     """Options for Triton change nothing here; there are none of ours."""
-    if not options:
+    if options is None:
         return
     if not isinstance(options, dict):
-        raise TypeError(f"kernel_options must be a dict of options, got {options!r}")
+        raise TypeError(f"kernel_options must be a dict of options, got {shown(options)}")
     if not isinstance(options.get("foveate", {}), dict):
-        raise TypeError(f"kernel_options['foveate'] must be a dict of options, got {options['foveate']!r}")
+        raise TypeError(f"kernel_options['foveate'] must be a dict of options, got {shown(options['foveate'])}")
     if "BACKEND" in options:
         if options.get("FORCE_USE_FLEX_ATTENTION", False):
             raise RuntimeError(
@@ -152,17 +147,17 @@ def check_return_lse(return_aux: AuxRequest | None) -> None:
 
 
 def checked_scale(scale: float) -> float:
-    check_number("scale", scale)
+    scale = number("scale", scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale}")
-    return float(scale)
+    return scale
 
 
-def dropout_of(p: float, query: Tensor) -> tuple[float, int | Tensor]:
-    """The probability, and a seed from torch's generator of the query's device, where it stays."""
-    check_number("dropout_p", p)
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {p}")
+def dropout_of(p: float, query: Tensor) -> tuple[float, int | Tensor] | None:
+    """The probability, and a seed from torch's generator of the query's device, where it stays; None where it is 0."""
+    p = probability("dropout_p", p)
+    if p == 0.0:
+        return None
     if query.is_cuda:
         return p, torch.randint(2**63 - 1, (1,), device=query.device).view(torch.int32)
     return p, int(torch.randint(2**63 - 1, (), device=query.device))
@@ -206,7 +201,7 @@ def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def sink_of(sink: Tensor, query: Tensor) -> Tensor:
     """The sink in float32, or float64 as the operands; its gradient finds the way back by itself."""
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point or sink.device != query.device:
-        raise ValueError(f"sink must be a float tensor on {query.device}, got {sink!r}")
+        raise ValueError(f"sink must be a float tensor on {query.device}, got {shown(sink)}")
     if sink.shape != query.shape[1:2]:
         raise ValueError(f"sink must have a logit for each of {query.size(1)} query heads, got {tuple(sink.shape)}")
     return sink.to(torch.promote_types(query.dtype, torch.float32)).resolve_neg().contiguous()
@@ -218,9 +213,9 @@ def rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Ten
     Raises:
         ValueError: They are none, or do not fit each other.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
-            raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {getattr(tensor, 'shape', tensor)}")
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(given, Tensor) or given.dim() != 3:
+            raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {shown(given)}")
     if autocasts(query):
         query, key, value = autocast(query, key, value)
     q, k, v = (t.resolve_neg().transpose(0, 1).unsqueeze(0) for t in (query, key, value))

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from torch.utils.checkpoint import checkpoint
 
+from ._arguments import flag, integer, number, one_of, probability, shown, tensor
 from ._flex import flex_attention
 from ._masks import Mask, offsets_of
 from ._varlen import varlen
@@ -42,8 +43,8 @@ _Offsets = tuple[Tensor | None, Tensor | None]
 def unsupported(where: str, **given: tuple[Any, Any]) -> None:
     """Refuses arguments of TransformerEngine's that are not at the value that means nothing."""
     for name, (value, neutral) in given.items():
-        if value is not neutral and value != neutral:
-            raise NotImplementedError(f"foveate.{where} does not support {name}={value!r}; leave it at {neutral!r}")
+        if value is not neutral and (isinstance(value, Tensor) or value != neutral):
+            raise NotImplementedError(f"foveate.{where} does not support {name}={shown(value)}; leave it at {neutral!r}")
 
 
 def refuse_fp8(where: str) -> None:
@@ -79,6 +80,8 @@ def mask_type_of(name: str) -> str:
     Raises:
         ValueError: There is no such type.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"attn_mask_type must be a str, got {shown(name)}")
     joined = name.replace(",", "_")
     joined = "padding_causal" if joined == "causal_padding" else joined
     if joined not in MASK_TYPES:
@@ -92,7 +95,9 @@ def window_of(mask_type: str, window: tuple[int, int] | None) -> tuple[int, int]
     Raises:
         ValueError: The window is none that TransformerEngine takes.
     """
-    left, right = (-1, -1) if window is None else window
+    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
+        raise TypeError(f"window_size must be two integers, got {shown(window)}")
+    left, right = (-1, -1) if window is None else (integer("window_size", n) for n in window)
     if left < -1 or right < -1:
         raise ValueError(f"window_size {window} has a side below -1, which is all keys on that side")
     if "causal" in mask_type:
@@ -187,7 +192,8 @@ class DotProductAttention(Stateless):
             get_rng_state_tracker=(get_rng_state_tracker, None),
         )
         del cp_global_ranks, cp_stream, cp_comm_type
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        integer("num_attention_heads", num_attention_heads, 1)
+        groups = num_attention_heads if num_gqa_groups is None else integer("num_gqa_groups", num_gqa_groups)
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(f"num_gqa_groups must divide num_attention_heads, got {groups} and {num_attention_heads}")
         for what, value, known in (
@@ -195,17 +201,19 @@ class DotProductAttention(Stateless):
             ("attention_type", attention_type, ("self", "cross")),
             ("softmax_type", softmax_type, _SOFTMAXES),
         ):
-            if value not in known:
-                raise ValueError(f"{what} {value!r} is not one of {', '.join(known)}")
+            one_of(what, value, known)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.head_sizes = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
-        self.attention_dropout = attention_dropout
+        sizes = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+        if len(sizes) != 2:
+            raise ValueError(f"kv_channels must be a size, or two of keys and values, got {shown(kv_channels)}")
+        self.head_sizes = (integer("kv_channels", sizes[0], 1), integer("kv_channels", sizes[1], 1))
+        self.attention_dropout = probability("attention_dropout", attention_dropout)
         self.qkv_format, self.attention_type = qkv_format, attention_type
         self.attn_mask_type = mask_type_of(attn_mask_type)
         window_of(self.attn_mask_type, window_size)
         self.window_size = window_size
         self.bottom_right_diagonal = bottom_right_diagonal
-        self.softmax_scale = 1 / math.sqrt(self.head_sizes[0]) if softmax_scale is None else softmax_scale
+        self.softmax_scale = 1 / math.sqrt(self.head_sizes[0]) if softmax_scale is None else number("softmax_scale", softmax_scale)
         self.softmax_type, self.return_max_logit = softmax_type, return_max_logit
         self.layer_number = 1 if layer_number is None else layer_number
         self.name = name
@@ -292,7 +300,7 @@ class DotProductAttention(Stateless):
         del max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, num_splits
         form = self.qkv_format if qkv_format is None else qkv_format
         if form not in _FORMATS:
-            raise ValueError(f"qkv_format {form!r} is not one of {', '.join(_FORMATS)}")
+            raise ValueError(f"qkv_format {shown(form)} is not one of {', '.join(_FORMATS)}")
         q, k, v = self._operands(form, query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         kind, window, at_end = self._kind(attn_mask_type, window_size, bottom_right_diagonal)
         offsets, padded_offsets = (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded)
@@ -319,7 +327,7 @@ class DotProductAttention(Stateless):
             return torch.where(kept[0][:, None, None], out, 0), aux
 
         results: tuple[Tensor, AuxOutput]
-        results = checkpoint(run, q, k, v, use_reentrant=False) if checkpoint_core_attention else run(q, k, v)
+        results = checkpoint(run, q, k, v, use_reentrant=False) if flag("checkpoint_core_attention", checkpoint_core_attention) else run(q, k, v)
         return _in_form(form, *results)
 
     def _kind(self, name: str | None, window: tuple[int, int] | None, at_end: bool | None) -> tuple[str, tuple[int, int], bool]:
@@ -377,7 +385,7 @@ class DotProductAttention(Stateless):
         if at not in (-3, -2):
             raise ValueError(f"qkv_interleave_dim must be -3 or -2, got {at}")
         for what, packed, n in (("qkv_layer", qkv, 3), ("kv_layer", kv, 2)):
-            if packed is not None and (packed.dim() != len(form) + 1 or packed.size(at) != n):
+            if packed is not None and (tensor(what, packed).dim() != len(form) + 1 or packed.size(at) != n):
                 raise ValueError(f"{what} must have {len(form) + 1} axes, {n} at {at}, got {tuple(packed.shape)}")
         if qkv is not None:
             q, k, v = qkv.unbind(at)
@@ -386,7 +394,7 @@ class DotProductAttention(Stateless):
         sizes = zip(("query", "key", "value"), (q, k, v), (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups),
                     (self.head_sizes[0], *self.head_sizes))
         for what, t, heads, size in sizes:
-            if t.dim() != len(form) or tuple(t.shape[-2:]) != (heads, size):
+            if tensor(f"{what}_layer", t).dim() != len(form) or tuple(t.shape[-2:]) != (heads, size):
                 axes = ", ".join([*form[:-2], str(heads), str(size)])
                 raise ValueError(f"{what}_layer must be [{axes}], got {list(t.shape)}")
         order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(form)
@@ -400,6 +408,8 @@ class DotProductAttention(Stateless):
         if mask is None:
             raise ValueError("a padding attn_mask_type needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
         both = tuple(mask) if isinstance(mask, (tuple, list)) else (mask, mask)
+        if len(both) != 2 or not all(isinstance(m, Tensor) for m in both):
+            raise TypeError(f"attention_mask must be a bool tensor, or one of queries and one of keys, got {shown(mask)}")
         wanted = ((q.size(0), 1, 1, q.size(2)), (q.size(0), 1, 1, k.size(2)))
         shapes = tuple(tuple(m.shape) for m in both)
         if shapes != wanted or any(m.dtype != torch.bool for m in both):
@@ -408,28 +418,27 @@ class DotProductAttention(Stateless):
 
     def _arbitrary(self, mask: Any, extents: tuple[int, ...]) -> Tensor:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise ValueError(f"attn_mask_type 'arbitrary' needs a bool attention_mask, got {getattr(mask, 'dtype', mask)}")
+            raise ValueError(f"attn_mask_type 'arbitrary' needs a bool attention_mask, got {shown(mask)}")
         _check_broadcast("attention_mask", mask, extents)
         return mask
 
     def _score(
         self, kind: str, bias: Tensor | None, slopes: Tensor | None, diagonal: Callable[..., Any]
     ) -> Callable[..., Any] | None:
-        if kind not in BIAS_TYPES:
-            raise ValueError(f"core_attention_bias_type {kind!r} is not one of {', '.join(BIAS_TYPES)}")
+        one_of("core_attention_bias_type", kind, BIAS_TYPES)
         if (bias is None) != (kind in ("no_bias", "alibi")):
             raise ValueError(f"core_attention_bias_type {kind!r} and core_attention_bias {'None' if bias is None else 'given'}")
         if slopes is not None and kind != "alibi":
             raise ValueError(f"alibi_slopes are given, and core_attention_bias_type is {kind!r}")
         if kind == "alibi":
             slopes = alibi_slopes_of(self.num_attention_heads) if slopes is None else slopes
-            if slopes.dim() not in (1, 2) or slopes.size(-1) != self.num_attention_heads:
+            if tensor("alibi_slopes", slopes).dim() not in (1, 2) or slopes.size(-1) != self.num_attention_heads:
                 raise ValueError(f"alibi_slopes must be [h] or [b, h] of {self.num_attention_heads} heads, got {list(slopes.shape)}")
             slope = _reader(slopes.reshape(-1, self.num_attention_heads, 1, 1))
             return lambda score, b, h, i, j: score - slope(b, h, i, j) * abs(diagonal(b, i, j))
         if bias is None:
             return None
-        if bias.dim() > 4:
+        if tensor("core_attention_bias", bias).dim() > 4:
             raise ValueError(f"core_attention_bias must be broadcastable to [b, h, sq, skv], got {list(bias.shape)}")
         at = _reader(bias)
         if kind == "post_scale_bias":

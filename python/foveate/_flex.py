@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _autograd, _blocks, _checks, _dense, _native, _region, _sharded, _trace
+from ._arguments import flag, probability
 from ._compile import also_compiled, uncompiled
 from ._masks import Mask
 from ._trace import ScoreMod
@@ -131,6 +132,10 @@ def flex_attention(
         return sharded  # type: ignore[no-any-return]
     if _checks.autocasts(query):
         query, key, value = _checks.autocast(query, key, value)
+    if enable_gqa is not False and enable_gqa is not True:
+        enable_gqa = flag("enable_gqa", enable_gqa)
+    if return_lse is not False:
+        return_lse = flag("return_lse", return_lse)
     extents = _native.extents(query, key, value, enable_gqa)
     if extents is None:
         _checks.check_operands(query, key, value, block_mask, enable_gqa)
@@ -138,18 +143,18 @@ def flex_attention(
         _checks.check_return_lse(return_aux)
     if return_aux is not None:
         _checks.check_aux(return_aux)
-    if kernel_options:
+    if kernel_options is not None:
         _checks.check_options(kernel_options)
     if scale is not None:
         scale = _checks.checked_scale(scale)
-    dropout = None if dropout_p == 0.0 else _checks.dropout_of(dropout_p, query)
+    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query)
     if sink is not None:
         sink = _checks.sink_of(sink, query)
     if extents is None:
         query, key, value = _checks.of_one_dtype(query, key, value)
         query, key, value = (t.resolve_neg() for t in (query, key, value))
         if query.dtype == torch.float64:
-            results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, dropout_p)
+            results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, 0.0 if dropout is None else dropout[0])
             return _returned(*results, return_lse, return_aux)
         extents = _extents(query, key)
     score, mask = _traced(score_mod, block_mask, extents, query)
@@ -201,7 +206,8 @@ def prepare(
     score, mask = _traced(score_mod, block_mask, _extents(query, key), query)
     if not query.is_cuda:
         return
-    dropout = None if dropout_p == 0.0 else (dropout_p, torch.zeros(2, dtype=torch.int32, device=query.device))
+    p = probability("dropout_p", dropout_p)
+    dropout = (p, torch.zeros(2, dtype=torch.int32, device=query.device)) if p else None
     logits = None if sink is None else _checks.sink_of(sink, query)
     learned = () if score is None else score.learned
     wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sink, *learned))
@@ -231,6 +237,7 @@ def explain(
     score, mask = _traced(score_mod, block_mask, _extents(query, key), query)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     learns = learns or (score is not None and bool(score.learned))
-    plan = _autograd.Call(score, mask, scale, None, False, False).planned(query, key, value, None, (), forward_only=not learns)
+    number = None if scale is None else _checks.checked_scale(scale)
+    plan = _autograd.Call(score, mask, number, None, False, False).planned(query, key, value, None, (), forward_only=not learns)
     said: str = plan.explain()
     return said

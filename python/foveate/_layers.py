@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from ._arguments import device as device_of
+from ._arguments import dtype as dtype_of
+from ._arguments import flag, integer, number, one_of, shown, tensor
 from ._dot_product import Stateless
 from ._masks import offsets_of
 
@@ -46,6 +49,19 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 }
 
 
+def where_of(device: Any, params_dtype: Any) -> dict[str, Any]:
+    """Where weights are made, as torch's functions take it."""
+    return dict(device=None if device is None else device_of("device", device), dtype=dtype_of("params_dtype", params_dtype))
+
+
+def check_states(name: str, x: Any, weight: Tensor) -> None:
+    """Raises where the input of a layer, whose weight takes features of its last axis, is none."""
+    if tensor(name, x).dim() < 2 or x.size(-1) != weight.size(-1) or x.device != weight.device:
+        raise ValueError(f"{name} must be a tensor of {weight.size(-1)} features on {weight.device}, got {shown(x)} on {x.device}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name} must be {weight.dtype}, as the layer's weights are, got {x.dtype}")
+
+
 class Layer(Stateless):
     """What layers are made of: a norm, linear maps, and TransformerEngine's names for their parameters."""
 
@@ -54,9 +70,8 @@ class Layer(Stateless):
         self.where = dict(device=device, dtype=dtype)
 
     def add_norm(self, size: int, kind: str, eps: float, centered: bool, prefix: str = "layer_norm_") -> None:
-        if kind not in NORMS:
-            raise ValueError(f"normalization {kind!r} is not one of {', '.join(NORMS)}")
-        self.norm = (size, eps, centered, prefix)
+        one_of("normalization", kind, NORMS)
+        self.norm = (size, number("layernorm_epsilon", eps), flag("zero_centered_gamma", centered), prefix)
         self.register_parameter(prefix + "weight", Parameter((torch.zeros if centered else torch.ones)(size, **self.where)))
         if kind == "LayerNorm":
             self.register_parameter(prefix + "bias", Parameter(torch.zeros(size, **self.where)))
@@ -110,6 +125,9 @@ class Projection(Layer):
         for name, features in zip(self.names, outputs.values() if apart else [sum(outputs.values())]):
             self.add_linear(name, size, features, bias, init)
 
+    def weights(self) -> list[Tensor]:
+        return [getattr(self, name + "weight") for name in self.names]
+
     def forward(self, x: Tensor, with_bias: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input as it was projected, and the projections."""
         x = self.normed(x) if self.has_norm else x
@@ -130,8 +148,8 @@ class Feedforward(Layer):
         **where: Any,
     ) -> None:
         super().__init__(**where)
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}")
+        one_of("activation", activation, _ACTIVATIONS)
+        inner = integer("ffn_hidden_size", inner, 1)
         self.activation, self.gates = _ACTIVATIONS[activation]
         self.add_norm(size, *norm)
         self.add_linear("fc1_", size, inner * 2 if self.gates else inner, bias, inits[0])
@@ -171,7 +189,7 @@ def normal(weight: Tensor) -> None:
 
 def rotated(x: Tensor, angles: Tensor, form: str, cu: Tensor | None, interleaved: bool) -> Tensor:
     """Rotary embeddings by ``angles [s, 1, 1, d]``, of the first ``d`` of ``x``'s features."""
-    if angles.dim() != 4 or angles.size(-1) > x.size(-1) or angles.size(-1) % 2:
+    if tensor("rotary_pos_emb", angles).dim() != 4 or angles.size(-1) > x.size(-1) or angles.size(-1) % 2:
         raise ValueError(f"rotary_pos_emb must be [s, 1, 1, d] with an even d of at most {x.size(-1)}, got {list(angles.shape)}")
     if form == "thd":
         if cu is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _native, _region, _source, _trace
+from ._arguments import flag, shown
 
 
 class Mask:
@@ -45,7 +46,7 @@ class Mask:
             self._function = what
             self._reads = (what,)
         else:
-            raise TypeError(f"a Mask is made of text with names, or of a mask function, got {what!r}")
+            raise TypeError(f"a Mask is made of text with names, or of a mask function, got {shown(what)}")
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self._function(b, h, q_idx, kv_idx)
@@ -88,7 +89,7 @@ class Mask:
     @staticmethod
     def causal(*, bottom_right: bool = False) -> Mask:
         """Every key up to the query; aligned at the end of both with ``bottom_right``."""
-        return Mask("causal_bottom_right" if bottom_right else "causal")
+        return Mask("causal_bottom_right" if flag("bottom_right", bottom_right) else "causal")
 
     @staticmethod
     def sliding_window(size: int) -> Mask:
@@ -152,7 +153,7 @@ def offsets_of(name: str, offsets: Tensor, rows: int | None = None) -> list[int]
         ValueError: They are no integers, do not begin at 0, decrease, or end past the rows.
     """
     if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_floating_point():
-        raise ValueError(f"{name} must be a vector of integer offsets, got {offsets!r}")
+        raise ValueError(f"{name} must be a vector of integer offsets, got {shown(offsets)}")
     numbers: list[int] = offsets.tolist()
     if numbers[0] != 0 or any(b < a for a, b in zip(numbers, numbers[1:])):
         raise ValueError(f"{name} must begin at 0 and not decrease, got {numbers[:8]}")

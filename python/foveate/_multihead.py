@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import flag, function, integer, number, one_of
 from ._dot_product import DotProductAttention, unsupported
-from ._layers import NORMS, Init, Norm, Projection, Unit, normal, rotated
+from ._layers import NORMS, Init, Norm, Projection, Unit, check_states, normal, rotated, where_of
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -104,11 +105,25 @@ class MultiheadAttention(torch.nn.Module):
             ub_bulk_wgrad=(ub_bulk_wgrad, False),
         )
         del set_parallel_mode, seq_length, micro_batch_size
-        where: dict[str, Any] = dict(device=device, dtype=params_dtype)
-        init, init_out = init_method or normal, output_layer_init_method or normal
-        size = kv_channels or hidden_size // num_attention_heads
-        self.heads, self.groups, self.size = num_attention_heads, num_gqa_groups or num_attention_heads, size
+        where = where_of(device, params_dtype)
+        init = function("init_method", init_method) or normal
+        init_out = function("output_layer_init_method", output_layer_init_method) or normal
+        heads = integer("num_attention_heads", num_attention_heads, 1)
+        hidden_size = integer("hidden_size", hidden_size, 1)
+        size = hidden_size // heads if kv_channels is None else integer("kv_channels", kv_channels, 1)
+        self.heads, self.groups, self.size = heads, heads if num_gqa_groups is None else num_gqa_groups, size
         self.attention_type, self.qkv_format = attention_type, qkv_format
+        for what, given in (
+            ("input_layernorm", input_layernorm),
+            ("fuse_qkv_params", fuse_qkv_params),
+            ("qkv_weight_interleaved", qkv_weight_interleaved),
+            ("rotary_pos_interleaved", rotary_pos_interleaved),
+            ("qk_norm_before_rope", qk_norm_before_rope),
+            ("bias", bias),
+            ("return_bias", return_bias),
+            ("return_layernorm_output", return_layernorm_output),
+        ):
+            flag(what, given)
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.fused, self.rotary_pos_interleaved = fuse_qkv_params, rotary_pos_interleaved
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output and input_layernorm
@@ -143,10 +158,10 @@ class MultiheadAttention(torch.nn.Module):
     def _head_norm(self, kind: str | None, eps: float, where: dict[str, Any]) -> torch.nn.Module | None:
         if kind is None:
             return None
+        number("qk_norm_eps", eps)
         if kind == "L2Normalization":
             return Unit(eps)
-        if kind not in NORMS:
-            raise ValueError(f"qk_norm_type {kind!r} is not one of L2Normalization, {', '.join(NORMS)}")
+        one_of("qk_norm_type", kind, ("L2Normalization", *NORMS))
         return Norm(self.size, kind, eps, False, **where)
 
     def _parts(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -193,12 +208,15 @@ class MultiheadAttention(torch.nn.Module):
         """
         unsupported("MultiheadAttention", inference_params=(inference_params, None))
         del is_first_microbatch, fast_zero_fill
-        normed, made = getattr(self, self._first)(hidden_states)
+        first = getattr(self, self._first)
+        check_states("hidden_states", hidden_states, first.weights()[0])
+        normed, made = first(hidden_states)
         if self.attention_type == "self":
             q, k, v = self._parts(made)
         else:
             if encoder_output is None:
                 raise ValueError("cross attention needs encoder_output")
+            check_states("encoder_output", encoder_output, self.key_value.weights()[0])
             q = made[0].unflatten(-1, (self.heads, self.size))
             k, v = self._parts(self.key_value(encoder_output)[1])
 

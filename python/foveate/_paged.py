@@ -98,6 +98,7 @@ def paged(
     traced = None if mask is None else _trace.mask(mask, extents)
     number = None if scale is None else _checks.checked_scale(scale)
     aux = AuxRequest() if return_aux is None else return_aux
+    _checks.check_aux(aux)
     call = Call(score, traced, number, None, aux.lse, aux.max_scores, pages=tables)
     logits = None if sink is None else _checks.sink_of(sink, query)
     out: Tensor

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import flag, one_of, probability
 from ._dot_product import mask_type_of, unsupported
-from ._layers import Feedforward, Init, Norm, normal
+from ._layers import Feedforward, Init, Norm, normal, where_of
 from ._multihead import MultiheadAttention
 
 
@@ -95,8 +96,15 @@ class TransformerLayer(torch.nn.Module):
             "TransformerLayer", ub_tp_comm_overlap=(ub_tp_comm_overlap, False), activation_params=(activation_params, None)
         )
         del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad  # They are parts of it.
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"layer_type {layer_type!r} is not one of encoder, decoder")
+        one_of("layer_type", layer_type, ("encoder", "decoder"))
+        for what, given in (
+            ("parallel_attention_mlp", parallel_attention_mlp),
+            ("output_layernorm", output_layernorm),
+            ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm),
+        ):
+            flag(what, given)
+        hidden_dropout = probability("hidden_dropout", hidden_dropout)
+        drop_path_rate = probability("drop_path_rate", drop_path_rate)
         if parallel_attention_mlp and (layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm):
             raise ValueError(
                 "parallel_attention_mlp goes with an encoder without output_layernorm and without "
@@ -156,7 +164,7 @@ class TransformerLayer(torch.nn.Module):
                 input_layernorm=True,
                 attention_type="cross",
             )
-        where: dict[str, Any] = dict(device=device, dtype=params_dtype)
+        where = where_of(device, params_dtype)
         self.layernorm_mlp = Feedforward(
             hidden_size,
             ffn_hidden_size,

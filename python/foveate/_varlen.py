@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from . import _autograd, _checks, _cuda, _region, _trace
+from ._arguments import integer
 from ._compile import also_compiled
 from ._masks import Mask, offsets_of
 from ._trace import ScoreMod
@@ -108,10 +109,13 @@ def varlen(
         raise ValueError("cu_seqlens_q is missing: only nested tensors have offsets of their own")
     q, k, v = _checks.rows(query, key, value)
     number = None if scale is None else _checks.checked_scale(scale)
-    dropout = None if dropout_p == 0.0 else _checks.dropout_of(dropout_p, query)
+    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query)
+    longest_q, longest_k = (
+        None if n is None else integer(name, n, 0) for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    )
     assert cu_seqlens_q is not None
     both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    offsets, extents = sequences(cu_seqlens_q, both, q, k, max_seqlen_q, max_seqlen_k)
+    offsets, extents = sequences(cu_seqlens_q, both, q, k, longest_q, longest_k)
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
     aux = AuxRequest() if return_aux is None else return_aux

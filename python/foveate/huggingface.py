@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _trace
+from ._arguments import function, shown
 from ._blocks import create_block_mask
 from ._compile import uncompiled
 from ._flex import flex_attention
@@ -115,6 +116,9 @@ def attention_mask(
         mask_function: ``(b, h, q, kv) -> bool`` on positions; causal when it is None.
         attention_mask: ``[batch, positions]``, bool, False where a key is padding; positions past its end are, too.
     """
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.layout != torch.strided):
+        raise TypeError(f"attention_mask must be a dense tensor [batch, positions], got {shown(attention_mask)}")
+    function("mask_function", mask_function)
     parts = [_causal if mask_function is None else mask_function]
     if attention_mask is not None and not bool(attention_mask.all()):
         parts.append(_not_padding(attention_mask))

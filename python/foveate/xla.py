@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 from torch import Tensor
 
+from . import _arguments as arguments
 from ._flex import flex_attention
 from ._masks import Mask
 
@@ -60,6 +61,10 @@ def flash_attention(
         ValueError: Shapes, ids or layouts do not fit each other; the sequence is sharded, for which keys would have to
             travel between ranks.
     """
+    for name, t in (("q", q), ("k", k), ("v", v), ("q_segment_ids", q_segment_ids), ("kv_segment_ids", kv_segment_ids), ("ab", ab)):
+        if t is not None or name in ("q", "k", "v"):
+            arguments.tensor(name, t)
+    causal, sm_scale = arguments.flag("causal", causal), arguments.number("sm_scale", sm_scale)
     batch = q.dim() - 3
     if batch not in (1, 2) or any(t.dim() != q.dim() for t in (k, v)):
         raise ValueError(f"q, k and v must have 4 or 5 axes, got {[tuple(t.shape) for t in (q, k, v)]}")

@@ -1,0 +1,95 @@
+"""What is said of a single argument that is not what it must be: its name, what it must be, and what it is, in a line.
+
+Checks take what torch takes in such a place, and give it back as what it stands for.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Collection
+
+import torch
+from torch import Tensor
+
+
+def shown(given: Any) -> str:
+    """A value as messages show it, in one short line."""
+    if isinstance(given, Tensor):
+        return f"a tensor of {given.dtype} {list(given.shape)}"
+    line = repr(given)
+    return line if len(line) <= 100 and "\n" not in line else f"a {type(given).__name__}"
+
+
+def flag(name: str, given: Any) -> bool:
+    """True or False; 1 and 0 are, too."""
+    if isinstance(given, (bool, int)) and given in (0, 1):
+        return bool(given)
+    raise TypeError(f"{name} must be True or False, got {shown(given)}")
+
+
+def integer(name: str, given: Any, least: int | None = None) -> int:
+    """An integer, of at least ``least``; one that 64 bits hold."""
+    try:
+        n = int(operator.index(given))
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {shown(given)}") from None
+    if n >= 2**63 or least is not None and n < least:
+        bounds = "below 2**63" if least is None or n >= least else f"at least {least}"
+        raise ValueError(f"{name} must be {bounds}, got {n}")
+    return n
+
+
+def number(name: str, given: Any) -> float:
+    """A real number, also of a tensor of one element."""
+    try:
+        math.isfinite(given)
+        return float(given)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float holds, got {shown(given)}") from None
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        raise TypeError(f"{name} must be a number, got {shown(given)}") from None
+
+
+def probability(name: str, given: Any) -> float:
+    """A number from 0 to below 1."""
+    p = number(name, given)
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {p}")
+    return p
+
+
+def tensor(name: str, given: Any) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(given)}")
+    return given
+
+
+def one_of(name: str, given: Any, known: Collection[str]) -> str:
+    if not isinstance(given, str) or given not in known:
+        raise ValueError(f"{name} {shown(given)} is not one of {', '.join(known)}")
+    return given
+
+
+def dtype(name: str, given: Any) -> torch.dtype | None:
+    """A float dtype, or None for torch's default."""
+    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        raise TypeError(f"{name} must be a float dtype of torch, got {shown(given)}")
+    return given
+
+
+def device(name: str, given: Any) -> torch.device:
+    """What torch takes for a device."""
+    if not isinstance(given, (torch.device, str, int)) or isinstance(given, bool):
+        raise TypeError(f"{name} must be a device or its name, got {shown(given)}")
+    try:
+        return torch.device(given)
+    except RuntimeError as error:
+        raise ValueError(f"{name} {shown(given)} is no device: {str(error).splitlines()[0]}") from None
+
+
+def function(name: str, given: Any) -> Any:
+    """A function, or None where there is none."""
+    if given is not None and not callable(given):
+        raise TypeError(f"{name} must be a function, got {shown(given)}")
+    return given
