@@ -14,7 +14,7 @@ use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainErrorKind;
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
-use foveate_train::trainer::{Observer, Options, Start, Started, Summary, train_on};
+use foveate_train::trainer::{Observer, Options, Start, Started, Summary, load_recipe, train_on};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
@@ -60,15 +60,18 @@ pub struct Args {
 
 /// Trains and says what came of it.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let mut recipe = Recipe::load(&args.recipe, &args.set)?;
-    let device = args.device.unwrap_or(recipe.run.device);
     if let Some(ranks) = args.ranks.threads()? {
+        let recipe = Recipe::load(&args.recipe, &args.set)?;
+        let device = args.device.unwrap_or(recipe.run.device);
         return threads(args, ranks, &recipe, device, out);
     }
     let launch = args.ranks.find()?;
-    recipe.run.device = ranks::device(device, launch.local_rank);
-    // A rank that waits for others has nothing to save, and a signal ends it.
+    // A rank that waits for others has nothing to save, and a signal ends it. What is wrong with the recipe of
+    // one is known to all once they have met.
     let group = ranks::meet(&launch)?;
+    let mut recipe = load_recipe(&*group, &args.recipe, &args.set)?;
+    let device = args.device.unwrap_or(recipe.run.device);
+    recipe.run.device = ranks::device(device, launch.local_rank);
     let interrupt = Interrupt::watch()?;
     rank(args, &*group, &recipe, interrupt, out)
 }

@@ -509,17 +509,31 @@ fn wrong_input_gets_one_line_on_one_rank() {
         ("train.batch_rows=2", "train.batch_rows: is 2, and 3 ranks share the rows of a batch"),
         ("data.files=none.txt", "data.files"),
         ("optimizer.lr=-1", "optimizer.lr"),
+        ("mesh.strategy=fast", "\"fast\" is no strategy"),
+        ("precision.state=exact", "precision.state: is \"exact\", but the CPU keeps f32"),
+        ("mesh={ shard = 2 }", "mesh `shard=2` has 2 ranks, but 3 run"),
+        ("mesh={ tensor = 3 }", "which cannot be cut over 3 ranks of tensor; use 1 to 2 of them"),
+        ("mesh={ context = 3 }\ndata.len=2", "a row of 2 tokens is 2 chunks of 1, and 3 ranks"),
     ] {
-        let launched = ["launch", "--ranks", "3", "--", "train", "recipe.toml", "--set", set];
-        let threads = ["train", "recipe.toml", "--ranks", "3", "--set", set];
+        let sets: Vec<&str> = set.split('\n').flat_map(|set| ["--set", set]).collect();
+        let launched = ["launch", "--ranks", "3", "--", "train", "recipe.toml"];
+        let threads = ["train", "recipe.toml", "--ranks", "3"];
         for args in [&launched[..], &threads] {
-            let done = place.run(args);
+            let done = place.run(&[args, &sets].concat());
             let said = text(done.stderr);
             assert_eq!(done.status.code(), Some(1), "{said}");
-            assert!(errors(&said)[0].contains(says), "{said}");
+            assert!(matches!(errors(&said)[..], [one] if one.contains(says)), "{said}");
             assert!(!place.path("run").exists());
         }
     }
+    // A rank whose recipe is not there ends the others at once.
+    let other = Place::new();
+    std::fs::remove_file(other.path("recipe.toml")).unwrap();
+    let ends = pair([(&place, &[]), (&other, &[])]);
+    let said: String = ends.iter().map(|(_, said)| said.as_str()).collect();
+    assert!(ends.iter().all(|(status, _)| *status == Some(1)), "{said}");
+    let one = errors(&said);
+    assert!(one.len() == 1 && one[0].contains("recipe.toml: could not be read"), "{said}");
     for (args, says) in [
         (&["train", "recipe.toml", "--rank", "0"][..], "--ranks"),
         (&["train", "recipe.toml", "--rank", "2", "--ranks", "2", "--meet", "a:1"], "rank 2 of 2"),

@@ -53,10 +53,14 @@ impl Ranks<'static> {
 }
 
 impl<'a> Ranks<'a> {
+    /// `all` ranks, in no mesh yet.
+    pub fn unplaced(all: &'a dyn Collectives) -> Self {
+        Self { all, mesh: Mesh::single() }
+    }
+
     /// `all` ranks, in the mesh of a recipe.
     pub fn in_mesh(all: &'a dyn Collectives, section: &MeshSection) -> Result<Self, TrainError> {
-        let unplaced = Ranks { all, mesh: Mesh::single() };
-        let mesh = unplaced.together(section.of_ranks(all.ranks()))?;
+        let mesh = Self::unplaced(all).together(section.of_ranks(all.ranks()))?;
         Ok(Self { all, mesh })
     }
 }

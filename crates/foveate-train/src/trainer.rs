@@ -193,6 +193,19 @@ pub fn train(
     train_on(&OneRank, recipe, file, options, observer)
 }
 
+/// Reads a recipe on the ranks of `group`, as [`Recipe::load`] does: where a rank cannot, all end, and the first
+/// such rank says why.
+///
+/// # Errors
+/// Those of [`Recipe::load`], of any rank; or a rank that is gone.
+pub fn load_recipe(
+    group: &dyn Collectives,
+    path: &Path,
+    overrides: &[String],
+) -> Result<Recipe, TrainError> {
+    Ranks::unplaced(group).together(Recipe::load(path, overrides))
+}
+
 /// Runs a recipe on the ranks of `group`, each of which calls this: rows of a batch are shared among
 /// them, and rank 0 writes to the run's folder, which the others can read. The observer of any rank
 /// can end the run.
@@ -211,7 +224,9 @@ pub fn train_on(
 ) -> Result<Summary, TrainError> {
     let options = options.into();
     let run = Training { group, recipe, file, options, observer };
-    let ran = recipe.device().run(run).and_then(|summary| summary);
+    // Where a rank has no such device, all know of it.
+    let ran = recipe.device().run(run);
+    let ran = ran.unwrap_or_else(|e| Ranks::unplaced(group).together(Err(e)));
     let folder = Folder::new(&recipe.run.dir);
     end_with(group, ran, &folder.transfers())
         .map_err(|e| e.of_run(checkpoint::latest(&folder.checkpoints())))
@@ -231,6 +246,7 @@ impl OnDevice for Training<'_> {
 
     fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
         let Self { group, recipe, file, options, observer } = self;
+        Ranks::unplaced(group).together(Ok(()))?;
         let ranks = Ranks::in_mesh(group, &recipe.mesh)?;
         let profile = options.profile.clone().filter(|_| ranks.first()).map(Profile::of);
         let mut run = Setup::new(ranks, recipe, file, options, blocks, gpu, observer)?;
