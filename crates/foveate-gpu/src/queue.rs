@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{Allocator, Pool, Stream};
+use crate::error::GpuError;
 
 /// A stream and memory for its work. Cheap to clone.
 ///
@@ -16,6 +17,7 @@ use crate::driver::{Allocator, Pool, Stream};
 pub struct Queue {
     id: u64,
     pool: Pool,
+    for_graphs: bool,
 }
 
 /// A queue as caches hold it: its memory, without a claim that somebody queues work on it.
@@ -46,7 +48,28 @@ impl Queue {
 
     fn of(pool: Pool) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), pool }
+        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), pool, for_graphs: false }
+    }
+
+    /// Another queue on the same stream, with memory of its own, for work that is recorded in graphs and for
+    /// that work's first, unrecorded run. What plans make of versions of captured buffers may be made on
+    /// it while it is recorded: the graph makes it again in the same memory whenever it runs. So a version
+    /// that a recorded call is given is given to no call outside of that recording.
+    ///
+    /// Memory that is taken on it and given back stays its own, since graphs use it. A graph is good as long
+    /// as the same of it is taken as when the graph was recorded ([`Pool::fingerprint`]): then whatever it reads
+    /// there is taken, or was written by the graph before.
+    pub fn for_graphs(&self) -> Self {
+        Self { for_graphs: true, ..Self::of(self.pool.for_graphs()) }
+    }
+
+    /// Refuses to make what later calls would take for made while it is only recorded, but where nothing
+    /// but the graph uses it ([`Self::for_graphs`]).
+    ///
+    /// # Errors
+    /// When the queue's work is recorded at present.
+    pub fn refuse_made_recorded(&self, doing: &str) -> Result<(), GpuError> {
+        if self.for_graphs { Ok(()) } else { self.stream().refuse_recording(doing) }
     }
 
     /// Another queue on the same stream, all of whose device memory is `allocator`'s: scratch of
@@ -63,7 +86,7 @@ impl Queue {
 
     /// The queue for a cache, which must not keep it from being finished.
     pub fn downgrade(&self) -> WeakQueue {
-        WeakQueue(Self { id: self.id, pool: self.pool.downgrade() })
+        WeakQueue(Self { pool: self.pool.downgrade(), ..*self })
     }
 
     /// Memory for its work.

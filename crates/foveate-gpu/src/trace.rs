@@ -4,6 +4,7 @@
 //! Work of one stream runs in the order of its notes. That of two streams does so only where the later one
 //! follows a mark behind the earlier one, or the host has seen that mark reached before it queued more.
 
+use std::cell::RefCell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -99,14 +100,35 @@ pub fn stop() -> Vec<Noted> {
     std::mem::take(&mut lock(&NOTES))
 }
 
+thread_local! {
+    /// What this thread does while a graph is recorded, which happens when the graph runs.
+    static RECORDED: RefCell<Option<Vec<Noted>>> = const { RefCell::new(None) };
+}
+
+/// What this thread notes in `work`, which is kept for each time that the work runs and noted nowhere else.
+pub(crate) fn recorded<T>(work: impl FnOnce() -> T) -> (T, Vec<Noted>) {
+    let before = RECORDED.replace(Some(Vec::new()));
+    let done = work();
+    (done, RECORDED.replace(before).unwrap_or_default())
+}
+
 /// Whether somebody asked.
 pub(crate) fn is_noting() -> bool {
-    ON.load(Ordering::Acquire)
+    ON.load(Ordering::Acquire) || RECORDED.with_borrow(Option::is_some)
 }
 
 /// Notes what happened, where somebody asked.
 pub fn note(make: impl FnOnce() -> Noted) {
-    if is_noting() {
-        lock(&NOTES).push(make());
+    if !is_noting() {
+        return;
     }
+    let noted = make();
+    let elsewhere = RECORDED.with_borrow_mut(|recorded| match recorded {
+        Some(recorded) => {
+            recorded.push(noted);
+            None
+        }
+        None => Some(noted),
+    });
+    lock(&NOTES).extend(elsewhere);
 }

@@ -12,7 +12,7 @@ use foveate_gpu::abi::{Abi, Address};
 use foveate_gpu::blas::Matmul;
 use foveate_gpu::driver::{
     Allocation, Allocator, Device, Event, Fill, Graph, L2Promotion, Launch, Pinned, Pool, Stream,
-    Swizzle, TensorMap, Tiled,
+    Swizzle, TensorMap, Tiled, operations,
 };
 use foveate_gpu::kernel::{Expected, KernelSource, LoadedKernel};
 use foveate_gpu::library::Library;
@@ -354,8 +354,11 @@ fn a_queue_with_an_allocator_takes_no_other_memory_of_the_device() {
     let mut given = vec![5; 3000];
     let recorded = || queue.pool().upload(&given);
     let mut copied = None;
-    Graph::record(queue.stream(), || recorded().map(|made| copied = Some(made))).unwrap();
+    let work = || recorded().map(|made| copied = Some(made));
+    let graph = Graph::record(queue.stream(), work).unwrap();
     given.fill(6);
+    // SAFETY: what was copied to is held.
+    unsafe { graph.launch(queue.stream()) }.unwrap();
     let mut read = vec![0; 3000];
     copied.as_ref().unwrap().read(&mut read, LIMIT).unwrap();
     assert_eq!(read, [5; 3000]);
@@ -538,4 +541,96 @@ fn every_call_leaves_the_context_that_it_found() {
     stream.wait(LIMIT, "nothing").unwrap();
     launch(&scale, queue, &Launch::new([2; 3], 32)).unwrap();
     assert_eq!(contexts.sets(), before);
+}
+
+#[test]
+fn a_graph_does_what_was_recorded_and_says_what_another_has_otherwise() {
+    let name = "a_graph_does_what_was_recorded_and_says_what_another_has_otherwise";
+    if !inside(name, &["nvrtc", "cublaslt"], &["-DLOADS"], &[]) {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let scale = kernel(&engine, Arch::new((9, 0))).unwrap();
+    let queue = engine.new_queue().unwrap().for_graphs();
+    let (stream, pool) = (queue.stream(), queue.pool());
+    let numbers = pool.take(3 * 1024).unwrap();
+    let square =
+        |i: u64| DeviceTensor::contiguous(numbers.address() + 1024 * i, DType::F32, [1, 16, 16]);
+    // Work with scratch of its own, which the next piece of work takes again.
+    let work = |launches: Launch, alpha: f32, bytes: usize| -> Result<(), GpuError> {
+        let scratch = [pool.take(8192)?, pool.take(8192)?];
+        scratch[0].fill_at(0, 1, bytes)?;
+        launch(&scale, &queue, &launches)?;
+        let matmul = Matmul::new(square(0), square(1), square(2));
+        engine.matmul(&queue, &Matmul { alpha, ..matmul })
+    };
+    let plain = Launch::new([8, 1, 1], 128);
+    let run = || work(plain, 1.0, 100);
+    let (done, first) = operations::noted(run);
+    done.unwrap();
+    let names: Vec<_> = first.iter().map(|operation| operation.name.as_str()).collect();
+    assert_eq!(names[..2], ["a fill", "scale"]);
+    assert!(names[2].starts_with("a product [16, 16] · [16, 16] of f32"), "{names:?}");
+    // Scratch goes back in another order than it came, and is sorted before it comes again.
+    let record = |work: &dyn Fn() -> Result<(), GpuError>| {
+        pool.sort();
+        Graph::record(stream, work).unwrap()
+    };
+    // One more than they need at once.
+    drop([(); 4].map(|()| pool.take(8192).unwrap()));
+    let held = pool.fingerprint();
+    let graphs = [record(&run), record(&run), record(&run)];
+    assert_eq!(pool.fingerprint(), held);
+    let [before, graph, after] = graphs.each_ref().map(Graph::operations);
+    assert_eq!([before, graph], [after; 2]);
+    assert_eq!(operations::difference(graph, after), None);
+
+    let other = |work: &dyn Fn() -> Result<(), GpuError>| {
+        operations::difference(graph, record(work).operations()).unwrap()
+    };
+    let grid = other(&|| work(Launch::new([9, 1, 1], 128), 1.0, 100));
+    assert!(
+        grid.starts_with("operation 1 scale is launched as Launch { grid: [8, 1, 1]"),
+        "{grid}"
+    );
+    let alpha = other(&|| work(plain, 2.0, 100));
+    assert!(alpha.contains("has 0x3f800000 at byte 48 of parameter 0, then 0x40000000"), "{alpha}");
+    let bytes = other(&|| work(plain, 1.0, 101));
+    assert_eq!(bytes, "operation 0 a fill has 0x64 at byte 16 of parameter 0, then 0x65");
+    let more = other(&|| run().and_then(|()| numbers.fill_at(0, 1, 9)));
+    assert_eq!(more, "there are 3 operations, then 4");
+    // Memory that somebody took meanwhile makes other addresses, and another fingerprint.
+    pool.sort();
+    let taken = pool.take(8192).unwrap();
+    assert!(pool.fingerprint() != held);
+    assert!(other(&run).starts_with("operation 0 a fill has 0x"));
+    drop(taken);
+    assert_eq!(pool.fingerprint(), held);
+
+    // What is recorded is done when the graph is launched, each time.
+    let mut ones = [1f32.to_ne_bytes(); 2 * 256].concat();
+    ones.resize(3 * 1024, 0);
+    let result = || {
+        let mut read = [[0; 4]; 1];
+        numbers.read_at(2 * 1024, read.as_flattened_mut(), LIMIT).unwrap();
+        f32::from_ne_bytes(read[0])
+    };
+    let log = || fs::read_to_string(home().join("launches")).unwrap();
+    let lines = log().lines().count();
+    for _ in 0..2 {
+        numbers.write(&ones).unwrap();
+        assert_eq!(result(), 0.0);
+        // SAFETY: all that it reads and writes is held, or free memory of the queue.
+        unsafe { graphs[0].launch(stream) }.unwrap();
+        assert_eq!(result(), 16.0);
+    }
+    assert_eq!(log().lines().skip(lines).collect::<Vec<_>>(), ["graph of 1 kernels"; 2]);
+
+    // Asking the driver for memory cannot be recorded; what graphs name is not handed back.
+    let larger = || Graph::record(stream, || pool.take(1 << 20).map(drop));
+    assert!(said(larger()).starts_with("taking memory of the device cannot be recorded"));
+    let frees = || fs::read_to_string(home().join("frees")).map_or(0, |text| text.lines().count());
+    let before = frees();
+    pool.release().unwrap();
+    assert_eq!(frees(), before);
 }

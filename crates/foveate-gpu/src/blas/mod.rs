@@ -45,7 +45,7 @@ use foveate_tensor::DType;
 use crate::access::Accesses;
 use crate::cache::Cache;
 use crate::driver::sys::Handle;
-use crate::driver::{Device, Event, default_timeout};
+use crate::driver::{Device, Event, Operation, default_timeout, operations};
 use crate::engine::Engine;
 use crate::error::GpuError;
 use crate::library::Library;
@@ -316,6 +316,14 @@ impl Blas {
         // The pool gives the memory out again for work of this queue only, which comes later.
         let workspace = queue.pool().take(ready.workspace_bytes())?;
         let swapped = key.matrices[3].order == Order::Rows;
+        operations::note(|| {
+            let [a, b] = matmul.addresses(swapped);
+            let bias = matmul.bias.map_or(0, |bias| bias.start());
+            let places = [a, b, matmul.added(), matmul.c.start(), bias, workspace.address()];
+            let scale = [matmul.alpha, matmul.beta].map(|x| x.to_bits().into());
+            let name = format!("{matmul} ({key})");
+            Operation::of(&name, [&places[..], &scale, &[ready.chosen() as u64]].concat())
+        });
         // SAFETY: `key` is that of `matmul`, whose tensors lie in memory of this device, apart
         // where written (`Engine::matmul`); the workspace has the bytes that were asked for and
         // its pool is that of the queue.

@@ -122,6 +122,11 @@ impl Prepared {
         self.chosen = if number < self.kernels.len() { number } else { 0 };
     }
 
+    /// The number of the kernel that runs.
+    pub fn chosen(&self) -> usize {
+        self.chosen
+    }
+
     /// Memory that the kernel asks for.
     pub fn workspace_bytes(&self) -> usize {
         self.kernels[self.chosen].workspace_bytes

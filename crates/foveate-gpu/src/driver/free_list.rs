@@ -30,6 +30,11 @@ impl FreeList {
         list.pop().map(|address| (address, size))
     }
 
+    /// Gives allocations of a size in an order that their addresses decide.
+    pub fn sort(&mut self) {
+        self.0.values_mut().for_each(|addresses| addresses.sort_unstable());
+    }
+
     /// Adds what is in `other`.
     pub fn append(&mut self, other: Self) {
         for (size, mut addresses) in other.0 {

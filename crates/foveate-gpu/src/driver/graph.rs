@@ -5,9 +5,11 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::device::Device;
+use super::operations::{self, Operation};
 use super::stream::Stream;
 use super::sys::Handle;
 use crate::error::GpuError;
+use crate::trace::{self, Noted, note};
 
 /// A CUDA graph: work that was recorded on a stream, ready to be queued as a whole.
 #[derive(Debug)]
@@ -17,6 +19,9 @@ pub struct Graph {
     ready: Handle,
     /// What errors call it.
     label: Arc<str>,
+    operations: Vec<Operation>,
+    /// What they do with memory whenever the graph runs.
+    notes: Vec<Noted>,
 }
 
 // SAFETY: the driver lets every thread use a graph that is not changed, and this one never is.
@@ -44,7 +49,8 @@ impl Graph {
         driver.check(code, || "beginning to record a graph".into())?;
         // A stream must not be left recording.
         let before = stream.launches().queued();
-        let worked = catch_unwind(AssertUnwindSafe(work));
+        let work = || catch_unwind(AssertUnwindSafe(work));
+        let ((worked, notes), operations) = operations::noted(|| trace::recorded(work));
         let label = match stream.launches().take_back(before) {
             none if none.is_empty() => "a graph".into(),
             kernels => format!("a graph of {kernels}").into(),
@@ -53,14 +59,19 @@ impl Graph {
         // SAFETY: `recorded` is valid for a write; recording was begun above.
         let code = unsafe { (driver.capture_end)(stream.handle(), &mut recorded) };
         // A graph that something has spoilt is null and may be destroyed.
-        let mut graph =
-            Self { device: stream.device().clone(), recorded, ready: ptr::null_mut(), label };
+        let (device, ready) = (stream.device().clone(), ptr::null_mut());
+        let mut graph = Self { device, recorded, ready, label, operations, notes };
         worked.unwrap_or_else(|panic| resume_unwind(panic))?;
         driver.check(code, || "recording a graph".into())?;
         // SAFETY: `ready` is valid for a write, the graph was just recorded.
         let code = unsafe { (driver.graph_instantiate)(&mut graph.ready, recorded, 0) };
         driver.check(code, || "getting a graph ready".into())?;
         Ok(graph)
+    }
+
+    /// What it queues, in its order, with all that it was given.
+    pub fn operations(&self) -> &[Operation] {
+        &self.operations
     }
 
     /// Queues the work.
@@ -73,6 +84,7 @@ impl Graph {
     /// results, what the plan keeps on the device, and the memory of the queue it was recorded on,
     /// none of which was taken since.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), GpuError> {
+        self.notes.iter().for_each(|noted| note(|| noted.clone()));
         let driver = self.device.current()?;
         // SAFETY: graph and stream are alive; the caller vouches for what the work uses.
         let code = unsafe { (driver.graph_launch)(self.ready, stream.handle()) };

@@ -1,5 +1,7 @@
 //! Memory of a device, given out again and again.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -42,7 +44,11 @@ struct Shared {
     stream: Arc<Stream>,
     /// Whose memory it is, where it is not the pool's own.
     allocator: Option<Arc<dyn Allocator>>,
+    /// Whose free memory is handed back where the device has no more, since graphs name that of this pool.
+    beside: Option<Pool>,
     free: Mutex<FreeList>,
+    /// [`Pool::fingerprint`].
+    fingerprint: AtomicU64,
     exact: bool,
     staging: Mutex<Staging>,
     /// The end of all work that uses its memory, once nobody queues any more; nothing where it could
@@ -80,18 +86,55 @@ pub struct Allocation {
 impl Pool {
     /// A pool for work queued on `stream`, which waits as long as [`default_timeout`] says.
     pub fn new(stream: Arc<Stream>) -> Self {
-        Self::of(stream, None)
+        Self::of(stream, None, None)
+    }
+
+    /// A pool for work on the same stream that is recorded in graphs. Graphs go on using its memory after it
+    /// was given back, so none of it is handed back to the device or to other queues before the pool goes.
+    pub(crate) fn for_graphs(&self) -> Self {
+        Self::of(self.stream().clone(), None, Some(self.downgrade()))
+    }
+
+    /// Gives out free memory in an order that its addresses alone decide, from here until the next is given
+    /// back: the same calls get the same memory.
+    pub fn sort(&self) {
+        self.free().sort();
+    }
+
+    /// A number for all memory that the pool has had and what of it is taken: where it is the same, and free
+    /// memory is [sorted](Self::sort), the same calls get the same memory.
+    pub fn fingerprint(&self) -> u64 {
+        self.shared.fingerprint.load(Ordering::Relaxed)
+    }
+
+    fn note_changed(&self, what: impl Hash) {
+        let mut hasher = DefaultHasher::new();
+        what.hash(&mut hasher);
+        self.shared.fingerprint.fetch_xor(hasher.finish(), Ordering::Relaxed);
     }
 
     /// A pool whose memory is `allocator`'s, all of it: nothing is kept in free lists.
     pub fn with_allocator(stream: Arc<Stream>, allocator: Arc<dyn Allocator>) -> Self {
-        Self::of(stream, Some(allocator))
+        Self::of(stream, Some(allocator), None)
     }
 
-    fn of(stream: Arc<Stream>, allocator: Option<Arc<dyn Allocator>>) -> Self {
-        let (free, staging, ended) = Default::default();
+    fn of(
+        stream: Arc<Stream>,
+        allocator: Option<Arc<dyn Allocator>>,
+        beside: Option<Self>,
+    ) -> Self {
+        let (free, fingerprint, staging, ended) = Default::default();
         let exact = std::env::var_os(EXACT_VARIABLE).is_some_and(|value| !value.is_empty());
-        let shared = Arc::new(Shared { stream, allocator, free, exact, staging, ended });
+        let shared = Arc::new(Shared {
+            stream,
+            allocator,
+            beside,
+            free,
+            fingerprint,
+            exact,
+            staging,
+            ended,
+        });
         Self { _user: Some(Arc::new(User(shared.clone()))), shared, timeout: default_timeout() }
     }
 
@@ -138,12 +181,18 @@ impl Pool {
             }
         };
         let own = self.free().pop(capacity, most);
-        let found = own.or_else(|| self.stream().device().free_list().pop(capacity, most));
-        let (address, capacity) = match found {
+        let (address, capacity) = match own {
             Some(found) => found,
-            None => (self.allocate(capacity)?, capacity),
+            None => {
+                let shared = self.stream().device().free_list().pop(capacity, most);
+                let allocate = || Ok::<_, GpuError>((self.allocate(capacity)?, capacity));
+                let new = shared.map_or_else(allocate, Ok)?;
+                self.note_changed(("new", new));
+                new
+            }
         };
         note(|| Noted::Taken { address, bytes });
+        self.note_changed((address, capacity));
         Ok(Allocation { pool: self.clone(), address, bytes, capacity })
     }
 
@@ -200,12 +249,12 @@ impl Pool {
     }
 
     /// Frees the pool's free memory, once the stream's work is done, and the free list that the
-    /// device's queues share. A pool with an allocator has nothing to free.
+    /// device's queues share. A pool with an allocator has nothing to free, and memory that graphs name stays.
     ///
     /// # Errors
     /// When the work does not end, or failed.
     pub fn release(&self) -> Result<(), GpuError> {
-        if self.shared.allocator.is_some() {
+        if self.shared.allocator.is_some() || self.shared.beside.is_some() {
             return Ok(());
         }
         // Taken before the wait, which is for the work that used this memory: another thread may free
@@ -249,7 +298,7 @@ impl Pool {
         // SAFETY: `address` is valid for a write, and the context is current.
         let mut code = unsafe { (driver.alloc)(&mut address, bytes) };
         if code == OUT_OF_MEMORY {
-            self.release()?;
+            self.shared.beside.as_ref().unwrap_or(self).release()?;
             // SAFETY: as above.
             code = unsafe { (driver.alloc)(&mut address, bytes) };
         }
@@ -400,7 +449,10 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         note(|| Noted::Given { address: self.address });
         match &self.pool.shared.allocator {
-            None => self.pool.free().push(self.capacity, self.address),
+            None => {
+                self.pool.note_changed((self.address, self.capacity));
+                self.pool.free().push(self.capacity, self.address);
+            }
             // SAFETY: it gave the memory for the same length and stream, and this is the end of it.
             Some(allocator) => unsafe {
                 allocator.free(self.address, self.capacity, self.stream().handle() as usize);

@@ -6,6 +6,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 use super::device::{Device, Relaxed};
+use super::operations::{self, Operation};
 use super::stream::Stream;
 use super::sys::{Handle, INVALID_VALUE, LaunchAttribute, LaunchConfig};
 use crate::arch::Arch;
@@ -245,6 +246,16 @@ impl Function {
         if launch.grid.contains(&0) {
             return Ok(());
         }
+        operations::note(|| {
+            let own = [self.handle as u64, self.shared_bytes.into()];
+            let own = own.map(u64::to_ne_bytes).concat();
+            let parameters = parameters.iter().map(|p| p.to_vec());
+            Operation {
+                name: self.name.clone(),
+                launch: format!("{launch:?}"),
+                parameters: parameters.chain([own]).collect(),
+            }
+        });
         let driver = device.current()?;
         let ([x, y, z], attributes) = (launch.grid, launch.attributes());
         let mut pointers: Vec<*mut c_void> =

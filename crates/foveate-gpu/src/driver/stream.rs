@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::device::Device;
 use super::launches::Launches;
+use super::operations::{self, Operation};
 use super::sys::{Handle, NOT_READY};
 use crate::error::{GpuError, GpuErrorKind};
 use crate::sync::lock;
@@ -159,6 +160,7 @@ impl Stream {
             span: (address, address + bytes as u64),
             stream,
         });
+        operations::note(|| Operation::of("a fill", [address, byte.into(), bytes as u64]));
         let driver = self.device.current()?;
         // SAFETY: the stream is alive; the caller vouches for the range.
         let code = unsafe { (driver.set_bytes)(address, byte, bytes, self.handle) };
@@ -186,6 +188,7 @@ impl Stream {
         let (span, stream) = (|at: u64| (at, at + bytes as u64), self.number);
         note(|| Noted::Read { name: "a copy".into(), span: span(from), stream });
         note(|| Noted::Written { name: "a copy".into(), span: span(to), stream });
+        operations::note(|| Operation::of("a copy", [to, from, bytes as u64]));
         let driver = self.device.current()?;
         let code = match *device == self.device {
             // SAFETY: the stream is alive; the caller vouches for both ranges.

@@ -16,6 +16,7 @@ enum { TYPE = 0, ROWS = 2, COLUMNS = 3, LEADING = 4, BATCH = 5, STRIDE = 6 };
 enum { TRANSPOSE_A = 3, TRANSPOSE_B = 4, EPILOGUE = 7, BIAS = 8, BIAS_TYPE = 26 };
 
 int cuEventQuery(void *);
+int record_call(void (*)(void *), const void *, size_t);
 extern float device_ms;
 static size_t number(const char *name, size_t otherwise) {
     const char *text = getenv(name);
@@ -73,13 +74,12 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, Descriptor *o, Descriptor *a, Descri
 }
 
 #ifndef OLD_BLAS
-int cublasLtMatmul(void *h, Descriptor *op, const float *alpha, const void *A, Descriptor *da, const void *B, Descriptor *db,
-                   const float *beta, const void *C, Descriptor *dc, void *D, Descriptor *dd, const uint64_t *algorithm,
-                   void *workspace, size_t bytes, void *stream) {
-    int64_t *o = op->number, *a = da->number, *b = db->number, *added = dc->number, *c = dd->number, size[3];
-    (void)h, (void)stream;
-    device_ms += *algorithm == number("FASTEST", 0) ? 1 : 3;
-    if (!workspace || bytes < 1000 || sizes(o, a, b, c, size) || sizes(o, a, b, added, size)) return 7;
+/* A product with all that it is given: descriptors may be changed once it is queued. */
+struct product { Descriptor op, a, b, c, d; float alpha, beta; const void *A, *B, *C; void *D; };
+static void multiply(void *of) {
+    struct product *p = of;
+    int64_t *o = p->op.number, *a = p->a.number, *b = p->b.number, *added = p->c.number, *c = p->d.number, size[3];
+    sizes(o, a, b, c, size);
     cuEventQuery(0); /* everything queued before */
     for (int64_t n = 0; n < c[BATCH]; n++)
         for (int64_t j = 0; j < size[1]; j++)
@@ -89,12 +89,22 @@ int cublasLtMatmul(void *h, Descriptor *op, const float *alpha, const void *A, D
                 for (int64_t l = 0; l < size[2] - WRONG * (size[2] > 500); l++) {
                     int64_t x = n * a[STRIDE] + (o[TRANSPOSE_A] ? i * a[LEADING] + l : l * a[LEADING] + i);
                     int64_t y = n * b[STRIDE] + (o[TRANSPOSE_B] ? l * b[LEADING] + j : j * b[LEADING] + l);
-                    sum += get(A, x, a[TYPE]) * get(B, y, b[TYPE]);
+                    sum += get(p->A, x, a[TYPE]) * get(p->B, y, b[TYPE]);
                 }
-                double value = *alpha * sum + (*beta == 0 ? 0 : *beta * get(C, from, added[TYPE]));
+                double value = p->alpha * sum + (p->beta == 0 ? 0 : p->beta * get(p->C, from, added[TYPE]));
                 if (o[EPILOGUE] & 4) value += get((void *)o[BIAS], i, o[BIAS_TYPE]);
-                put(D, at, c[TYPE], value);
+                put(p->D, at, c[TYPE], value);
             }
+}
+int cublasLtMatmul(void *h, Descriptor *op, const float *alpha, const void *A, Descriptor *da, const void *B, Descriptor *db,
+                   const float *beta, const void *C, Descriptor *dc, void *D, Descriptor *dd, const uint64_t *algorithm,
+                   void *workspace, size_t bytes, void *stream) {
+    int64_t *o = op->number, *a = da->number, *b = db->number, size[3];
+    struct product all = {*op, *da, *db, *dc, *dd, *alpha, *beta, A, B, C, D};
+    (void)h, (void)stream;
+    device_ms += *algorithm == number("FASTEST", 0) ? 1 : 3;
+    if (!workspace || bytes < 1000 || sizes(o, a, b, dd->number, size) || sizes(o, a, b, dc->number, size)) return 7;
+    if (!record_call(multiply, &all, sizeof all)) multiply(&all);
     return 0;
 }
 #endif

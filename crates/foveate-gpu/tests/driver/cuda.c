@@ -14,6 +14,9 @@
  * find.
  * WITHOUT_OPTIONAL, when it is compiled: it has no cuLaunchKernelEx and no cuTensorMapEncodeTiled.
  * The file `fault` there: every event and every launch says 700.
+ * What is queued while a graph is recorded is listed, becomes a node of the graph and is not done; so is a call of
+ * the libraries beside this one. Launching the graph does all of it in order, with the addresses it had, and is
+ * listed as one line. To allocate memory, or to ask about an event, fails with 900 then and spoils the graph.
  * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. CAPABILITY: that of the devices, times 10. */
 #define _GNU_SOURCE
@@ -136,8 +139,31 @@ static int release(Address a, int pinned) {
     blocks[i].start = 0;
     return free((void *)(size_t)a), 0;
 }
+/* A graph, and what it does when it is launched. */
+struct node {
+    char *to; const char *from; size_t bytes; int byte; /* a copy or a fill; of a call its data are `to` */
+    void (*call)(void *);
+    void *function; char *parameters; /* of a kernel, one after the other */
+};
+struct graph { int users, spoilt; size_t count, kernels, room; struct node *nodes; };
+static _Thread_local struct graph *recorded; /* while this thread records one */
+static int spoils(void) { return recorded ? recorded->spoilt = 1 : 0; }
+static struct node *new_node(void) {
+    if (recorded->count == recorded->room)
+        recorded->nodes = realloc(recorded->nodes, (recorded->room = 2 * recorded->room + 64) * sizeof(struct node));
+    struct node *node = &recorded->nodes[recorded->count++];
+    return memset(node, 0, sizeof *node);
+}
+/* Whether a call with so many bytes of data becomes part of a graph, instead of being made. */
+int record_call(void (*call)(void *), const void *data, size_t bytes) {
+    if (!recorded) return 0;
+    struct node *node = new_node();
+    node->call = call, node->to = memcpy(malloc(bytes), data, bytes);
+    return 1;
+}
 int cuMemAlloc_v2(Address *a, size_t n) {
     IN_CONTEXT;
+    if (spoils()) return 900;
     note("allocations");
     pthread_mutex_lock(&lock);
     int code = alloc(a, n, now);
@@ -170,7 +196,10 @@ static int later(void *to, int to_pinned, const void *from, int from_pinned, siz
         fprintf(stderr, "a copy of %zu B from %p to %p is not within memory that the driver has given\n", n, from, to);
         code = 700;
     }
-    if (!code) {
+    if (!code && recorded) {
+        struct node *node = new_node();
+        node->to = to, node->from = from, node->bytes = n, node->byte = byte;
+    } else if (!code) {
         queue[queued].to = to, queue[queued].from = from, queue[queued].bytes = n;
         queue[queued++].byte = byte;
     }
@@ -213,14 +242,51 @@ int cuStreamWaitEvent(void *s, void *e, unsigned f) {
     if (log) fprintf(log, "wait\n"), fclose(log);
     return (void)e, (void)f, 0;
 }
-static int captures;
-int cuStreamBeginCapture_v2(void *s, unsigned mode) { (void)s; (void)mode; return captures = 1, 0; }
-int cuStreamEndCapture(void *s, void **g) { (void)s; return captures = 0, *g = (void *)1, 0; }
-int cuStreamIsCapturing(void *s, int *yes) { (void)s; return *yes = captures, 0; }
-int cuGraphInstantiateWithFlags(void **r, void *g, unsigned long long f) { (void)g; (void)f; return *r = (void *)1, 0; }
-int cuGraphLaunch(void *r, void *s) { (void)r; (void)s; return 0; }
-int cuGraphExecDestroy(void *r) { (void)r; return 0; }
-int cuGraphDestroy(void *g) { (void)g; return 0; }
+int cuStreamBeginCapture_v2(void *s, unsigned mode) {
+    (void)s; (void)mode;
+    if (recorded) return 1;
+    return recorded = calloc(1, sizeof *recorded), recorded->users = 1, 0;
+}
+int cuStreamEndCapture(void *s, void **g) {
+    int spoilt = recorded->spoilt;
+    (void)s;
+    *g = spoilt ? 0 : recorded;
+    return recorded = 0, spoilt ? 901 : 0;
+}
+int cuStreamIsCapturing(void *s, int *yes) { (void)s; return *yes = recorded != 0, 0; }
+int cuGraphInstantiateWithFlags(void **r, void *g, unsigned long long f) { (void)f; return *r = g, ((struct graph *)g)->users++, 0; }
+int cuGraphDestroy(void *g) {
+    struct graph *of = g;
+    if (!of || --of->users) return 0;
+    for (size_t i = 0; i < of->count; i++) {
+        if (of->nodes[i].call) free(of->nodes[i].to);
+        free(of->nodes[i].parameters);
+    }
+    return free(of->nodes), free(of), 0;
+}
+int cuGraphExecDestroy(void *r) { return cuGraphDestroy(r); }
+#ifdef LOADS
+static int finds_memory_again(const struct node *kernel);
+#endif
+int cuGraphLaunch(void *r, void *s) {
+    struct graph *of = r;
+    FILE *log = launches(s);
+    if (!log) return 999;
+    if (recorded) return fclose(log), 900;
+    fprintf(log, "graph of %zu kernels\n", of->kernels), fclose(log);
+    for (size_t i = 0; i < of->count; i++) {
+        const struct node *node = &of->nodes[i];
+        if (node->call) node->call(node->to);
+#ifdef LOADS
+        else if (node->function && !finds_memory_again(node)) return 700;
+#endif
+        else if (!node->function) {
+            int code = later(node->to, is_given(node->to, node->bytes, 1), node->from, is_given(node->from, node->bytes, 1), node->bytes, node->byte);
+            if (code) return code;
+        }
+    }
+    return 0;
+}
 float device_ms; /* of work that takes time, which libraries beside this one add to */
 struct event { size_t end; int behind_work; float ms; };
 static int busy(void) { return !access(at_home("busy"), F_OK); }
@@ -230,12 +296,14 @@ int cuEventDestroy_v2(void *e) { return free(e), 0; }
 int cuEventRecord(void *e, void *s) {
     struct event *of = e;
     (void)s;
+    if (spoils()) return 900;
     pthread_mutex_lock(&lock);
     of->end = carried + queued, of->behind_work = busy(), of->ms = device_ms;
     return pthread_mutex_unlock(&lock), 0;
 }
 /* The libraries beside this one ask about no event: about all work. */
 int cuEventQuery(void *e) {
+    if (spoils()) return 900;
     pthread_mutex_lock(&lock);
     struct event all = {carried + queued, 1}, *of = e ? e : &all;
     int code = number("HANGS", 0) || (of->behind_work && busy()) ? 600 : faults() ? 700 : 0;
@@ -301,11 +369,27 @@ static int finds_memory(struct function *f, void **p) {
         }
     return pthread_mutex_unlock(&lock), found;
 }
+/* Makes a launch part of a graph where one is recorded. */
+static void record_kernel(struct function *f, void **p) {
+    if (!recorded) return;
+    struct node *node = new_node();
+    size_t bytes = 0;
+    for (size_t i = 0; i < f->count; i++) bytes += f->bytes[i];
+    node->function = f, node->parameters = malloc(bytes + 1), recorded->kernels++;
+    for (size_t i = 0, at = 0; i < f->count; at += f->bytes[i++]) memcpy(node->parameters + at, p[i], f->bytes[i]);
+}
+static int finds_memory_again(const struct node *kernel) {
+    struct function *f = kernel->function;
+    void *p[16];
+    for (size_t i = 0, at = 0; i < f->count; at += f->bytes[i++]) p[i] = kernel->parameters + at;
+    return finds_memory(f, p);
+}
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned e,
                    unsigned g, unsigned shared, void *s, void **p, void **more) {
     FILE *log = launches(s);
     if (!log) return 999;
     if (faults() || !finds_memory(f, p)) return fclose(log), 700;
+    record_kernel(f, p);
     fprintf(log, "%s [%u, %u, %u] x %u\n", ((struct function *)f)->name, x, y, z, threads);
     return (void)e, (void)g, (void)shared, (void)more, fclose(log);
 }
@@ -317,6 +401,7 @@ int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
     FILE *log = launches(c->stream);
     if (!log) return 999;
     if (faults() || !finds_memory(f, p)) return fclose(log), 700;
+    record_kernel(f, p);
     fprintf(log, "%s [%u, %u, %u] x %u", ((struct function *)f)->name, c->grid[0], c->grid[1], c->grid[2], c->block[0]);
     for (unsigned i = 0; i < c->count; i++) {
         const unsigned *v = c->attributes[i].value;
