@@ -104,6 +104,11 @@ pub struct CudaPlan {
 }
 
 impl CudaPlan {
+    /// Whether `other` is a clone of this plan, so that what either keeps on the device is kept for both.
+    pub fn is_clone_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.resident, &other.resident)
+    }
+
     /// Plans `spec` on the device of `engine` for operands of `dtype` (f16, bf16 or f32, for a forward f8e4m3) and
     /// sizes like `dims`. Kernels are compiled when they are first needed; that a configuration
     /// fits the device is found out here.

@@ -297,8 +297,15 @@ fn upload<const N: usize>(
 /// # Errors
 /// When the queue's work is recorded at present.
 fn refuse_recording(queue: &Queue) -> Result<(), CudaError> {
-    Ok(queue.stream().refuse_recording("making what is kept from call to call")?)
+    Ok(queue.stream().refuse_recording(MAKING)?)
 }
+
+/// The same of what a call makes of captured buffers in device memory, which a graph makes again.
+fn refuse_made_recorded(queue: &Queue) -> Result<(), CudaError> {
+    Ok(queue.refuse_made_recorded(MAKING)?)
+}
+
+const MAKING: &str = "making what is kept from call to call";
 
 /// Rows or runs as kernels count them.
 pub(super) fn count(n: usize) -> Result<i32, CudaError> {
@@ -349,7 +356,7 @@ impl CudaPlan {
             ));
         }
         if let Some(contents) = &contents {
-            refuse_recording(call.queue)?;
+            refuse_made_recorded(call.queue)?;
             // Lists of what has been overwritten give their memory to those that take their place.
             lock(&schedule.rows.made).retain(|(of, _)| !is_overwritten(of, contents));
         }
@@ -544,7 +551,7 @@ impl CudaPlan {
         if made.is_none() {
             let (queue, schedule) = (call.queue, &of.schedule);
             if of.kept {
-                refuse_recording(queue)?;
+                refuse_made_recorded(queue)?;
             }
             let rows = &schedule.rows;
             let (all_rows, columns) = (rows.per_head * rows.heads, rows.longest.max(1));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use foveate_mods::AnyBuffer;
 
-use super::{CallState, count, push_bounded, refuse_recording};
+use super::{CallState, count, push_bounded, refuse_made_recorded, refuse_recording};
 use crate::compile::codegen::{
     BufferAddresses, buffer_bytes, range_table_bytes, range_table_params,
 };
@@ -174,7 +174,7 @@ impl CudaPlan {
             None => {
                 let (queue, address) = (call.queue, array.address);
                 if let Some(key) = &key {
-                    refuse_recording(queue)?;
+                    refuse_made_recorded(queue)?;
                     // As lists do: the table of what was overwritten gives its memory.
                     let overwritten = |k: &TableKey| {
                         (k.queue, k.address) == (key.queue, key.address) && k.version != key.version
