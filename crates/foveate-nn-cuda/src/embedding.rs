@@ -92,6 +92,17 @@ impl TokenOrder {
         Ok(Self { places, segments, joined, partial_rows, last })
     }
 
+    /// With segments that are of no token, as many as any order of so many tokens has: what is launched for it
+    /// depends on their number alone.
+    pub fn padded(self) -> Self {
+        const OF_NO_TOKEN: i32 = -1;
+        let Self { places, mut segments, mut joined, last, .. } = self;
+        segments.resize(places.len(), [OF_NO_TOKEN, 0, 0, -1]);
+        joined.resize(places.len() / (SEGMENT + 1), [OF_NO_TOKEN, 0, 0, 0]);
+        let partial_rows = Self::most_partial_rows(places.len());
+        Self { places, segments, joined, partial_rows, last }
+    }
+
     /// Rows of the scratch of [`EmbeddingBackward`].
     pub fn partial_rows(&self) -> usize {
         self.partial_rows

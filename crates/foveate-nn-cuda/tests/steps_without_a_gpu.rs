@@ -6,6 +6,7 @@
 mod context;
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
+mod graphs;
 mod order;
 mod ranks;
 
@@ -92,6 +93,8 @@ struct Steps {
     state: State,
     /// Of a step.
     batches: usize,
+    /// Keys that a query of them sees.
+    mean_kv_len: usize,
     count: u64,
     /// The rank of those that share rows, of how many, and how their keys and queries meet.
     context: Option<(usize, usize, How)>,
@@ -177,7 +180,9 @@ impl Steps {
     fn of(model: Model<Cuda>) -> Self {
         let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
         let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
-        Self { model, state, batches: 2, count: 0, context: None, varies: false, replicas: false }
+        let (batches, mean_kv_len, count) = (2, 8, 0);
+        let (context, varies, replicas) = (None, false, false);
+        Self { model, state, batches, mean_kv_len, count, context, varies, replicas }
     }
 
     /// Queues a step and reads its totals; gives what was noted of both.
@@ -193,7 +198,7 @@ impl Steps {
     /// Queues a step.
     fn queue(&mut self, recompute: Recompute) -> CudaTotals {
         self.count += 1;
-        let Self { model, state, batches, count, context, varies, replicas } = self;
+        let Self { model, state, batches, mean_kv_len, count, context, varies, replicas } = self;
         let (gradients, moments, spans) = state;
         let mut totals = model.totals().unwrap();
         model.clear(gradients);
@@ -212,7 +217,7 @@ impl Steps {
                 labels: &labels,
                 documents: &documents,
                 positions: &positions,
-                mean_kv_len: Some(8),
+                mean_kv_len: Some(*mean_kv_len),
             };
             let Some((rank, ranks, how)) = *context else {
                 model.accumulate(&batch, gradients, recompute, &mut totals).unwrap();

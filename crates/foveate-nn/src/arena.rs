@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use foveate::DType;
 
-use crate::backend::{Array, Blocks};
+use crate::backend::{Array, Blocks, numbers_of};
 use crate::dry::NotedArray;
 use crate::error::NnError;
 
@@ -135,6 +135,15 @@ impl<A: Array> Arena<A> {
             }
         }
         Ok(())
+    }
+
+    /// Where all arrays of a pass lie, as numbers.
+    pub fn numbers(&self) -> impl Iterator<Item = u64> {
+        let places = self.places.iter().flat_map(|places| {
+            let of_arrays = places.of_arrays.iter().map(|place| place.start);
+            [places.border, places.arena].into_iter().chain(of_arrays)
+        });
+        [&self.own, &self.idle].into_iter().flat_map(numbers_of).chain(places)
     }
 
     /// [`Blocks::resize`] at the next place.

@@ -13,6 +13,11 @@ pub trait Array: Default + Send + Sync {
 
     /// Their number.
     fn elems(&self) -> usize;
+
+    /// Where the first is, as work that is recorded names it; 0 where none is recorded.
+    fn address(&self) -> u64 {
+        0
+    }
 }
 
 /// A range of an array: a weight among all parameters.

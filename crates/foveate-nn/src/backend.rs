@@ -10,10 +10,11 @@
 //! made once ([`Blocks::upload`], [`Blocks::bind`]). Nothing but `read`, [`Blocks::download`] and
 //! [`Blocks::download_weights`] waits.
 
+mod recording;
 mod stream;
+mod sums;
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use foveate::{Attention, Coordinates, DType, Positions};
@@ -31,8 +32,11 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::{Carrier, CutGroup, Peers, RankSums, ReplicaSums, Sharing, TensorSharing};
+use crate::sharing::{Carrier, CutGroup, Peers, ReplicaSums, Sharing, TensorSharing};
+pub(crate) use recording::numbers_of;
+pub use recording::{PassIdentity, PassWork, Recording};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
+pub use sums::{BlockTime, SumOverRanks, Sums};
 
 /// What attention is planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,67 +104,11 @@ pub struct KvCache<'a, A> {
     pub position: usize,
 }
 
-/// What makes the sums of a step on a rank those of all ranks.
-pub struct SumOverRanks<'a> {
-    /// Elements that another rank has, too, and counts.
-    pub elsewhere: &'a [Range<usize>],
-    /// Sums over the ranks that take the step.
-    pub sum: &'a mut dyn FnMut(RankSums) -> Result<RankSums, NnError>,
-}
-
-impl SumOverRanks<'_> {
-    /// Those of all ranks. With `more` gradients of the same step, loss and tokens are of all ranks already.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on.
-    pub fn of_all(self, own: RankSums, more: bool) -> Result<RankSums, NnError> {
-        let RankSums { squares, nats, labelled } = own;
-        // An infinite loss may have finite gradients. Other ranks are not to go on with them, either.
-        let squares = if nats.is_finite() { squares } else { f64::NAN };
-        if more {
-            let RankSums { squares, .. } = (self.sum)(RankSums { squares, ..RankSums::default() })?;
-            return Ok(RankSums { squares, nats, labelled });
-        }
-        (self.sum)(RankSums { squares, ..own })
-    }
-}
-
-/// Sums of a step, read back from the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Sums {
-    /// Cross-entropy over all tokens that have a label, in nats; of all ranks of a step once it is updated.
-    pub nats: f64,
-    /// These tokens.
-    pub labelled: u64,
-    /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`] did not
-    /// run.
-    pub grad_norm: f64,
-    /// Time of attention, forward and backward, in seconds.
-    pub attention_seconds: f64,
-    /// Time of products with the weights of the layers, forward and backward, in seconds.
-    pub linear_seconds: f64,
-    /// Time of the output projection and the loss, forward and backward, in seconds.
-    pub loss_seconds: f64,
-    /// Time of the norm and of AdamW, in seconds.
-    pub optimizer_seconds: f64,
-}
-
 /// Attention over ranks on the device of `B`.
 pub type ContextOf<B> = Box<dyn DeviceContext<B, <B as Blocks>::Array>>;
 
 /// Sums over ranks with the same parameters, on the device of `B`.
 pub type ReplicaSumsOf<B> = Box<dyn ReplicaSums<B, <B as Blocks>::Array>>;
-
-/// When a block ran on the device.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct BlockTime {
-    /// Its name, as [`crate::NotedBlock`] has it; the logits' own part of a loss is `cross_entropy`.
-    pub block: &'static str,
-    /// Seconds since the profile began.
-    pub start: f64,
-    /// Seconds that it took.
-    pub seconds: f64,
-}
 
 /// A norm that was computed: what it read, and what it left to the backward pass.
 #[derive(Debug)]
@@ -696,6 +644,32 @@ pub trait Blocks: Sized {
         gate_up: &mut Self::Array,
         d_out: &mut Self::Array,
     ) -> Result<(), NnError>;
+
+    /// Records passes from here on and queues the records, where the device can ([`Blocks::recording`]).
+    fn record_passes(&mut self) {}
+
+    /// Whether passes are recorded.
+    fn recording(&self) -> Recording {
+        Recording::Off("the device records nothing".into())
+    }
+
+    /// Forgets the passes that were recorded: memory that they name goes.
+    fn forget_passes(&mut self) {}
+
+    /// Queues `work`, the blocks of a pass that adds to gradients and to `totals`. Where passes are recorded,
+    /// queues what an earlier one of the same identity queued instead. May do `work` twice, but queues it
+    /// once.
+    ///
+    /// # Errors
+    /// Those of `work`; when the record is not what `work` queues.
+    fn queue_pass(
+        &mut self,
+        _of: &PassIdentity<'_, Self>,
+        totals: &mut Self::Totals,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<(), NnError> {
+        work(self, totals)
+    }
 
     /// Adds the cross-entropy of logits and labels to `totals`, with the number of tokens that have a
     /// label, and writes that of each token to `each [T]`, 0 where it has no label; with `gradients`, these in

@@ -90,8 +90,8 @@ pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
     Array, AttentionShape, BlockTime, Blocks, ContextOf, KvCache, LayerAttention, LayerProgram,
     LinearShape, LossGradients, LossOperands, Moments, NormForward, PackedHeads, Part, PartMut,
-    PlanBytes, ReplicaSumsOf, Rotation, StreamProduct, StreamTransfers, SumOverRanks, Sums,
-    Transfers, VocabularyPart, Weights,
+    PassIdentity, PassWork, PlanBytes, Recording, ReplicaSumsOf, Rotation, StreamProduct,
+    StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{

@@ -13,8 +13,8 @@ use foveate::DType;
 use crate::account::StepKind;
 use crate::arena::Places;
 use crate::backend::{
-    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, ReplicaSumsOf,
-    StreamTransfers, Sums, Weights,
+    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, Recording,
+    ReplicaSumsOf, StreamTransfers, Sums, Weights,
 };
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::Cpu;
@@ -688,6 +688,17 @@ impl<B: Blocks> Model<B> {
     /// The times of the blocks of steps whose totals were read since the last call, in their order.
     pub fn block_times(&self) -> Vec<BlockTime> {
         self.running().blocks.block_times()
+    }
+
+    /// Has the device record the passes of batches and queue the records for later batches, with the same
+    /// bits; where it cannot, [`Model::recording`] says why.
+    pub fn record_passes(&self) {
+        self.running().blocks.record_passes();
+    }
+
+    /// Whether passes are recorded.
+    pub fn recording(&self) -> Recording {
+        self.running().blocks.recording()
     }
 
     /// Whether batches are only queued when [`Model::accumulate`] returns, so that those of the next

@@ -64,6 +64,11 @@ impl From<Recompute> for Recomputation {
 }
 
 impl Recomputation {
+    /// It as numbers.
+    pub(crate) fn numbers(self) -> [u64; 2] {
+        [self.what as u64, self.layers as u64]
+    }
+
     /// What `layer` computes again.
     pub(crate) fn of(self, layer: usize) -> Recompute {
         if layer < self.layers { self.what } else { Recompute::None }

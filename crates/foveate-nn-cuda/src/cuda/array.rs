@@ -44,6 +44,10 @@ impl Array for CudaArray {
     fn elems(&self) -> usize {
         self.elems
     }
+
+    fn address(&self) -> Address {
+        self.address_of(0)
+    }
 }
 
 impl CudaArray {
@@ -139,7 +143,7 @@ impl CudaArray {
     }
 
     /// Where element `at` lies.
-    fn address(&self, at: usize) -> Address {
+    fn address_of(&self, at: usize) -> Address {
         let start = match &self.memory {
             Some(Memory::Device { of, within }) => of.address() + within.unwrap_or(0) as Address,
             // The check of a block's operands names it.
@@ -185,13 +189,13 @@ pub(super) trait Place {
 
 impl Place for Part<'_, CudaArray> {
     fn place(&self) -> (Address, DType, usize) {
-        (self.array.address(self.place.start), self.array.dtype, self.place.len())
+        (self.array.address_of(self.place.start), self.array.dtype, self.place.len())
     }
 }
 
 impl Place for PartMut<'_, CudaArray> {
     fn place(&self) -> (Address, DType, usize) {
-        (self.array.address(self.place.start), self.array.dtype, self.place.len())
+        (self.array.address_of(self.place.start), self.array.dtype, self.place.len())
     }
 }
 

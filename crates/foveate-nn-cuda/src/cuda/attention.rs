@@ -147,6 +147,16 @@ impl AttentionPlan {
         Ok(Self { plan, reads_documents: false, reads_query: false, captured })
     }
 
+    /// Over no batch.
+    pub(super) fn unbound(&self) -> Self {
+        Self { captured: Vec::new(), ..self.clone() }
+    }
+
+    /// Whether it is the same plan as `other`, over whatever batch.
+    pub(super) fn is_of(&self, other: &Self) -> bool {
+        self.plan.is_clone_of(&other.plan)
+    }
+
     /// The kernels that it runs, forward and backward.
     pub(super) fn kernels(&self) -> Result<String, NnError> {
         let all = self.plan.configurations().map_err(|e| error(&e))?;

@@ -30,6 +30,30 @@ pub struct CudaBatch {
     version: u64,
 }
 
+/// Where batches lie whose passes are recorded.
+#[derive(Debug, Default)]
+pub(super) struct Places(Vec<Arc<Allocation>>);
+
+/// Sizes of batches whose places are kept.
+const PLACES: usize = 4;
+
+impl Places {
+    /// One of so many bytes that no batch lies in.
+    fn of(&self, bytes: usize) -> Option<Arc<Allocation>> {
+        let is_free =
+            |place: &&Arc<Allocation>| place.bytes() == bytes && Arc::strong_count(place) == 1;
+        self.0.iter().find(is_free).map(Arc::clone)
+    }
+
+    /// Keeps that of `batch` for others of its size; the oldest goes.
+    pub fn keep(&mut self, batch: &CudaBatch) {
+        if !self.0.iter().any(|place| Arc::ptr_eq(place, &batch.memory)) {
+            self.0.truncate(PLACES - 1);
+            self.0.insert(0, Arc::clone(&batch.memory));
+        }
+    }
+}
+
 /// A table of rotations in device memory.
 #[derive(Debug)]
 pub(super) struct Rotations {
@@ -113,13 +137,16 @@ fn new_version() -> u64 {
 }
 
 impl CudaBatch {
-    /// Queues the copy of a batch. Its memory has a size that the number of tokens fixes.
+    /// Queues the copy of a batch. Its memory has a size that the number of tokens fixes; of a batch whose
+    /// pass is `recorded` that is the place of an earlier one of as many tokens, where there is one.
     pub(super) fn new(
         pool: &Pool,
         batch: &Batch<'_>,
         tables: Vec<Arc<Rotations>>,
+        recorded: Option<&Places>,
     ) -> Result<Self, GpuError> {
         let order = TokenOrder::new(batch.tokens)?;
+        let order = if recorded.is_some() { order.padded() } else { order };
         let words = order.words();
         let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();
         let mut bytes = Vec::new();
@@ -133,10 +160,11 @@ impl CudaBatch {
             bytes.extend(foveate_gpu::abi::array_bytes(array));
         }
         let most = starts[3] + 4 * TokenOrder::most_words(tokens.len());
-        let memory = pool.take(most)?;
+        let place = recorded.and_then(|places| places.of(most));
+        let memory = place.map_or_else(|| pool.take(most).map(Arc::new), Ok)?;
         memory.write(&bytes)?;
         Ok(Self {
-            memory: Arc::new(memory),
+            memory,
             shape: [batch.rows, batch.len],
             tokens: [tokens.len()],
             words: [words.len()],
@@ -150,6 +178,11 @@ impl CudaBatch {
     /// i32 `[tokens]`.
     pub(super) fn tokens(&self) -> DeviceArray<'_> {
         DeviceArray::new(self.memory.address(), ElementType::I32, &self.tokens)
+    }
+
+    /// Where it lies, and how many tokens it has.
+    pub(super) fn place(&self) -> (Address, usize) {
+        (self.memory.address(), self.count())
     }
 
     fn at(&self, start: usize) -> Address {

@@ -11,9 +11,9 @@ use foveate_nn::{
     Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
     Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients, LossOperands, Moment,
     MomentDtype, Moments, NnError, NnErrorKind, Norm, NormForward, OptimizerStep, PackedHeads,
-    Part, PartMut, Peers, PlanBytes, Precision, ReplicaSumsOf, RopePairing, RopeTable, Rotation,
-    Sharing, Span, StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart,
-    Weights,
+    Part, PartMut, PassIdentity, PassWork, Peers, PlanBytes, Precision, Recording, ReplicaSumsOf,
+    RopePairing, RopeTable, Rotation, Sharing, Span, StreamTransfers, SumOverRanks, Sums,
+    TensorSharing, Transfers, VocabularyPart, Weights,
 };
 use foveate_tensor::DType;
 
@@ -305,7 +305,29 @@ impl Blocks for Cuda {
         };
         let tables: Result<Vec<_>, GpuError> = tables.iter().map(on_device).collect();
         self.tables = tables.map_err(|e| failed(&e))?;
-        CudaBatch::new(self.queue.pool(), batch, self.tables.clone()).map_err(|e| failed(&e))
+        let (pool, places) = (self.queue.pool(), self.recorder.places());
+        CudaBatch::new(pool, batch, self.tables.clone(), places).map_err(|e| failed(&e))
+    }
+
+    fn record_passes(&mut self) {
+        self.recorder = self.new_recorder();
+    }
+
+    fn recording(&self) -> Recording {
+        self.recorder.state()
+    }
+
+    fn forget_passes(&mut self) {
+        self.recorder.forget();
+    }
+
+    fn queue_pass(
+        &mut self,
+        of: &PassIdentity<'_, Self>,
+        totals: &mut CudaTotals,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<(), NnError> {
+        self.queue_recorded(of, totals, work)
     }
 
     fn totals(&mut self) -> Result<CudaTotals, NnError> {

@@ -132,7 +132,7 @@ impl Clock {
 
     /// Whether the present step is measured. The first is not: its kernels are compiled between
     /// events.
-    fn measures(&self) -> bool {
+    pub fn measures(&self) -> bool {
         self.origin.is_some() || self.steps % EVERY == 2
     }
 

@@ -19,6 +19,7 @@ mod context;
 #[path = "../../tests/ranks/context.rs"]
 pub(crate) mod context_plans;
 mod embedding;
+mod graphs;
 mod loss;
 mod passage;
 mod sharing;
@@ -42,6 +43,7 @@ pub use attention::AttentionPlan;
 pub use batch::CudaBatch;
 use batch::Rotations;
 use clock::{Clock, Timed};
+use graphs::Recorder;
 use passage::Passage;
 pub use totals::CudaTotals;
 pub use updates::CudaSpans;
@@ -72,6 +74,7 @@ pub struct Cuda {
     piece: usize,
     /// Where they pass through the device; there with the first update.
     passage: Option<Passage>,
+    recorder: Recorder,
 }
 
 /// The power of two of tokens whose logits, of `token_bytes` each, take `bytes` or less.
@@ -112,6 +115,7 @@ impl Cuda {
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
         let (clock, tables, readbacks, stopped, passage) = Default::default();
+        let recorder = Recorder::default();
         let kernels = Kernels::new(engine);
         let shares_memory = !queue.pool().is_exact();
         Ok(Self {
@@ -127,6 +131,7 @@ impl Cuda {
             stopped,
             piece: MOMENTS_PIECE,
             passage,
+            recorder,
         })
     }
 

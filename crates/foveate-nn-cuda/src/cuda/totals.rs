@@ -17,6 +17,13 @@ pub struct CudaTotals {
 }
 
 impl Cuda {
+    /// Copies the numbers of `from`, behind what was queued before.
+    pub(super) fn copy_totals(&self, from: &CudaTotals, to: &CudaTotals) -> Result<(), NnError> {
+        let (stream, [from, to]) = (self.queue.stream(), [from, to].map(|of| of.memory.address()));
+        // SAFETY: both are memory of this device with room for totals, and belong to the queue's stream.
+        unsafe { stream.copy(to, from, stream.device(), 8 * TOTALS_LEN) }.map_err(|e| failed(&e))
+    }
+
     /// Zeros.
     pub(super) fn new_totals(&mut self) -> Result<CudaTotals, NnError> {
         if self.stopped.is_none() {
@@ -24,9 +31,15 @@ impl Cuda {
             stopped.fill(0).map_err(|e| failed(&e))?;
             self.stopped = Some(stopped);
         }
+        let step = self.clock.step();
+        self.totals_of(step)
+    }
+
+    /// Zeros of a step of the clock.
+    pub(super) fn totals_of(&self, step: u64) -> Result<CudaTotals, NnError> {
         let memory = self.scratch("totals", 8 * TOTALS_LEN)?;
         memory.fill(0).map_err(|e| failed(&e))?;
-        Ok(CudaTotals { memory, step: self.clock.step(), readback: None })
+        Ok(CudaTotals { memory, step, readback: None })
     }
 
     /// Their numbers, from the copy that the optimiser queued where it ran.

@@ -8,7 +8,8 @@ use foveate::DType;
 use super::{Gradients, Model, Passed, Running, lock};
 use crate::account::{self, StepKind, Training};
 use crate::backend::{
-    Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, StreamTransfers, Sums,
+    Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, PassIdentity,
+    StreamTransfers, Sums, numbers_of,
 };
 use crate::batch::{Batch, IGNORE, LossSum, Queued};
 use crate::config::ModelConfig;
@@ -90,10 +91,22 @@ impl<B: Blocks> Model<B> {
                 if accumulate {
                     leave_to_first(blocks, &self.layout, array)?;
                 }
-                let gradients = Some(Target::whole(array, accumulate));
                 let reused = one_batch.then_some(&self.layout);
-                let mut all = Whole { weights: &self.weights.array, gradients, reused };
-                pass.forward_backward(blocks, &mut all, workspace, recompute, totals)?;
+                let weights = &self.weights.array;
+                let of = [u64::from(accumulate), u64::from(one_batch)];
+                let numbers = recompute.numbers().into_iter().chain(of);
+                let arrays = [weights, &*array].into_iter().flat_map(numbers_of);
+                let identity =
+                    prepared.identity(numbers.chain(arrays).chain(workspace.arena.numbers()));
+                let mut work = |blocks: &mut B, totals: &mut B::Totals| {
+                    let gradients = Some(Target::whole(array, accumulate));
+                    let mut all = Whole { weights, gradients, reused };
+                    pass.forward_backward(blocks, &mut all, workspace, recompute, totals)
+                };
+                match shares {
+                    true => blocks.queue_pass(&identity, totals, &mut work)?,
+                    false => work(blocks, totals)?,
+                }
             }
             Some(gathering) => {
                 passing.fit(blocks, &self.layout)?;
@@ -390,6 +403,7 @@ impl<B: Blocks> Running<B> {
         let places = places[index].1.as_ref();
         if places.is_some_and(|places| workspace.arena.must_grow(places)) {
             // Nothing keeps the memory of the smaller one.
+            blocks.forget_passes();
             *workspace = Workspace::default();
         }
         workspace.arena.begin(blocks, places, idle)
@@ -451,6 +465,13 @@ impl<B: Blocks> Prepared<B> {
         let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
         let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
         Ok(Self { batch: uploaded, plans, shape })
+    }
+
+    /// Of a pass over the batch, of which `numbers` say what it is beside its shape.
+    fn identity(&self, numbers: impl Iterator<Item = u64>) -> PassIdentity<'_, B> {
+        let shape = self.shape.map(|n| n as u64);
+        let numbers = shape.into_iter().chain(numbers).collect();
+        PassIdentity::new(numbers, &self.batch, &self.plans)
     }
 
     pub fn of_layers<'a>(&'a self, programs: &'a Programs) -> Vec<LayerProgram<'a, B>> {

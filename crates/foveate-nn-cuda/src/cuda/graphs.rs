@@ -1,0 +1,313 @@
+//! Passes recorded as CUDA graphs and queued again, for batches of other contents, with the same bits.
+//!
+//! A graph gives its kernels the addresses and numbers that they had when it was recorded, so nothing of
+//! them may depend on a batch or a step. Batches lie where the first one of their size did, padded to what
+//! any of their size takes ([`TokenOrder::padded`](crate::embedding::TokenOrder::padded)); totals are
+//! copied to a fixed place and back around the graph; what attention makes of a batch's documents, the
+//! graph makes again; what a pass takes for itself comes from a pool that serves passes alone
+//! ([`Queue::for_graphs`]).
+//!
+//! That this is so is not believed but seen. The first pass of an identity runs, and makes what plans keep.
+//! The next two, of two batches, are recorded, each with its operations as data, and only where those are
+//! equal, byte by byte, is the second queued for the batches after it. Steps whose blocks are timed run
+//! block by block, as before, and their operations are compared with the graph's, too. A graph is queued only
+//! while the same of the pool's memory is taken as when it was recorded.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::{Graph, Operation, operations};
+use foveate_gpu::{GpuError, Queue};
+use foveate_nn::{NnError, NnErrorKind, PassIdentity, PassWork, Recording};
+
+use super::attention::AttentionPlan;
+use super::batch::{Places, Rotations};
+use super::{Cuda, CudaTotals, failed};
+
+/// Passes that are remembered: the first batch of a step and later ones, for a few lengths of documents.
+const PASSES: usize = 8;
+/// Recordings that may fail, or be other than the one before, until none is tried any more.
+const TRIES: usize = 3;
+
+/// What records passes, or why none does.
+#[derive(Debug)]
+pub(super) enum Recorder {
+    Off(String),
+    On(Box<Recorded>),
+}
+
+/// Passes that were recorded, and what they share.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    /// Of passes alone, on the stream of all other work.
+    queue: Queue,
+    /// What passes add to.
+    totals: CudaTotals,
+    places: Places,
+    /// The last one that was queued comes first.
+    passes: Vec<Pass>,
+    tries: usize,
+}
+
+/// A pass and its graph.
+#[derive(Debug)]
+struct Pass {
+    numbers: Vec<u64>,
+    place: (Address, usize),
+    tables: Vec<Arc<Rotations>>,
+    /// Over no batch. What they keep on the device is there as long as the graph.
+    plans: Vec<AttentionPlan>,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// None of it was queued.
+    New,
+    /// It was queued block by block.
+    Run,
+    /// It was recorded once, when the pool had this fingerprint ([`foveate_gpu::driver::Pool::fingerprint`]).
+    Once(Graph, u64),
+    /// It was recorded twice, the same.
+    Twice(Graph, u64),
+}
+
+/// Why a pass was not recorded.
+enum Failure {
+    Gpu(GpuError),
+    Work(NnError),
+}
+
+impl From<GpuError> for Failure {
+    fn from(e: GpuError) -> Self {
+        Self::Gpu(e)
+    }
+}
+
+impl Default for Recorder {
+    fn default() -> Self {
+        Self::Off("nothing asked for it".into())
+    }
+}
+
+impl Recorder {
+    /// Where batches lie whose passes are recorded.
+    pub fn places(&self) -> Option<&Places> {
+        match self {
+            Self::Off(_) => None,
+            Self::On(recorded) => Some(&recorded.places),
+        }
+    }
+
+    pub fn state(&self) -> Recording {
+        match self {
+            Self::Off(reason) => Recording::Off(reason.clone()),
+            Self::On(_) => Recording::On,
+        }
+    }
+
+    pub fn forget(&mut self) {
+        if let Self::On(recorded) = self {
+            recorded.passes.clear();
+        }
+    }
+}
+
+impl Pass {
+    fn is_of(&self, of: &PassIdentity<'_, Cuda>) -> bool {
+        let (tables, plans) = (&of.batch.tables, of.plans);
+        self.numbers == of.numbers()
+            && self.place == of.batch.place()
+            && self.tables.len() == tables.len()
+            && self.tables.iter().zip(tables).all(|(own, of)| Arc::ptr_eq(own, of))
+            && self.plans.len() == plans.len()
+            && self.plans.iter().zip(plans).all(|(own, of)| own.is_of(of))
+    }
+
+    fn new(of: &PassIdentity<'_, Cuda>) -> Self {
+        Self {
+            numbers: of.numbers().to_vec(),
+            place: of.batch.place(),
+            tables: of.batch.tables.clone(),
+            plans: of.plans.iter().map(AttentionPlan::unbound).collect(),
+            state: State::New,
+        }
+    }
+}
+
+impl Recorded {
+    /// The pass of an identity, first of all.
+    fn pass(&mut self, of: &PassIdentity<'_, Cuda>) -> &mut Pass {
+        let pass = match self.passes.iter().position(|pass| pass.is_of(of)) {
+            Some(at) => self.passes.remove(at),
+            None => Pass::new(of),
+        };
+        self.passes.truncate(PASSES - 1);
+        self.passes.insert(0, pass);
+        self.places.keep(of.batch);
+        &mut self.passes[0]
+    }
+}
+
+/// What became of a pass.
+struct Queued {
+    /// Whether it is queued, and its totals are added up.
+    done: bool,
+    /// Why it was not recorded, or not as before.
+    trouble: Option<String>,
+}
+
+const DONE: Queued = Queued { done: true, trouble: None };
+
+impl Cuda {
+    /// What records passes from here on.
+    pub(super) fn new_recorder(&mut self) -> Recorder {
+        if !self.shares_memory {
+            return Recorder::Off("arrays of a pass have memory of their own".into());
+        }
+        let queue = self.queue.for_graphs();
+        match self.totals_of(0) {
+            Err(e) => Recorder::Off(e.to_string()),
+            Ok(totals) => {
+                let (places, passes) = Default::default();
+                Recorder::On(Box::new(Recorded { queue, totals, places, passes, tries: 0 }))
+            }
+        }
+    }
+
+    /// Queues `work`, or what was recorded of it.
+    pub(super) fn queue_recorded(
+        &mut self,
+        of: &PassIdentity<'_, Self>,
+        totals: &mut CudaTotals,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<(), NnError> {
+        let mut recorded = match std::mem::take(&mut self.recorder) {
+            Recorder::On(recorded) => recorded,
+            off => {
+                self.recorder = off;
+                return work(self, totals);
+            }
+        };
+        self.copy_totals(totals, &recorded.totals)?;
+        let Queued { done, trouble } = self.queue_of(&mut recorded, of, work)?;
+        if done {
+            self.copy_totals(&recorded.totals, totals)?;
+        }
+        recorded.tries += usize::from(trouble.is_some());
+        self.recorder = match trouble.filter(|_| recorded.tries >= TRIES) {
+            Some(reason) => Recorder::Off(reason),
+            None => Recorder::On(recorded),
+        };
+        // What plans would keep of it while it was recorded, they keep for the other queue.
+        if done { Ok(()) } else { work(self, totals) }
+    }
+
+    fn queue_of(
+        &mut self,
+        recorded: &mut Recorded,
+        of: &PassIdentity<'_, Self>,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<Queued, NnError> {
+        let (queue, measures) = (recorded.queue.clone(), self.clock.measures());
+        let fingerprint = || queue.pool().fingerprint();
+        let pass = recorded.pass(of);
+        let before = match std::mem::replace(&mut pass.state, State::Run) {
+            State::New => return self.run_pass(recorded, work).map(|_| DONE),
+            State::Once(_, of) | State::Twice(_, of) if of != fingerprint() => State::Run,
+            before => before,
+        };
+        if measures {
+            let operations = self.run_pass(recorded, work)?;
+            if let State::Twice(graph, _) = &before {
+                check(graph, &operations)?;
+            }
+            recorded.passes[0].state = before;
+            return Ok(DONE);
+        }
+        // SAFETY: the pass's arrays are where they were, by its identity, and so is what plans keep, which are
+        // held, by the fingerprint; the rest is memory of the pool that nobody has, which it writes first.
+        let launch = |graph: &Graph| unsafe { graph.launch(queue.stream()) };
+        let (graph, before) = match before {
+            State::Twice(graph, of) => {
+                launch(&graph).map_err(|e| failed(&e))?;
+                recorded.passes[0].state = State::Twice(graph, of);
+                return Ok(DONE);
+            }
+            before => match self.record_pass(recorded, work) {
+                Err(reason) => return Ok(Queued { done: false, trouble: Some(reason) }),
+                Ok(graph) => (graph, before),
+            },
+        };
+        launch(&graph).map_err(|e| failed(&e))?;
+        let of = fingerprint();
+        let State::Once(once, first) = before else {
+            recorded.passes[0].state = State::Once(graph, of);
+            return Ok(DONE);
+        };
+        let difference = operations::difference(once.operations(), graph.operations());
+        let trouble = difference.filter(|_| first == of);
+        recorded.passes[0].state = match &trouble {
+            None if first == of => State::Twice(graph, of),
+            _ => State::Once(graph, of),
+        };
+        let trouble = trouble.map(|d| format!("what batches queue differs: {d}"));
+        Ok(Queued { done: true, trouble })
+    }
+
+    /// Queues a pass block by block, and gives what it queued.
+    fn run_pass(
+        &mut self,
+        recorded: &mut Recorded,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<Vec<Operation>, NnError> {
+        let (done, operations) = operations::noted(|| self.on_queue_of(recorded, work));
+        done.map(|()| operations)
+    }
+
+    /// Records a pass.
+    ///
+    /// # Errors
+    /// Why it could not be, in a line.
+    fn record_pass(
+        &mut self,
+        recorded: &mut Recorded,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<Graph, String> {
+        let queue = recorded.queue.clone();
+        let work = || self.on_queue_of(recorded, work).map_err(Failure::Work);
+        Graph::record(queue.stream(), work).map_err(|failure| match failure {
+            Failure::Gpu(e) => e.to_string(),
+            Failure::Work(e) => e.to_string(),
+        })
+    }
+
+    /// Does `work` with the queue of passes in the place of its own.
+    fn on_queue_of(
+        &mut self,
+        recorded: &mut Recorded,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<(), NnError> {
+        recorded.queue.pool().sort();
+        let own = std::mem::replace(&mut self.queue, recorded.queue.clone());
+        let done = catch_unwind(AssertUnwindSafe(|| work(self, &mut recorded.totals)));
+        self.queue = own;
+        done.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+}
+
+/// Whether a pass queues what was recorded of it.
+///
+/// # Errors
+/// The first operation that is another one.
+fn check(graph: &Graph, operations: &[Operation]) -> Result<(), NnError> {
+    let Some(difference) = operations::difference(graph.operations(), operations) else {
+        return Ok(());
+    };
+    let reason = format!(
+        "a recorded pass is not what its blocks queue, so steps since it was recorded may be wrong; \
+         resume from a checkpoint before them with run.graphs = \"off\": {difference}"
+    );
+    Err(NnErrorKind::Device(reason).into())
+}

@@ -1,0 +1,62 @@
+//! What the host learns of a step: sums over its tokens, and times of its blocks.
+
+use std::ops::Range;
+
+use crate::error::NnError;
+use crate::sharing::RankSums;
+
+/// What makes the sums of a step on a rank those of all ranks.
+pub struct SumOverRanks<'a> {
+    /// Elements that another rank has, too, and counts.
+    pub elsewhere: &'a [Range<usize>],
+    /// Sums over the ranks that take the step.
+    pub sum: &'a mut dyn FnMut(RankSums) -> Result<RankSums, NnError>,
+}
+
+impl SumOverRanks<'_> {
+    /// Those of all ranks. With `more` gradients of the same step, loss and tokens are of all ranks already.
+    ///
+    /// # Errors
+    /// When the ranks cannot go on.
+    pub fn of_all(self, own: RankSums, more: bool) -> Result<RankSums, NnError> {
+        let RankSums { squares, nats, labelled } = own;
+        // An infinite loss may have finite gradients. Other ranks are not to go on with them, either.
+        let squares = if nats.is_finite() { squares } else { f64::NAN };
+        if more {
+            let RankSums { squares, .. } = (self.sum)(RankSums { squares, ..RankSums::default() })?;
+            return Ok(RankSums { squares, nats, labelled });
+        }
+        (self.sum)(RankSums { squares, ..own })
+    }
+}
+
+/// Sums of a step, read back from the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sums {
+    /// Cross-entropy over all tokens that have a label, in nats; of all ranks of a step once it is updated.
+    pub nats: f64,
+    /// These tokens.
+    pub labelled: u64,
+    /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`] did not
+    /// run.
+    pub grad_norm: f64,
+    /// Time of attention, forward and backward, in seconds.
+    pub attention_seconds: f64,
+    /// Time of products with the weights of the layers, forward and backward, in seconds.
+    pub linear_seconds: f64,
+    /// Time of the output projection and the loss, forward and backward, in seconds.
+    pub loss_seconds: f64,
+    /// Time of the norm and of AdamW, in seconds.
+    pub optimizer_seconds: f64,
+}
+
+/// When a block ran on the device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockTime {
+    /// Its name, as [`crate::NotedBlock`] has it; the logits' own part of a loss is `cross_entropy`.
+    pub block: &'static str,
+    /// Seconds since the profile began.
+    pub start: f64,
+    /// Seconds that it took.
+    pub seconds: f64,
+}
