@@ -4,8 +4,8 @@
     train.py FOVEATE FOLDER [--tokens-per-second | --only CHECK,CHECK]
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
-CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation
-and with the algorithms that a run chose, a run that goes from the CPU to the GPU and back, evaluation
+CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation,
+with passes recorded as graphs and with the algorithms that a run chose, a run that goes from the CPU to the GPU and back, evaluation
 and generation on the device. --tokens-per-second also times a model of 135 million parameters with
 random weights; --only names checks, such as every_state. One line a check, ending in `passed` or FAILED;
 fails when one does. Without a GPU it says why and passes.
@@ -172,6 +172,45 @@ def killed(place):
         tell(f"killed after step {after}, the resumed run is the uninterrupted one", same)
 
 
+def graphs(place):
+    """Passes that are recorded and replayed beside passes that are not, in one run and killed in between."""
+    sets = ["precision.state=exact", "train.save_every=3", "train.steps=40"]
+    wrong = []
+    for name, more in (
+        ("two batches a step", []),
+        ("one batch a step", ["train.accumulate=1", "train.recompute=mlp"]),
+        ("evaluations", ["train.eval_every=7"]),
+        ("moments of the host", ["precision.state=host_moments"]),
+    ):
+        runs = {}
+        for which in ("off", "on", "killed"):
+            run, switch = f"graphs-{name.replace(' ', '-')}-{which}", "off" if which == "off" else "on"
+            own = [*sets, *more, f"run.graphs={switch}"]
+            if which == "killed":
+                killed_after(place, run, "cuda:0", own, 22)
+            else:
+                command = place.arguments(run, "cuda:0", own)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+                if done.returncode:
+                    raise RuntimeError(f"{run}: {done.stderr.strip().splitlines()[-3:]}")
+                recorded = "is recorded and replayed" in done.stderr and "graphs: off" not in done.stderr
+                if recorded != (which == "on"):
+                    wrong.append(f"{name}: with graphs {which}: {done.stderr.strip()[-300:]}")
+            runs[which] = place.losses(run), place.weights(run)
+        wrong += [f"{name}: {which} has other losses" for which in ("on", "killed") if runs[which][0] != runs["off"][0]]
+        wrong += [f"{name}: {which} has other weights" for which in ("on", "killed") if runs[which][1] != runs["off"][1]]
+    tell("recorded passes have the losses and weights of others, killed and resumed in between, too", not wrong, "; ".join(wrong))
+    command = [place.foveate, "bench", "train", "--model", "135m", "--rows", "1", "--order", "fixed", "--json"]
+    shares = []
+    for switch in ("off", "on"):
+        done = subprocess.run([*command, "--set", f"run.graphs={switch}"], capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode:
+            return tell("bench train with graphs", False, done.stderr.strip()[-300:])
+        found = json.loads(done.stdout)
+        shares.append(f"{switch}: {found['ms']:.2f} ms a step, queued in {found['queue_ms']:.2f}, at work for {found['working_share']:.3f} of it")
+    tell("135M, a row of 2048, graphs", True, "; ".join(shares))
+
+
 STATES = ("f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "host_moments", "bf16")
 MODES = ("none", "attention", "mlp", "full")
 STEPS = 40
@@ -288,7 +327,7 @@ def main():
         print("train declined: no GPU")
         return 0
     place = Place(foveate, folder)
-    checks = [beside_the_cpu, repeats, killed, every_state, chosen, used, across]
+    checks = [beside_the_cpu, repeats, killed, graphs, every_state, chosen, used, across]
     if "--only" in sys.argv:
         wanted = sys.argv[sys.argv.index("--only") + 1].split(",")
         known = {check.__name__: check for check in checks}

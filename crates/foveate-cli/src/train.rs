@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use foveate::tensor::count::Count;
+use foveate_nn::Recording;
 use foveate_shard::collectives::Collectives;
 use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::device::DeviceChoice;
@@ -315,6 +316,14 @@ impl<'a> View<'a> {
     }
 }
 
+/// Whether passes are recorded, in a line.
+pub(crate) fn recorded(recording: &Recording) -> String {
+    match recording {
+        Recording::On => "graphs: the pass of a batch is recorded and replayed".into(),
+        Recording::Off(reason) => format!("graphs: off, since {reason}"),
+    }
+}
+
 /// What is said of a run before its first step.
 fn introduce(run: &Started) {
     crate::output::tell!(
@@ -340,6 +349,9 @@ fn introduce(run: &Started) {
     }
     if let Some(mixed) = &run.mixed_devices {
         crate::output::tell!("ranks are on {mixed}: a step takes as long as the slowest");
+    }
+    if let Some(recording) = &run.recording {
+        crate::output::tell!("{}", recorded(recording));
     }
     if run.skipped_documents > 0 {
         crate::output::tell!(
@@ -424,6 +436,10 @@ impl Observer for View<'_> {
 
     fn profiled(&mut self, path: &Path) {
         self.bar.suspend(|| crate::output::tell!("profile in {}", path.display()));
+    }
+
+    fn not_recorded(&mut self, reason: &str) {
+        self.bar.suspend(|| crate::output::tell!("graphs: off from here on, since {reason}"));
     }
 
     fn counting(&mut self, done: usize, all: usize) {

@@ -7,7 +7,7 @@ use foveate_nn::{
 use foveate_nn_cuda::logits_tokens_of;
 
 use crate::checkpoint::copy_bytes;
-use crate::recipe::Recipe;
+use crate::recipe::{GraphsChoice, Recipe};
 
 /// A GPU by what it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +48,18 @@ pub const PROFILES: [GpuProfile; 4] = [
 /// What a GPU holds beside the arrays of a step: the context, kernels, their scratch and workspaces of
 /// matrix products.
 pub const BESIDE: u64 = 1 << 30;
+
+/// What it holds more where passes are recorded: scratch of passes, which is no other work's then, and what the
+/// driver keeps of graphs. A bound, not a measurement.
+const BESIDE_GRAPHS: u64 = 256 << 20;
+
+/// [`BESIDE`] of the runs of a recipe.
+pub fn beside(recipe: &Recipe) -> u64 {
+    match recipe.run.graphs {
+        GraphsChoice::Off => BESIDE,
+        GraphsChoice::On => BESIDE + BESIDE_GRAPHS,
+    }
+}
 
 /// Bytes of host memory that a rank of `ranks` takes for a copy of what it saves, where steps go on while a
 /// checkpoint is written: f32 weights and moments of the parameters of `layout`.
@@ -117,13 +129,13 @@ pub struct Planned<'a> {
 }
 
 impl Planned<'_> {
-    /// What a step takes of a GPU with `bytes` of memory: arrays, and [`BESIDE`] as its process.
+    /// What a step takes of a GPU with `bytes` of memory: arrays, and [`beside`] as its process.
     ///
     /// # Errors
     /// Those of [`Planned::account`].
     pub fn memory(&self, setting: &Setting, bytes: u64) -> Result<MemoryEstimate, NnError> {
         let account = self.account(setting, bytes)?;
-        Ok(MemoryEstimate { process: BESIDE, ..account.memory() })
+        Ok(MemoryEstimate { process: beside(self.recipe), ..account.memory() })
     }
 
     /// What a step does and holds on a GPU with `bytes` of memory.

@@ -72,6 +72,20 @@ pub struct RunSection {
     /// `cpu`, `cuda:N`, or `auto` for the first GPU where there is one.
     #[serde(default)]
     pub device: DeviceChoice,
+    /// Whether a GPU records the pass of a batch once and replays it: `on` or `off`.
+    #[serde(default)]
+    pub graphs: GraphsChoice,
+}
+
+/// Whether the passes of batches are recorded as CUDA graphs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GraphsChoice {
+    /// They are queued block by block.
+    #[default]
+    Off,
+    /// They are, where they can be.
+    On,
 }
 
 /// The model section: either `checkpoint`, or sizes.

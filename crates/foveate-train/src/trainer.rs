@@ -19,7 +19,7 @@ use std::time::Instant;
 
 use foveate_nn::{
     Array, Batch, Blocks, Gradients, MemoryEstimate, Model, OptimizerStep, PassingGradients,
-    Recomputation,
+    Recomputation, Recording,
 };
 use foveate_shard::Mesh;
 use foveate_shard::collectives::{Collectives, OneRank};
@@ -84,6 +84,8 @@ pub struct Started {
     pub context: Option<String>,
     /// That ranks of `tensor` hold copies of key/value heads, and which; none where each has its own.
     pub copied_heads: Option<String>,
+    /// Whether the passes of batches are recorded, where the recipe asks for it.
+    pub recording: Option<Recording>,
     /// Folder of the run.
     pub dir: PathBuf,
 }
@@ -99,6 +101,9 @@ pub trait Observer {
     fn evaluated(&mut self, _metrics: &EvalMetrics) {}
     /// A checkpoint was saved.
     fn saved(&mut self, _path: &Path, _metrics: &SaveMetrics) {}
+    /// Passes of batches are queued block by block from here on, though they were recorded: why, in words
+    /// that follow "since".
+    fn not_recorded(&mut self, _reason: &str) {}
     /// A profile was written.
     fn profiled(&mut self, _path: &Path) {}
     /// The tokens of `done` documents are counted, of `all`.
@@ -466,6 +471,12 @@ impl<B: Blocks> Setup<'_, B> {
         let waiting = Instant::now();
         let found = self.model.read(totals)?;
         run.did("wait", waiting);
+        if self.started.recording == Some(Recording::On)
+            && let off @ Recording::Off(reason) = &self.model.recording()
+        {
+            observer.not_recorded(reason);
+            self.started.recording = Some(off.clone());
+        }
         if let Some(profile) = &mut run.profile {
             profile.device(self.model.block_times());
         }

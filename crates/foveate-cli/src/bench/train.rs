@@ -213,6 +213,9 @@ fn print(
         found.weights_s,
         found.first_step_s,
     ))?;
+    if let Some(recording) = &found.recording {
+        out.line(crate::train::recorded(recording))?;
+    }
     if let Some(fixed) = fixed.filter(|fixed| fixed.deterministic && !found.deterministic) {
         out.line(format!(
             "the fixed order costs {:.1} % of its step",
@@ -254,6 +257,12 @@ fn print(
         100.0 * working / found.profiled_ms,
         found.profiled_ms
     ))?;
+    if let Some(share) = found.working_share() {
+        out.line(format!(
+            "the device works for {:.1} % of a step, by its blocks under events and steps without",
+            100.0 * share
+        ))?;
+    }
     if let Some(alone) = found.alone_ms {
         let within = found.products_ms();
         out.line(format!(

@@ -1,10 +1,12 @@
 //! A model on the ranks of a mesh without a run: no documents, logs or checkpoints. Benchmarks step it.
 
-use foveate_nn::{AttentionConfig, Blocks, Gradients, Model, ModelConfig, Queued, Recomputation};
+use foveate_nn::{
+    AttentionConfig, Blocks, Gradients, Model, ModelConfig, Queued, Recomputation, Recording,
+};
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{Mesh, MeshAxis};
 
-use super::setup::{context, rows_suffice, share_parameters};
+use super::setup::{context, recording, rows_suffice, share_parameters};
 use crate::context::{ContextBatch, ContextPart, RunContext};
 use crate::error::TrainError;
 use crate::pack::{AllRows, Packed};
@@ -20,6 +22,8 @@ pub struct MeshModel<'a, B: Blocks> {
     /// The ranks that hold the same parameters.
     replicas: Box<dyn Collectives>,
     context: Option<RunContext>,
+    /// Whether the passes of batches are recorded, where the recipe asks for it.
+    recording: Option<Recording>,
 }
 
 /// What one rank has of a batch: its rows, or its tokens of them with a plan of attention.
@@ -57,7 +61,16 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         share_parameters(ranks, recipe, &mut model)?;
         let context = context(ranks, recipe, &mut model, gpu)?;
         let replicas = ranks.group(&[MeshAxis::Replicate])?;
-        Ok(Self { model, ranks, replicas, context })
+        let recording = recording(ranks, recipe, &model);
+        Ok(Self { model, ranks, replicas, context, recording })
+    }
+
+    /// Whether the passes of batches are recorded so far, where the recipe asks for it.
+    pub fn recording(&self) -> Option<Recording> {
+        match &self.recording {
+            Some(Recording::On) => Some(self.model.recording()),
+            other => other.clone(),
+        }
     }
 
     /// The mesh.

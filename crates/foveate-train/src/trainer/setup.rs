@@ -11,7 +11,7 @@ use foveate::ScalarValue;
 use foveate::mods::Point;
 use foveate_nn::{
     AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Parameter,
-    ParameterState, ProgramConfig, Recomputation,
+    ParameterState, ProgramConfig, Recomputation, Recording,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -32,7 +32,7 @@ use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
-use crate::recipe::{Optimizer, Recipe, STEPS};
+use crate::recipe::{GraphsChoice, Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::tensor::{TensorRanks, copied_heads};
 use crate::tokens::{Ends, Tokenizer};
@@ -199,6 +199,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             changed,
             mesh: ranks.mesh(),
             copied_heads: copied_heads(model.config(), model.tensor_part()),
+            recording: recording(ranks, recipe, &model),
             context: strategy.filter(|_| ranks.mesh().size(MeshAxis::Context) > 1),
             dir: recipe.run.dir.clone(),
         };
@@ -562,6 +563,26 @@ pub(super) fn share_parameters<B: Blocks>(
         model.replicas(Box::new(peers), recipe.mesh.transfers)?;
     }
     Ok(())
+}
+
+/// Has the passes of batches recorded where the recipe asks for it; whether they are.
+pub(super) fn recording<B: Blocks>(
+    ranks: Ranks<'_>,
+    recipe: &Recipe,
+    model: &Model<B>,
+) -> Option<Recording> {
+    let off = |reason: &str| Some(Recording::Off(reason.to_owned()));
+    match recipe.run.graphs {
+        GraphsChoice::Off => None,
+        GraphsChoice::On if !ranks.alone() => off("other ranks have part of its steps"),
+        GraphsChoice::On if recipe.optimizer.in_backward => {
+            off("a pass updates parameters with numbers of its step (optimizer.in_backward)")
+        }
+        GraphsChoice::On => {
+            model.record_passes();
+            Some(model.recording())
+        }
+    }
 }
 
 /// The masks that let no query of a row of `len` tokens see any key.

@@ -9,6 +9,7 @@ mod folder;
 mod meshes;
 mod probe;
 mod ranks;
+mod recording;
 mod resume;
 mod tensor;
 mod together;

@@ -7,15 +7,15 @@ use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
     AdamW, Array, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model, ModelConfig,
-    Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Recomputation, Rule, StepKind,
-    Treatment,
+    Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Recomputation, Recording, Rule,
+    StepKind, Treatment,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
 use foveate_train::TrainError;
 use foveate_train::device::OnDevice;
 use foveate_train::machine;
-use foveate_train::memory::{BESIDE, least_that_fits};
+use foveate_train::memory::{beside, least_that_fits};
 use foveate_train::trainer::{MeshBatch, MeshModel};
 use serde::Serialize;
 use serde_json::json;
@@ -28,6 +28,8 @@ use crate::progress::{PATIENCE, Progress, waiting};
 
 /// Batches before those that are timed, in whole steps.
 const WARM: usize = 4;
+/// Steps before them where passes are recorded: one that runs, one whose blocks are timed, two that are recorded.
+const RECORDED: usize = 4;
 /// Batches that are profiled, in whole steps.
 const PROFILED: usize = 2;
 /// Batches of different tokens, taken in turn.
@@ -91,6 +93,8 @@ pub struct Measured {
     pub profiled_ms: f64,
     /// Of a profiled step; none where the device takes no times.
     pub blocks: Vec<BlockSum>,
+    /// Whether the passes of batches were recorded when steps were timed, where that was asked for.
+    pub recording: Option<Recording>,
     /// Time of the products of the layers of a step when nothing else runs.
     pub alone_ms: Option<f64>,
 }
@@ -117,6 +121,13 @@ impl Measured {
         let (len, tokens) = (case.len() as f64, self.tokens_per_s(case) / self.ranks as f64);
         [self.keys, len, len / 2.0]
             .map(|keys| tokens * case.config.flops_per_token(keys).total() * 1e-12)
+    }
+
+    /// The share of a step in which the device works: the time of its blocks, by events, of that of a step
+    /// without events. None where the device takes no times.
+    pub fn working_share(&self) -> Option<f64> {
+        let working: f64 = self.blocks.iter().map(|block| block.ms).sum();
+        (!self.blocks.is_empty()).then_some(working / self.ms)
     }
 
     /// Products of the layers in a profiled step.
@@ -159,6 +170,8 @@ impl Measured {
             "tflops_half_of_pairs": half,
             "profiled_ms": self.profiled_ms,
             "blocks": self.blocks,
+            "working_share": self.working_share(),
+            "graphs": self.recording.as_ref().map(|recording| *recording == Recording::On),
             "products_ms": self.products_ms(),
             "products_alone_ms": self.alone_ms,
         })
@@ -199,7 +212,7 @@ impl Watched<'_> {
                     .help("say what is computed again: none, attention, mlp or full"));
             }
             None => least_that_fits(config.num_hidden_layers, free, |again| {
-                let beside = free.map_or(0, |_| BESIDE);
+                let beside = free.map_or(0, |_| beside(&case.recipe));
                 Ok::<_, NnError>(account(again)?.memory().total() + beside)
             })?,
         };
@@ -220,6 +233,7 @@ impl Watched<'_> {
             Some((free, left)) => Some(free.saturating_sub(left)),
             None => machine::peak_resident(),
         };
+        let recording = training.mesh.recording();
         let (mut blocks, profiled_ms) = training.profiled()?;
         let cells = training.batches[0].tokens() as f64;
         let pairs = training.pairs.filter(|_| mesh.size(MeshAxis::Context) == 1);
@@ -264,6 +278,7 @@ impl Watched<'_> {
             keys,
             profiled_ms,
             blocks,
+            recording,
             alone_ms: None,
         })
     }
@@ -341,7 +356,8 @@ impl<'a, B: Blocks> Training<'a, B> {
     fn timed(&mut self, steps: usize, interrupt: &Interrupt) -> Result<Timings, Failure> {
         let (mut times, mut queueing) = (Vec::new(), Vec::new());
         let (mut before, mut last) = (None, Instant::now());
-        let warm = WARM.div_ceil(self.case.accumulate());
+        let recorded = if self.mesh.recording().is_some() { RECORDED } else { 0 };
+        let warm = WARM.div_ceil(self.case.accumulate()).max(recorded);
         let all = warm + steps + 1;
         let mut progress = Progress::new(all);
         for number in 0..all {

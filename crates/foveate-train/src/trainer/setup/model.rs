@@ -9,7 +9,7 @@ use foveate_shard::MeshAxis;
 use crate::checkpoint::CheckpointConfig;
 use crate::error::TrainError;
 use crate::machine::{self, Free};
-use crate::memory::{BESIDE, Planned, Setting, least_that_fits, save_copy_bytes};
+use crate::memory::{Planned, Setting, beside, least_that_fits, save_copy_bytes};
 use crate::ranks::{ROWS, Ranks};
 use crate::recipe::Recipe;
 use crate::tensor::part_of;
@@ -52,7 +52,7 @@ pub(super) fn model<B: Blocks>(
         let kind = StepKind::Training(training(recompute));
         let account = config.dry_run_on(&blocks, &attention, &frozen, rows, len, kind);
         let memory = account.map_err(|e| e.to_string())?.memory();
-        let process = if free.is_some() { BESIDE } else { memory.process };
+        let process = if free.is_some() { beside(recipe) } else { memory.process };
         Ok::<_, String>(MemoryEstimate { process, ..memory })
     };
     let recompute = match recipe.train.recomputation() {
@@ -66,12 +66,12 @@ pub(super) fn model<B: Blocks>(
     let words = tokenizer.path().map_or(0, memory_of);
     let (setting, of_model) = (Setting { recompute, ..Setting::of(recipe) }, config.clone());
     let planned = Planned { recipe, config: &of_model, attention: &attention };
-    let nearest = |there, beside| {
+    let nearest = |there, words| {
         let found = match free {
             Some(_) => planned.nearest(&setting, there),
             None => {
                 let state = recipe.precision.state.unwrap_or_default();
-                planned.nearest_on_cpu(&Setting { state, ..setting }, there, beside)
+                planned.nearest_on_cpu(&Setting { state, ..setting }, there, words)
             }
         };
         found.ok().flatten()
@@ -85,7 +85,7 @@ pub(super) fn model<B: Blocks>(
     let mut memory = memory.map_err(|e| e.to_string())?;
     memory.process = match free {
         // What the process takes is not the device's.
-        Some(_) => BESIDE,
+        Some(_) => beside(recipe),
         None => memory.process + words,
     };
     let copy = save_copy_bytes(
