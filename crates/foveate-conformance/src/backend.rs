@@ -80,6 +80,15 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 /// # Errors
 /// Why there is no GPU to run on.
 pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
+    gpu_backends_that_wait(false)
+}
+
+/// Those of [`gpu_backends`]; with `bounded`, kernels of the engine's Hopper family give up a wait after seconds, and
+/// the driver prints which one on stderr.
+///
+/// # Errors
+/// Those of [`gpu_backends`].
+pub fn gpu_backends_that_wait(bounded: bool) -> Result<Vec<Box<dyn Backend>>, String> {
     let engine = Engine::get(0).map_err(|e| e.to_string())?;
     let of =
         |tile_q, tile_kv, warps| TileOptions::exactly(Tiles::portable(tile_q, tile_kv, warps, 1));
@@ -93,7 +102,7 @@ pub fn gpu_backends() -> Result<Vec<Box<dyn Backend>>, String> {
     let small = CudaOptions { kernels, ..default.clone() };
     let deterministic = CudaOptions { deterministic: true, ..default.clone() };
     let forced = |name, options, force: fn(CudaPlan) -> CudaPlan| {
-        Box::new(Cuda { name, options, force, engine: engine.clone() })
+        Box::new(Cuda { name, options, force, bounded, engine: engine.clone() })
     };
     let cuda = |name, options| forced(name, options, |plan| plan);
     let hopper = TileOptions { family: Some(Family::Hopper), ..TileOptions::default() };
@@ -128,6 +137,8 @@ struct Cuda {
     options: CudaOptions,
     /// Puts a plan on paths that only some calls take.
     force: fn(CudaPlan) -> CudaPlan,
+    /// Whether waits in kernels are bounded.
+    bounded: bool,
     engine: Arc<Engine>,
 }
 
@@ -144,7 +155,8 @@ impl Backend for Cuda {
     ) -> Result<Box<dyn Prepared>, String> {
         let (engine, options) = (self.engine.clone(), self.options.clone());
         let plan = CudaPlan::new(engine, &program.local, dims, dtype, options);
-        Ok(Box::new((self.force)(plan.map_err(|e| e.to_string())?)))
+        let plan = (self.force)(plan.map_err(|e| e.to_string())?);
+        Ok(Box::new(if self.bounded { plan.with_bounded_waits() } else { plan }))
     }
 
     fn declines(&self, reason: &str) -> bool {

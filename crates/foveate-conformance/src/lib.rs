@@ -43,7 +43,7 @@ mod report;
 mod run;
 mod storage;
 
-pub use backend::{Backend, Prepared, backends, gpu_backends};
+pub use backend::{Backend, Prepared, backends, gpu_backends, gpu_backends_that_wait};
 pub use case::{BufferSpec, Case, Lengths, Sink};
 pub use corpus::{load, parse};
 pub use cover::cover;

@@ -3,6 +3,7 @@
 //! ```text
 //! foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
 //!                         [--workers N] [--timeout SECONDS] [--subset N|cover] [--dtype DTYPE]
+//!                         [--waits endless|bounded]
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
 //! foveate-conformance placement
@@ -36,10 +37,11 @@ use crate::options::Options;
 const HELP: &str = "\
 foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--backend TEXT]
                         [--workers N] [--timeout SECONDS] [--subset N|cover]
-                        [--dtype f32|f16|bf16|f8e4m3]
+                        [--dtype f32|f16|bf16|f8e4m3] [--waits endless|bounded]
     Runs every case whose name has TEXT in it on the backends whose names have theirs; of the cases
     N, evenly chosen, or the smallest that together have every feature of all (cover). Cases in f32
-    run in the dtype given. With --workers 0 cases run in this process.
+    run in the dtype given. With --workers 0 cases run in this process. With bounded waits Hopper kernels
+    that hang end after seconds, and the driver prints in which wait, CTA and thread.
 foveate-conformance determinism [--repeats N] [--only TEXT]
     Runs deterministic passes again and again and compares every bit, and the numbers with those of
     sums in any order; reads and writes past 2^31 elements.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use foveate_conformance::{Backend, Case, backends, cover, gpu_backends, load};
+use foveate_conformance::{Backend, Case, backends, cover, gpu_backends_that_wait, load};
 
 /// What cases run on.
 pub type Backends = Vec<Box<dyn Backend>>;
@@ -21,6 +21,8 @@ pub struct Options {
     pub subset: Subset,
     /// What cases in f32 run in.
     pub dtype: String,
+    /// How long kernels wait: `endless` as they are, `bounded` to find the wait that hangs.
+    pub waits: String,
 }
 
 /// Which of the cases run.
@@ -54,6 +56,7 @@ impl Options {
             repeats: 1000,
             subset: Subset::Evenly(usize::MAX),
             dtype: "f32".into(),
+            waits: "endless".into(),
         };
         while let Some(name) = args.next() {
             let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
@@ -73,6 +76,7 @@ impl Options {
                 "--subset" if number()? == 0 => return Err("--subset 0 runs nothing".into()),
                 "--subset" => options.subset = Subset::Evenly(number()?),
                 "--dtype" => options.dtype = one_of(&["f32", "f16", "bf16", "f8e4m3"])?,
+                "--waits" => options.waits = one_of(&["endless", "bounded"])?,
                 "--repeats" => options.repeats = number()?,
                 _ => return Err(format!("{name} is no option; --help lists them")),
             }
@@ -111,7 +115,8 @@ impl Options {
     pub fn backends(&self) -> Result<(Backends, Option<String>), String> {
         let (gpu, reason) = match self.on.as_str() {
             "cpu" => (Vec::new(), None),
-            _ => gpu_backends().map_or_else(|e| (Vec::new(), Some(e)), |gpu| (gpu, None)),
+            _ => gpu_backends_that_wait(self.waits == "bounded")
+                .map_or_else(|e| (Vec::new(), Some(e)), |gpu| (gpu, None)),
         };
         let cpu = if self.on == "gpu" { Vec::new() } else { backends() };
         let mut all: Vec<_> = cpu.into_iter().chain(gpu).collect();

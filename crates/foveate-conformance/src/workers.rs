@@ -124,6 +124,7 @@ impl Worker {
             .args(["--only", &options.only, "--cases"])
             .arg(&options.cases)
             .args(["--subset", &options.subset.to_string(), "--dtype", &options.dtype])
+            .args(["--waits", &options.waits])
             // The corpus runs in many workers, which share the cores.
             .env("RAYON_NUM_THREADS", "2");
         Self::of(command)

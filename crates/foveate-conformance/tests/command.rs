@@ -32,6 +32,7 @@ fn what_runs_nothing_is_an_error_and_not_a_success() {
         (&["rum"], "rum is no command; --help lists them"),
         (&["run", "--on", "gpus"], "--on takes one of gpu, cpu, all, not \"gpus\""),
         (&["run", "--dtype", "f99"], "--dtype takes one of f32, f16, bf16, f8e4m3, not \"f99\""),
+        (&["run", "--waits", "5"], "--waits takes one of endless, bounded, not \"5\""),
         (&["run", "--colour", "red"], "--colour is no option; --help lists them"),
         (&["run", "--workers", "-1"], "--workers is a number, not \"-1\""),
         (&["run", "--on", "cpu", "--only", "no such case"], " has `no such case` in its name"),

@@ -200,6 +200,27 @@ __device__ float load_shared(u32 address) {
 
 // ---- mbarriers ----
 
+#ifdef BOUNDED_WAITS
+// Waits of a build for tests: one that takes longer than BOUNDED_WAITS seconds ends the kernel by an assertion, for
+// which the driver prints what was waited for, its number in place of a line, CTA and thread.
+extern "C" __device__ void __assertfail(const char* assertion, const char* file, unsigned line, const char* function, decltype(sizeof 0) char_size);
+
+struct BoundedWait {
+    unsigned long long until = now() + BOUNDED_WAITS * 1000000000ull;
+
+    __device__ static unsigned long long now() {
+        unsigned long long nanoseconds;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
+        return nanoseconds;
+    }
+    __device__ void turn(const char* awaited, u32 number) const {
+        if (now() > until) __assertfail(awaited, "a wait that never ends, number", number, BOUNDED_KERNEL, 1);
+    }
+};
+
+extern "C" __device__ u32 mbarrier_number(u32 at);
+#endif
+
 // A split arrive/wait barrier in smem, 8 bytes: a warp arrives, continues, and waits for the others
 // later. Rounds are numbered 0, 1, ..; the phase parity of a round is its lowest bit, so no warp may be
 // two rounds ahead of another.
@@ -229,7 +250,13 @@ struct Mbarrier {
     // Waits for all arrivals of `round`; round -1 is complete from the start.
     __device__ void wait(int round) const {
         u32 done;
+#ifdef BOUNDED_WAITS
+        BoundedWait bounded;
+#endif
         do {
+#ifdef BOUNDED_WAITS
+            bounded.turn(round & 1 ? "an mbarrier's odd round is complete" : "an mbarrier's even round is complete", mbarrier_number(at));
+#endif
             asm volatile(
                 "{ .reg .pred over; mbarrier." MBARRIER_WAIT ".parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
                 : "=r"(done) : "r"(at), "r"(round & 1) : "memory");

@@ -26,6 +26,11 @@ struct Step {
 };
 static_assert(sizeof(Step) == 64, "a place of the ring");
 
+// Named barriers, of which 0 is __syncthreads: of all consumers, behind rows that they have cleared.
+struct Named {
+    static constexpr int CLEARED = 1, COUNT = 2;
+};
+
 // The mbarriers of the ring of steps, 8 bytes each. A stage in round r is full for whoever has waited for round r,
 // and empty for whoever has waited for round r - 1.
 struct StepBarriers {
@@ -163,7 +168,7 @@ __device__ void clear_rows(char* tile, int rows, int tile_panels, int live) {
         for (int panel = 0; panel < tile_panels; ++panel)
             *reinterpret_cast<uint4*>(tile + panel * rows * PANEL_ROW + chunk * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
-    named_sync(1, 128 * CONSUMERS);
+    named_sync(Named::CLEARED, 128 * CONSUMERS);
 }
 
 // `x` in a register of its own: the compiler does not make it again.

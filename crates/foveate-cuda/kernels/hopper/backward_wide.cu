@@ -30,7 +30,10 @@ struct Barriers : StepBarriers {
 
     __device__ void init() const {
         init_steps();
-        for (int i = 0; i < 4; ++i) at(OWN + i).init(1);
+        k_full().init(1);
+        v_full().init(1);
+        k_empty().init(1);
+        v_empty().init(1);
         p_full().init(4);
         p_empty().init(4);
         for (int s = 0; s < FV_STAGES; ++s) {

@@ -268,7 +268,7 @@ __device__ void clear_rows(char* values, int live, int consumer) {
         for (int panel = 0; panel < panels(FV_DV); ++panel)
             *reinterpret_cast<uint4*>(values + panel * FV_BN * PANEL_ROW + chunk * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
-    named_sync(1 + CONSUMERS + consumer, 128);
+    named_sync(Named::OWN + consumer, 128);
 }
 
 // The item after item `number` of this CTA, from a counter. Whoever takes the last number that anybody takes sets
@@ -463,10 +463,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     take_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, first_row = consumer * 64 + warp * 16;
     const bool leads = threadIdx.x % 128 == 0;
-    // Consumers take turns in starting products: barrier 1 + c is consumer c's turn.
-    auto await_turn = [&] { if constexpr (CONSUMERS > 1) named_sync(1 + consumer, 256); };
-    auto pass_turn = [&] { if constexpr (CONSUMERS > 1) named_arrive(1 + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256); };
-    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_arrive(1, 256);
+    // Consumers take turns in starting products.
+    auto await_turn = [&] { if constexpr (CONSUMERS > 1) named_sync(Named::TURN + consumer, 256); };
+    auto pass_turn = [&] { if constexpr (CONSUMERS > 1) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256); };
+    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_arrive(Named::TURN, 256);
 
     Ring<FV_STAGES> k;
     Ring<Q_STAGES> q = Ring<Q_STAGES>::before_first();

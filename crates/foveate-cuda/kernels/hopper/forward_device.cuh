@@ -94,6 +94,12 @@ struct Step {
     __device__ static u32 cell(u32 kind, int consumer) { return kind >> (CELLS + consumer * Cells::BITS) & ((1 << Cells::BITS) - 1); }
 };
 
+// Named barriers, of which 0 is __syncthreads: the turn of each consumer, and among each consumer's own threads.
+struct Named {
+    static constexpr int TURN = 1, OWN = TURN + CONSUMERS, COUNT = OWN + CONSUMERS;
+};
+static_assert(Named::COUNT <= 16, "a CTA has 16 named barriers");
+
 // The mbarriers, 8 bytes each. A stage in round r is full for whoever has waited for round r, and empty for
 // whoever has waited for round r - 1.
 struct Barriers {

@@ -71,7 +71,12 @@ __device__ u32 read_count(const u32* at) {
     return count;
 }
 __device__ void await_count(const u32* at, u32 count) {
+#ifdef BOUNDED_WAITS
+    BoundedWait bounded;
+    while (read_count(at) != count) bounded.turn("as many tiles of keys have added their dQ", count);
+#else
     while (read_count(at) != count) {}
+#endif
 }
 
 // Orders this thread's stores to smem before what the copy engine and wgmma read afterwards.

@@ -17,6 +17,7 @@ const FORWARD_DEVICE: &str = include_str!("../../kernels/portable/forward_device
 const FORWARD_STEPS: &str = include_str!("../../kernels/forward_steps.cuh");
 const FORWARD_ROW: &str = include_str!("../../kernels/forward_row.cuh");
 const HOPPER: &str = include_str!("../../kernels/hopper/hopper.cuh");
+const BOUNDED_WAITS: &str = include_str!("../../kernels/hopper/bounded_waits.cuh");
 const ROWS: &str = include_str!("../../kernels/rows.cuh");
 const BACKWARD_DEVICE: &str = include_str!("../../kernels/backward_device.cuh");
 const PORTABLE_BACKWARD: &str = include_str!("../../kernels/portable/backward_device.cuh");
@@ -134,6 +135,21 @@ pub fn source(config: &Config, mods: &ModsSource) -> String {
     parts.join("\n")
 }
 
+/// Seconds that a wait of a kernel with bounded waits takes at most.
+const BOUND_OF_WAITS: u32 = 5;
+
+/// The source of a kernel of the Hopper family whose waits for mbarriers and counts end in an assertion that says
+/// for what it waited, in place of never; `None` for a kernel without such waits.
+pub fn source_with_bounded_waits(config: &Config, mods: &ModsSource) -> Option<String> {
+    let waits = config.family == Family::Hopper && config.kernel.has_tiles();
+    waits.then(|| {
+        let name = config.kernel.entry().name();
+        let defines =
+            format!("#define BOUNDED_WAITS {BOUND_OF_WAITS}\n#define BOUNDED_KERNEL \"{name}\"\n");
+        defines + &source(config, mods) + "\n" + BOUNDED_WAITS
+    })
+}
+
 /// What prints mods, orders tiles and splits keys.
 const AROUND: [&str; 8] = [
     include_str!("wgmma.rs"),
@@ -170,7 +186,7 @@ mod tests {
     use crate::compile::resources::Resources;
     use foveate_gpu::Arch;
     use foveate_gpu::cache::Cache;
-    use foveate_gpu::nvrtc::Compiler;
+    use foveate_gpu::nvrtc::{Compiled, Compiler};
 
     #[test]
     fn every_kernel_is_one_source_that_compiles() {
@@ -197,6 +213,52 @@ mod tests {
             let entry = kernel.entry().name();
             assert!(compiled.kernels.iter().any(|k| k.name == entry), "{}", compiled.log);
         }
+    }
+
+    #[test]
+    fn kernels_with_bounded_waits_assert_and_others_do_not() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let extent = Extent { batch: 1, heads_q: 1, heads_kv: 1, queries: 64, keys: 64 };
+        let options = Options { extent, fast_math: true, checked: false, deterministic: false };
+        let mods = ModsSource::new(Mods::default(), &options).unwrap();
+        let hopper = |kernel, dim, tile_q, tile_kv, warps| Config {
+            family: Family::Hopper,
+            tile_q,
+            tile_kv,
+            warps,
+            stages: 2,
+            align: 16,
+            overlap: true,
+            ..Config::new(kernel, Elem::Bf16, dim, dim)
+        };
+        let backward = hopper(Kernel::Backward, 64, 64, 128, 12);
+        for config in [
+            hopper(Kernel::Forward, 64, 128, 128, 12),
+            Config { ordered_dq: true, deterministic: true, ..backward.clone() },
+            backward,
+            Config { separate_dq: true, ..hopper(Kernel::Backward, 256, 64, 64, 12) },
+            hopper(Kernel::BackwardDq, 64, 128, 64, 12),
+        ] {
+            let compiled = |text: &str| {
+                let made = Cache::at(None).compile(compiler, text, Arch::new((9, 0)).specific());
+                made.unwrap_or_else(|e| panic!("{config}: {e}"))
+            };
+            // The name of what a kernel calls stands in the file.
+            let asserts = |cubin: &[u8]| cubin.windows(12).any(|name| name == b"__assertfail");
+            let bounded = source_with_bounded_waits(&config, &mods).expect("it waits");
+            let [bounded, endless] = [bounded, source(&config, &mods)].map(|text| compiled(&text));
+            assert!(asserts(&bounded.cubin) && !asserts(&endless.cubin), "{config}");
+            // A role that did not get its registers, of roles that do, would wait for ever.
+            let registers = |made: &Compiled| {
+                made.instructions(config.kernel.entry().name()).expect("it is there").registers
+            };
+            assert_eq!(registers(&bounded), registers(&endless), "{config}");
+        }
+        let portable = Config::new(Kernel::Forward, Elem::Bf16, 64, 64);
+        assert_eq!(source_with_bounded_waits(&portable, &mods), None);
     }
 
     #[test]

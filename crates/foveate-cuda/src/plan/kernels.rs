@@ -14,7 +14,7 @@ use crate::compile::codegen::{Extent, ModsSource, Options};
 use crate::compile::config::{Config, Elem, Entry};
 use crate::compile::params::BlockListsParams;
 use crate::compile::resources::{Resources, shared_bytes_of};
-use crate::compile::source::source;
+use crate::compile::source::{source, source_with_bounded_waits};
 use crate::compile::spill_fallback::compile_one_that_fits;
 use crate::error::CudaError;
 use foveate_gpu::Queue;
@@ -186,7 +186,13 @@ impl CudaPlan {
                 let compiled = self.engine.compiled(&source(&config, &mods.source), arch)?;
                 Ok((config, mods, compiled))
             })?;
-        let (config, mods, compiled) = selected.made;
+        let (config, mods, mut compiled) = selected.made;
+        if self.forced.bounded_waits
+            && let Some(text) = source_with_bounded_waits(&config, &mods.source)
+        {
+            let arch = config.family.arch(self.engine.device().info().arch());
+            compiled = self.engine.compiled(&text, arch)?;
+        }
         let bytes = shared_bytes_of(entry, &selected.candidate.resources);
         let function = self.engine.load(&compiled, entry.name(), bytes)?;
         let function = function.labelled(format!("{} ({config})", entry.name()));

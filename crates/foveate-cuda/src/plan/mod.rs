@@ -83,6 +83,8 @@ struct Forced {
     /// Lets calls on host tensors use captured buffers and offsets of sequences as calls on device
     /// tensors can: from device memory, their contents unknown to the host.
     contents_on_device: bool,
+    /// Runs kernels of the Hopper family whose waits end in an assertion where they would never end.
+    bounded_waits: bool,
 }
 
 /// A program ready to run on a GPU. Cheap to clone, and used by several threads at once.
@@ -159,6 +161,15 @@ impl CudaPlan {
     #[must_use]
     pub fn with_contents_on_the_device(mut self) -> Self {
         self.forced.contents_on_device = true;
+        self
+    }
+
+    /// The same plan, whose kernels of the Hopper family give up a wait for an mbarrier or a count after seconds: the
+    /// driver prints which one, and in which CTA and thread. They are those that the plan would run, and slower.
+    #[cfg(feature = "conformance")]
+    #[must_use]
+    pub fn with_bounded_waits(mut self) -> Self {
+        self.forced.bounded_waits = true;
         self
     }
 
