@@ -27,11 +27,17 @@ use crate::tasks::{KvHead, OutputTiles, RowRange, run};
 const MAX_ROWS: usize = 48;
 const MAX_ROWS_OF_PAIRS: usize = 16;
 /// The most query rows of a KV head, of which each tile of keys may be seen by a few alone, as where
-/// batch entries share one cache: every split keeps a result of all of them.
+/// batch entries share one cache.
 const MAX_ROWS_OF_A_HEAD: usize = 512;
 /// The most splits of a head's keys, and the fewest keys of a split.
 const MAX_KV_SPLITS: usize = 64;
 const MIN_SPLIT_KEYS: usize = 512;
+
+/// The most splits of the keys of a head that so many query rows attend to. Every split keeps a result of
+/// all rows, so that more rows than [`MAX_ROWS`] take fewer splits in the same memory.
+fn most_splits(rows: usize) -> usize {
+    (MAX_ROWS * MAX_KV_SPLITS / rows.max(MAX_ROWS)).max(1)
+}
 
 /// Whether `call` has few enough query rows for this module.
 pub fn suits(call: &Call<'_>) -> bool {
@@ -83,7 +89,8 @@ fn rows_of(call: &Call<'_>, kv_head: &KvHead) -> usize {
 
 /// Keys of a split, whole tiles.
 fn split_keys(call: &Call<'_>, kv_head: &KvHead) -> usize {
-    let keys = kv_head.keys.len.div_ceil(MAX_KV_SPLITS).max(MIN_SPLIT_KEYS);
+    let most = most_splits(rows_of(call, kv_head));
+    let keys = kv_head.keys.len.div_ceil(most).max(MIN_SPLIT_KEYS);
     keys.next_multiple_of(call.tiles.kv)
 }
 
@@ -409,4 +416,18 @@ fn add_tile(
 /// The smallest range that has both.
 fn hull(a: Range<usize>, b: Range<usize>) -> Range<usize> {
     a.start.min(b.start)..a.end.max(b.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_splits_take_no_more_memory_for_more_rows() {
+        for rows in 1..=MAX_ROWS_OF_A_HEAD {
+            let splits = most_splits(rows);
+            assert!(splits >= 1 && rows * splits <= MAX_ROWS * MAX_KV_SPLITS, "{rows}");
+            assert!(rows > MAX_ROWS || splits == MAX_KV_SPLITS, "{rows}");
+        }
+    }
 }

@@ -68,6 +68,26 @@ fn few_queries_over_many_keys_are_right() {
     }
 }
 
+/// 512 rows, and keys of more splits than so many rows have results for.
+#[test]
+fn many_entries_that_share_a_long_cache_are_right() {
+    let owner: Vec<i32> = (0..5001 / 128 + 1).map(|tile| tile % 32).collect();
+    let owner = Buffer::vector("owner", owner);
+    let case = Case {
+        batch: 32,
+        shared_kv: true,
+        heads: [16, 1],
+        lens: [1, 5001],
+        dims: [16, 16],
+        mask: mask(owner.at([kv() / 128]).eq(b())),
+        options: CpuOptions::default(),
+        ..Case::default()
+    };
+    let described = case.plan(&case.inputs()).describe(Arrangement::Dense);
+    assert_eq!(described.decode_declined, None);
+    case.check("32 entries of 16 heads, one cache");
+}
+
 /// As a cache of pages in one piece: every batch entry has keys of its own, in tiles here and there.
 /// Rows of all entries together are more than are multiplied in place; of a tile they are few.
 #[test]
