@@ -46,6 +46,7 @@ use clock::{Clock, Timed};
 use graphs::Recorder;
 use passage::Passage;
 pub use totals::CudaTotals;
+use totals::Updates;
 pub use updates::CudaSpans;
 
 /// Tokens whose logits are held at once, at least and at most. Each chunk reads the whole head, and all
@@ -70,6 +71,7 @@ pub struct Cuda {
     readbacks: Vec<Readback>,
     /// Whether a step that was not finite stops those behind it; there with the first totals.
     stopped: Option<Allocation>,
+    updates: Updates,
     /// Elements of a piece of moments that lie in the memory of the host.
     piece: usize,
     /// Where they pass through the device; there with the first update.
@@ -114,7 +116,7 @@ impl Cuda {
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
-        let (clock, tables, readbacks, stopped, passage) = Default::default();
+        let (clock, tables, readbacks, stopped, updates, passage) = Default::default();
         let recorder = Recorder::default();
         let kernels = Kernels::new(engine);
         let shares_memory = !queue.pool().is_exact();
@@ -129,6 +131,7 @@ impl Cuda {
             tables,
             readbacks,
             stopped,
+            updates,
             piece: MOMENTS_PIECE,
             passage,
             recorder,

@@ -1,7 +1,7 @@
 //! Running totals of a step, and how the host comes by them.
 
 use foveate_gpu::driver::{Allocation, Readback, default_timeout};
-use foveate_nn::{NnError, Sums};
+use foveate_nn::{NnError, NnErrorKind, Sums};
 
 use super::{Cuda, failed};
 use crate::optimizer::TOTALS_LEN;
@@ -14,6 +14,77 @@ pub struct CudaTotals {
     step: u64,
     /// Their copy for the host, queued behind the optimiser.
     pub(super) readback: Option<Readback>,
+    /// The number of the last update of their step; 0 before there is one.
+    update: u64,
+}
+
+/// Which updates the host knows of.
+#[derive(Debug, Default)]
+pub(super) struct Updates {
+    /// How many were queued.
+    queued: u64,
+    /// How many were when the host last read of a step that was not finite: up to there it knows which changed
+    /// nothing.
+    told: u64,
+}
+
+/// Totals as the device has them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Found {
+    nats: f64,
+    labelled: u64,
+    squares: f64,
+    /// Whether the update changed nothing.
+    skipped: bool,
+}
+
+impl Found {
+    fn of(words: [[u8; 8]; TOTALS_LEN]) -> Self {
+        let [nats, labelled, squares, [.., a, b, c, d]] = words;
+        Self {
+            nats: f64::from_ne_bytes(nats),
+            labelled: u64::from_ne_bytes(labelled),
+            squares: f64::from_ne_bytes(squares),
+            skipped: i32::from_ne_bytes([a, b, c, d]) != 0,
+        }
+    }
+
+    fn grad_norm(&self) -> f64 {
+        self.squares.sqrt() / self.labelled.max(1) as f64
+    }
+}
+
+/// What totals of an update say of steps that were not finite.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Said {
+    /// Nothing that is new.
+    Nothing,
+    /// That this one was not.
+    NotFinite,
+    /// That one before was not, of which nobody has read.
+    Unread,
+}
+
+impl Updates {
+    /// Counts an update that is queued; its number.
+    fn queue(&mut self) -> u64 {
+        self.queued += 1;
+        self.queued
+    }
+
+    /// What the totals of update `number` say, which the host knows from here on.
+    fn read(&mut self, number: u64, found: &Found) -> Said {
+        let said = match number {
+            0 => Said::Nothing,
+            _ if !(found.nats.is_finite() && found.grad_norm().is_finite()) => Said::NotFinite,
+            _ if found.skipped && number > self.told => Said::Unread,
+            _ => Said::Nothing,
+        };
+        if said != Said::Nothing {
+            self.told = self.queued;
+        }
+        said
+    }
 }
 
 impl Cuda {
@@ -39,14 +110,14 @@ impl Cuda {
     pub(super) fn totals_of(&self, step: u64) -> Result<CudaTotals, NnError> {
         let memory = self.scratch("totals", 8 * TOTALS_LEN)?;
         memory.fill(0).map_err(|e| failed(&e))?;
-        Ok(CudaTotals { memory, step, readback: None })
+        Ok(CudaTotals { memory, step, readback: None, update: 0 })
     }
 
-    /// Their numbers, from the copy that the optimiser queued where it ran.
+    /// Their numbers, from the copy that the optimiser queued where it ran. An error where it changed nothing
+    /// because of a step before whose totals were dropped.
     pub(super) fn read_totals(&mut self, totals: CudaTotals) -> Result<Sums, NnError> {
         let mut words = [[0; 8]; TOTALS_LEN];
         let bytes = words.as_flattened_mut();
-        let updates = totals.readback.is_some();
         match totals.readback {
             Some(mut readback) => {
                 let read = readback.wait(default_timeout()).map_err(|e| failed(&e))?;
@@ -55,16 +126,20 @@ impl Cuda {
             }
             None => totals.memory.read(bytes, default_timeout()).map_err(|e| failed(&e))?,
         }
-        let [nats, labelled, squares, _] = words.map(u64::from_ne_bytes);
-        let nats = f64::from_bits(nats);
-        let grad_norm = f64::from_bits(squares).sqrt() / labelled.max(1) as f64;
-        let is_finite = nats.is_finite() && grad_norm.is_finite();
-        if let Some(stopped) = self.stopped.as_ref().filter(|_| updates && !is_finite) {
+        let found = Found::of(words);
+        let said = self.updates.read(totals.update, &found);
+        if let Some(stopped) = self.stopped.as_ref().filter(|_| said != Said::Nothing) {
             // Whoever reads of it decides what comes next.
             stopped.fill(0).map_err(|e| failed(&e))?;
         }
         let times = self.clock.read(totals.step).map_err(|e| failed(&e))?;
-        Ok(Sums { nats, labelled, grad_norm, ..times })
+        if said == Said::Unread {
+            let reason = "changed no weight: a step before was not finite, and its totals were dropped; read \
+                          those of every step";
+            return Err(NnErrorKind::Device(format!("the step {reason}")).into());
+        }
+        let Found { nats, labelled, .. } = found;
+        Ok(Sums { nats, labelled, grad_norm: found.grad_norm(), ..times })
     }
 
     /// Queues the copy that the host reads.
@@ -75,6 +150,42 @@ impl Cuda {
         };
         readback.queue(&totals.memory).map_err(|e| failed(&e))?;
         totals.readback = Some(readback);
+        totals.update = self.updates.queue();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_that_changed_nothing_is_an_error_unless_the_reason_was_read() {
+        let words = |nats: f64, factor: f32, skipped: i32| {
+            let mut last = [0; 8];
+            last[..4].copy_from_slice(&factor.to_ne_bytes());
+            last[4..].copy_from_slice(&skipped.to_ne_bytes());
+            Found::of([nats.to_ne_bytes(), 5u64.to_ne_bytes(), 4f64.to_ne_bytes(), last])
+        };
+        let (fine, wrong) = (words(3.0, -1.0, 0), words(f64::INFINITY, 1.0, 1));
+        let behind = words(3.0, 1.0, 1);
+        assert_eq!((fine.nats, fine.labelled, fine.grad_norm()), (3.0, 5, 0.4));
+        assert!(!fine.skipped && behind.skipped);
+        // Read in their order, two of them behind the next one.
+        let mut updates = Updates::default();
+        let [first, second, third] = [(); 3].map(|()| updates.queue());
+        assert_eq!(updates.read(first, &fine), Said::Nothing);
+        assert_eq!(updates.read(second, &wrong), Said::NotFinite);
+        assert_eq!(updates.read(third, &behind), Said::Nothing);
+        let fourth = updates.queue();
+        assert_eq!(updates.read(fourth, &fine), Said::Nothing);
+        // The totals of the fifth are dropped; those of the two behind it say so once.
+        let [_, sixth, seventh] = [(); 3].map(|()| updates.queue());
+        assert_eq!(updates.read(sixth, &behind), Said::Unread);
+        assert_eq!(updates.read(seventh, &behind), Said::Nothing);
+        let eighth = updates.queue();
+        assert_eq!(updates.read(eighth, &behind), Said::Unread);
+        // Totals without an update say nothing of updates.
+        assert_eq!(updates.read(0, &wrong), Said::Nothing);
     }
 }

@@ -56,6 +56,16 @@ fn a_step_that_is_not_finite_stops_what_is_queued_behind_it_until_it_is_read() {
         assert_eq!(held(cuda, &weights), before);
         let next = step(cuda, &mut weights, 4.0);
         cuda.read(next).unwrap();
+        let before = held(cuda, &weights);
+        assert_ne!(before, masters);
+        // Where nobody reads of it, the next totals that are read say so.
+        drop(step(cuda, &mut weights, f64::NAN));
+        let behind = step(cuda, &mut weights, 4.0);
+        let told = cuda.read(behind).unwrap_err().to_string();
+        assert!(told.contains("a step before was not finite"), "{told}");
+        assert_eq!(held(cuda, &weights), before);
+        let next = step(cuda, &mut weights, 4.0);
+        cuda.read(next).unwrap();
         assert_ne!(held(cuda, &weights), before);
     }
 }
