@@ -202,19 +202,20 @@ pub trait Blocks: Sized {
         elems: usize,
     ) -> Result<(), NnError>;
 
-    /// [`Blocks::resize`] of one of the optimiser's moments, which lies in the memory of the host where
-    /// [`Precision::host_moments`] says so.
+    /// [`Blocks::resize`] of an array in the memory of the host, no operand of blocks: what of it is used
+    /// passes through the device. Memory that the array did not have before holds zeros.
     ///
     /// # Errors
     /// When memory does not suffice.
-    fn resize_moment(
+    fn resize_on_host(
         &mut self,
         name: &'static str,
         array: &mut Self::Array,
         dtype: DType,
         elems: usize,
     ) -> Result<(), NnError> {
-        self.resize(name, array, dtype, elems)
+        self.resize(name, array, dtype, elems)?;
+        self.clear(array)
     }
 
     /// Whether arrays may lie in the memory of another ([`Blocks::resize_within`]).
@@ -418,7 +419,9 @@ pub trait Blocks: Sized {
     /// Totals of nothing.
     fn totals(&mut self) -> Result<Self::Totals, NnError>;
 
-    /// Waits for `totals` and reads them back; for no work that was queued behind [`Blocks::update`].
+    /// Waits for `totals` and reads them back; for no work that was queued behind [`Blocks::update`]. An
+    /// error where that changed nothing because of a step before that was not finite, whose totals nobody
+    /// has read.
     fn read(&mut self, totals: Self::Totals) -> Result<Sums, NnError>;
 
     /// Brings to the device what the optimiser goes through: in order, not overlapping.

@@ -617,11 +617,16 @@ impl<B: Blocks> Model<B> {
     /// When the device has no memory for them.
     pub fn moments(&self, rule: &Rule) -> Result<Moments<B::Array>, NnError> {
         let blocks = &mut self.running().blocks;
-        let (dtype, elems) = blocks.precision().moments.array(self.share.trained());
+        let precision = blocks.precision();
+        let (dtype, elems) = precision.moments.array(self.share.trained());
         let mut zeros = |name| {
             let mut array = B::Array::default();
-            blocks.resize_moment(name, &mut array, dtype, elems)?;
-            blocks.clear(&mut array)?;
+            if precision.host_moments {
+                blocks.resize_on_host(name, &mut array, dtype, elems)?;
+            } else {
+                blocks.resize(name, &mut array, dtype, elems)?;
+                blocks.clear(&mut array)?;
+            }
             Ok::<_, NnError>(array)
         };
         let mean = zeros("means")?;
@@ -663,10 +668,12 @@ impl<B: Blocks> Model<B> {
     }
 
     /// Waits for the totals of a step, and for no work that was queued since its
-    /// [`Model::update`].
+    /// [`Model::update`]. Those of every step are to be read: a step that is not finite stops the updates
+    /// behind it until its totals are.
     ///
     /// # Errors
-    /// When the device fails, or did since.
+    /// When the device fails, or did since; and where the update changed nothing because of a step before
+    /// that was not finite, whose totals were not read.
     pub fn read(&self, totals: B::Totals) -> Result<Sums, NnError> {
         self.running().blocks.read(totals)
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, HostArray, default_timeout};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
-use foveate_nn::{Array, Part, PartMut};
+use foveate_nn::{Array, NnError, NnErrorKind, Part, PartMut};
 use foveate_tensor::DType;
 
 /// Elements in the memory of a GPU; none before [`foveate_nn::Blocks::resize`].
@@ -20,7 +20,7 @@ pub struct CudaArray {
 
 /// Memory of an array, at least as long as its elements.
 #[derive(Debug)]
-enum Memory {
+pub(super) enum Memory {
     Device {
         of: Arc<Allocation>,
         /// The first byte, where it lies in the memory of another array.
@@ -28,6 +28,13 @@ enum Memory {
     },
     /// Of the host: no operand of a block, but what passes through the device in pieces.
     Host(HostArray),
+}
+
+impl Memory {
+    /// All of an allocation.
+    pub fn of_device(memory: Allocation) -> Self {
+        Self::Device { of: Arc::new(memory), within: None }
+    }
 }
 
 impl Default for CudaArray {
@@ -51,12 +58,27 @@ impl Array for CudaArray {
 }
 
 impl CudaArray {
-    /// Bytes of device memory that it has for itself.
-    pub(super) fn own_bytes(&self) -> usize {
-        match &self.memory {
-            Some(Memory::Device { of, within: None }) => of.bytes(),
+    /// Makes it hold `elems` elements of `dtype` in memory of its own, of the host or of the device. Where it has
+    /// less of that, `take` takes so many bytes; what it had is given back before, so that they may be the same.
+    pub(super) fn fit(
+        &mut self,
+        name: &'static str,
+        (dtype, elems): (DType, usize),
+        on_host: bool,
+        take: impl FnOnce(usize) -> Result<Memory, NnError>,
+    ) -> Result<(), NnError> {
+        let bytes = elems.checked_mul(dtype.bytes()).ok_or(NnErrorKind::Memory { name, elems })?;
+        let own = match &self.memory {
+            Some(Memory::Device { of, within: None }) if !on_host => of.bytes(),
+            Some(Memory::Host(host)) if on_host => host.bytes(),
             _ => 0,
+        };
+        if own < bytes.max(1) {
+            (self.memory, self.elems) = (None, 0);
+            self.memory = Some(take(bytes)?);
         }
+        (self.dtype, self.elems) = (dtype, elems);
+        Ok(())
     }
 
     /// Its memory, where that is the host's.
@@ -65,19 +87,6 @@ impl CudaArray {
             Some(Memory::Host(host)) => Some(host),
             _ => None,
         }
-    }
-
-    /// Gives the memory back, where nothing else lies in it.
-    pub(super) fn release(&mut self) {
-        (self.memory, self.elems) = (None, 0);
-    }
-
-    pub(super) fn set(&mut self, memory: Allocation) {
-        self.memory = Some(Memory::Device { of: Arc::new(memory), within: None });
-    }
-
-    pub(super) fn set_on_host(&mut self, memory: HostArray) {
-        self.memory = Some(Memory::Host(memory));
     }
 
     /// Goes into the memory of `other` from byte `start` on; false where that has fewer than `bytes`.

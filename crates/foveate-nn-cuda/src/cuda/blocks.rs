@@ -17,7 +17,7 @@ use foveate_nn::{
 };
 use foveate_tensor::DType;
 
-use super::array::{CudaArray, Place, batched};
+use super::array::{CudaArray, Memory, Place, batched};
 use super::attention::AttentionPlan;
 use super::batch::{CudaBatch, Rotations};
 use super::clock::Timed;
@@ -76,40 +76,30 @@ impl Blocks for Cuda {
         dtype: DType,
         elems: usize,
     ) -> Result<(), NnError> {
-        let no_memory = || NnErrorKind::Memory { name, elems };
-        let bytes = elems.checked_mul(dtype.bytes()).ok_or_else(no_memory)?;
-        if array.own_bytes() < bytes.max(1) {
-            // What it had may serve another array.
-            array.release();
+        array.fit(name, (dtype, elems), false, |bytes| {
             let taken = self.queue.pool().take(bytes).map_err(|e| match e.kind() {
-                GpuErrorKind::OutOfMemory { .. } => no_memory().into(),
+                GpuErrorKind::OutOfMemory { .. } => NnErrorKind::Memory { name, elems }.into(),
                 _ => failed(&e),
             })?;
-            array.set(taken);
-        }
-        (array.dtype, array.elems) = (dtype, elems);
-        Ok(())
+            Ok(Memory::of_device(taken))
+        })
     }
 
-    fn resize_moment(
+    fn resize_on_host(
         &mut self,
         name: &'static str,
         array: &mut CudaArray,
         dtype: DType,
         elems: usize,
     ) -> Result<(), NnError> {
-        if !self.precision.host_moments {
-            return self.resize(name, array, dtype, elems);
-        }
-        let bytes = elems.checked_mul(dtype.bytes()).ok_or(NnErrorKind::Memory { name, elems })?;
-        array.release();
         let device = self.kernels.engine().device();
-        array.set_on_host(HostArray::new(device, bytes).map_err(|e| {
-            let reason = format!("{name} of {elems} elements in the memory of the host: {e}");
-            NnErrorKind::Device(reason)
-        })?);
-        (array.dtype, array.elems) = (dtype, elems);
-        Ok(())
+        array.fit(name, (dtype, elems), true, |bytes| {
+            let pinned = HostArray::new(device, bytes).map_err(|e| {
+                let reason = format!("{name} of {elems} elements in the memory of the host: {e}");
+                NnError::from(NnErrorKind::Device(reason))
+            })?;
+            Ok(Memory::Host(pinned))
+        })
     }
 
     fn shares_memory(&self) -> bool {
