@@ -21,7 +21,6 @@ use crate::failure::Failure;
 use crate::limits::Need;
 use crate::output::Output;
 use crate::problem::Given;
-use crate::progress::{COUNTING, PATIENCE, waiting};
 
 /// Kernel options from texts like `forward.tile_q=64`.
 pub fn kernel_options(given: &[String]) -> Result<KernelOptions, Failure> {
@@ -144,16 +143,22 @@ fn tiles(args: &Args, given: &Given, plan: &KernelPlan) -> Result<Vec<Tiles>, Fa
     let (one, _) = probe(mask, dims);
     let times = planned.len() as f64;
     let need = Need { bytes: one.bytes, seconds: times * one.seconds };
-    args.problem.limits.admit("counting the tiles of this mask", need, "give fewer positions")?;
+    let (limits, what, fewer) =
+        (args.problem.limits, "counting the tiles of this mask", "give fewer positions");
+    limits.admit(what, need, fewer)?;
     let varies = Varies::of(mask);
     let of = (varies.by_head || varies.by_batch).then_some("in the first head");
     let head = Head { q_len: dims.len_q as i32, kv_len: dims.len_k as i32, ..Head::default() };
+    // A sample may be cheaper than the rest, and building cheaper than counting: both are watched.
     let count = |config: &Config| {
         let tile = [config.queries(), config.tile_kv];
         let [q, kv] = tile.map(|n| n as u32);
-        let stats = BlockMask::build(mask, head, dims.len_q, dims.len_k, Tile { q, kv }).stats();
+        let block = limits.watched(what, 0.0, fewer, |watch| {
+            BlockMask::build_watched(mask, head, dims.len_q, dims.len_k, Tile { q, kv }, watch)
+        })?;
+        let stats = limits.watched(what, 0.0, fewer, |watch| block.stats_watched(watch))?;
         let room = (stats.full + stats.partial) as f64 * (tile[0] * tile[1]) as f64;
-        Tiles {
+        Ok(Tiles {
             kernel: config.kernel.to_string(),
             tile,
             tiles: stats.tiles,
@@ -161,9 +166,9 @@ fn tiles(args: &Args, given: &Given, plan: &KernelPlan) -> Result<Vec<Tiles>, Fa
             partial: stats.partial,
             live_share: if room == 0.0 { 0.0 } else { stats.live_entries as f64 / room },
             of,
-        }
+        })
     };
-    Ok(waiting(COUNTING, PATIENCE, || planned.into_iter().map(count).collect()))
+    planned.into_iter().map(count).collect()
 }
 
 /// The profile called `name`, or that of the GPU `cuda:0`.
