@@ -146,6 +146,11 @@ impl<A: Array> Arena<A> {
         [&self.own, &self.idle].into_iter().flat_map(numbers_of).chain(places)
     }
 
+    /// The next array gets the first place again: for a pass that is begun once more.
+    pub fn rewind(&mut self) {
+        self.next = 0;
+    }
+
     /// [`Blocks::resize`] at the next place.
     pub fn resize<B: Blocks<Array = A>>(
         &mut self,

@@ -656,7 +656,7 @@ pub trait Blocks: Sized {
         Recording::Off("the device records nothing".into())
     }
 
-    /// Forgets the passes that were recorded: memory that they name goes.
+    /// Forgets the passes that were recorded, which name memory that goes.
     fn forget_passes(&mut self) {}
 
     /// Queues `work`, the blocks of a pass that adds to gradients and to `totals`. Where passes are recorded,

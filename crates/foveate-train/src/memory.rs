@@ -50,14 +50,14 @@ pub const PROFILES: [GpuProfile; 4] = [
 pub const BESIDE: u64 = 1 << 30;
 
 /// What it holds more where passes are recorded: scratch of passes, which is no other work's then, and what the
-/// driver keeps of graphs. A bound, not a measurement.
+/// driver keeps of graphs. An estimate, not measured.
 const BESIDE_GRAPHS: u64 = 256 << 20;
 
-/// [`BESIDE`] of the runs of a recipe.
-pub fn beside(recipe: &Recipe) -> u64 {
+/// [`BESIDE`] of the runs of a recipe, on one rank alone or on several, whose passes are not recorded.
+pub fn beside(recipe: &Recipe, alone: bool) -> u64 {
     match recipe.run.graphs {
-        GraphsChoice::Off => BESIDE,
-        GraphsChoice::On => BESIDE + BESIDE_GRAPHS,
+        GraphsChoice::On if alone && !recipe.optimizer.in_backward => BESIDE + BESIDE_GRAPHS,
+        GraphsChoice::On | GraphsChoice::Off => BESIDE,
     }
 }
 
@@ -135,7 +135,7 @@ impl Planned<'_> {
     /// Those of [`Planned::account`].
     pub fn memory(&self, setting: &Setting, bytes: u64) -> Result<MemoryEstimate, NnError> {
         let account = self.account(setting, bytes)?;
-        Ok(MemoryEstimate { process: beside(self.recipe), ..account.memory() })
+        Ok(MemoryEstimate { process: beside(self.recipe, true), ..account.memory() })
     }
 
     /// What a step does and holds on a GPU with `bytes` of memory.

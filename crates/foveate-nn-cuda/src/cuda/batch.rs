@@ -32,12 +32,12 @@ pub struct CudaBatch {
 
 /// Where batches lie whose passes are recorded.
 #[derive(Debug, Default)]
-pub(super) struct Places(Vec<Arc<Allocation>>);
+pub(super) struct BatchPlaces(Vec<Arc<Allocation>>);
 
 /// Sizes of batches whose places are kept.
 const PLACES: usize = 4;
 
-impl Places {
+impl BatchPlaces {
     /// One of so many bytes that no batch lies in.
     fn of(&self, bytes: usize) -> Option<Arc<Allocation>> {
         let is_free =
@@ -143,7 +143,7 @@ impl CudaBatch {
         pool: &Pool,
         batch: &Batch<'_>,
         tables: Vec<Arc<Rotations>>,
-        recorded: Option<&Places>,
+        recorded: Option<&BatchPlaces>,
     ) -> Result<Self, GpuError> {
         let order = TokenOrder::new(batch.tokens)?;
         let order = if recorded.is_some() { order.padded() } else { order };

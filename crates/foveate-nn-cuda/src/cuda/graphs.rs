@@ -22,13 +22,16 @@ use foveate_gpu::{GpuError, Queue};
 use foveate_nn::{NnError, NnErrorKind, PassIdentity, PassWork, Recording};
 
 use super::attention::AttentionPlan;
-use super::batch::{Places, Rotations};
+use super::batch::{BatchPlaces, Rotations};
 use super::{Cuda, CudaTotals, failed};
 
 /// Passes that are remembered: the first batch of a step and later ones, for a few lengths of documents.
 const PASSES: usize = 8;
-/// Recordings that may fail, or be other than the one before, until none is tried any more.
+/// Recordings in turn that may fail, or be other than the one before, until none is tried any more.
 const TRIES: usize = 3;
+/// A pass that was replayed so often since its blocks were compared with its graph is compared again, where no
+/// timed step has done so.
+const UNSEEN: usize = 256;
 
 /// What records passes, or why none does.
 #[derive(Debug)]
@@ -44,7 +47,7 @@ pub(super) struct Recorded {
     queue: Queue,
     /// What passes add to.
     totals: CudaTotals,
-    places: Places,
+    places: BatchPlaces,
     /// The last one that was queued comes first.
     passes: Vec<Pass>,
     tries: usize,
@@ -59,6 +62,8 @@ struct Pass {
     /// Over no batch. What they keep on the device is there as long as the graph.
     plans: Vec<AttentionPlan>,
     state: State,
+    /// How often the graph was queued since what it queues was seen.
+    unseen: usize,
 }
 
 #[derive(Debug)]
@@ -93,7 +98,7 @@ impl Default for Recorder {
 
 impl Recorder {
     /// Where batches lie whose passes are recorded.
-    pub fn places(&self) -> Option<&Places> {
+    pub fn places(&self) -> Option<&BatchPlaces> {
         match self {
             Self::Off(_) => None,
             Self::On(recorded) => Some(&recorded.places),
@@ -132,6 +137,7 @@ impl Pass {
             tables: of.batch.tables.clone(),
             plans: of.plans.iter().map(AttentionPlan::unbound).collect(),
             state: State::New,
+            unseen: 0,
         }
     }
 }
@@ -190,11 +196,14 @@ impl Cuda {
                 return work(self, totals);
             }
         };
-        self.copy_totals(totals, &recorded.totals)?;
-        let Queued { done, trouble } = self.queue_of(&mut recorded, of, work)?;
-        if done {
-            self.copy_totals(&recorded.totals, totals)?;
-        }
+        let queued = self.queue_beside(&mut recorded, of, totals, work);
+        let Queued { done, trouble } = match queued {
+            Ok(queued) => queued,
+            Err(e) => {
+                self.recorder = Recorder::Off(format!("a pass failed: {e}"));
+                return Err(e);
+            }
+        };
         recorded.tries += usize::from(trouble.is_some());
         self.recorder = match trouble.filter(|_| recorded.tries >= TRIES) {
             Some(reason) => Recorder::Off(reason),
@@ -204,26 +213,43 @@ impl Cuda {
         if done { Ok(()) } else { work(self, totals) }
     }
 
+    /// Queues `work` or its record over totals of its own, between copies of `totals`.
+    fn queue_beside(
+        &mut self,
+        recorded: &mut Recorded,
+        of: &PassIdentity<'_, Self>,
+        totals: &mut CudaTotals,
+        work: &mut PassWork<'_, Self>,
+    ) -> Result<Queued, NnError> {
+        self.copy_totals(totals, &recorded.totals)?;
+        let queued = self.queue_of(recorded, of, work)?;
+        if queued.done {
+            self.copy_totals(&recorded.totals, totals)?;
+        }
+        Ok(queued)
+    }
+
     fn queue_of(
         &mut self,
         recorded: &mut Recorded,
         of: &PassIdentity<'_, Self>,
         work: &mut PassWork<'_, Self>,
     ) -> Result<Queued, NnError> {
-        let (queue, measures) = (recorded.queue.clone(), self.clock.measures());
+        let queue = recorded.queue.clone();
         let fingerprint = || queue.pool().fingerprint();
         let pass = recorded.pass(of);
+        let shows = self.clock.measures() || pass.unseen >= UNSEEN;
         let before = match std::mem::replace(&mut pass.state, State::Run) {
             State::New => return self.run_pass(recorded, work).map(|_| DONE),
             State::Once(_, of) | State::Twice(_, of) if of != fingerprint() => State::Run,
             before => before,
         };
-        if measures {
+        if shows {
             let operations = self.run_pass(recorded, work)?;
             if let State::Twice(graph, _) = &before {
                 check(graph, &operations)?;
             }
-            recorded.passes[0].state = before;
+            (recorded.passes[0].state, recorded.passes[0].unseen) = (before, 0);
             return Ok(DONE);
         }
         // SAFETY: the pass's arrays are where they were, by its identity, and so is what plans keep, which are
@@ -233,6 +259,7 @@ impl Cuda {
             State::Twice(graph, of) => {
                 launch(&graph).map_err(|e| failed(&e))?;
                 recorded.passes[0].state = State::Twice(graph, of);
+                recorded.passes[0].unseen += 1;
                 return Ok(DONE);
             }
             before => match self.record_pass(recorded, work) {
@@ -249,7 +276,10 @@ impl Cuda {
         let difference = operations::difference(once.operations(), graph.operations());
         let trouble = difference.filter(|_| first == of);
         recorded.passes[0].state = match &trouble {
-            None if first == of => State::Twice(graph, of),
+            None if first == of => {
+                recorded.tries = 0;
+                State::Twice(graph, of)
+            }
             _ => State::Once(graph, of),
         };
         let trouble = trouble.map(|d| format!("what batches queue differs: {d}"));

@@ -264,6 +264,23 @@ fn a_pass_that_is_other_than_its_record_ends_the_run() {
     assert!(said.contains("operation 0 fv_embedding has 0x"), "{said}");
 }
 
+/// Evaluations between steps count as steps where blocks are timed, so that no step may be a timed one.
+#[test]
+fn a_record_is_compared_where_no_step_is_timed_too() {
+    if !inside("graphs::a_record_is_compared_where_no_step_is_timed_too") {
+        return;
+    }
+    let nothing: Work<'_> = &|_, _, _| Ok(());
+    let mut passes = Passes::new();
+    for number in 1..=3 + 256 {
+        passes.queue(1.0, nothing).unwrap_or_else(|e| panic!("{number}: {e}"));
+        drop(passes.cuda.totals().unwrap());
+    }
+    let said = passes.queue(2.0, nothing).unwrap_err().to_string();
+    assert!(said.contains("a recorded pass is not what its blocks queue"), "{said}");
+    assert!(passes.reason().starts_with("a pass failed: "), "{}", passes.reason());
+}
+
 #[test]
 fn what_cannot_be_recorded_runs_and_says_why() {
     if !inside("graphs::what_cannot_be_recorded_runs_and_says_why") {
@@ -293,6 +310,27 @@ fn what_cannot_be_recorded_runs_and_says_why() {
         passes.queue(1.0, fails).unwrap();
     }
     assert_eq!(passes.queue(1.0, fails).unwrap_err().to_string(), no_kind().to_string());
+}
+
+#[test]
+fn steps_that_are_recorded_in_vain_take_no_more_memory() {
+    if !inside("graphs::steps_that_are_recorded_in_vain_take_no_more_memory") {
+        return;
+    }
+    let mut steps = recorded(Steps::new());
+    steps.run(Recompute::None);
+    let by_block = launched(|| drop(steps.run(Recompute::None)));
+    let spoil = log().with_file_name("spoil");
+    fs::write(&spoil, "").unwrap();
+    for number in 0..4 {
+        let mut notes = Vec::new();
+        let lines = launched(|| notes.extend(steps.run(Recompute::None).into_iter().flatten()));
+        let more = |n: &&Noted| matches!(n, Noted::Allocated { .. });
+        assert_eq!(notes.iter().find(more).map(|n| format!("{n:?}")), None, "step {number}");
+        assert_eq!(trouble(&notes), [""; 0], "step {number}");
+        assert!(graphs(&lines).is_empty() && lines.len() >= by_block.len(), "{lines:?}");
+    }
+    assert!(matches!(steps.model.recording(), Recording::Off(_)));
 }
 
 #[test]

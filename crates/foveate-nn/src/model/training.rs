@@ -99,6 +99,8 @@ impl<B: Blocks> Model<B> {
                 let identity =
                     prepared.identity(numbers.chain(arrays).chain(workspace.arena.numbers()));
                 let mut work = |blocks: &mut B, totals: &mut B::Totals| {
+                    // It runs a second time where its recording fails.
+                    workspace.arena.rewind();
                     let gradients = Some(Target::whole(array, accumulate));
                     let mut all = Whole { weights, gradients, reused };
                     pass.forward_backward(blocks, &mut all, workspace, recompute, totals)

@@ -212,7 +212,7 @@ impl Watched<'_> {
                     .help("say what is computed again: none, attention, mlp or full"));
             }
             None => least_that_fits(config.num_hidden_layers, free, |again| {
-                let beside = free.map_or(0, |_| beside(&case.recipe));
+                let beside = free.map_or(0, |_| beside(&case.recipe, true));
                 Ok::<_, NnError>(account(again)?.memory().total() + beside)
             })?,
         };
