@@ -37,7 +37,7 @@ pub struct Sums {
     pub nats: f64,
     /// These tokens.
     pub labelled: u64,
-    /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`] did not
+    /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`](crate::Blocks::clip) did not
     /// run.
     pub grad_norm: f64,
     /// Time of attention, forward and backward, in seconds.
