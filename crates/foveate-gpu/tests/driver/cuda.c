@@ -248,7 +248,7 @@ int cuStreamBeginCapture_v2(void *s, unsigned mode) {
     return recorded = calloc(1, sizeof *recorded), recorded->users = 1, 0;
 }
 int cuStreamEndCapture(void *s, void **g) {
-    int spoilt = recorded->spoilt || !access(at_home("spoil"), F_OK);
+    int spoilt = recorded->spoilt;
     (void)s;
     *g = spoilt ? 0 : recorded;
     return recorded = 0, spoilt ? 901 : 0;

@@ -313,27 +313,6 @@ fn what_cannot_be_recorded_runs_and_says_why() {
 }
 
 #[test]
-fn steps_that_are_recorded_in_vain_take_no_more_memory() {
-    if !inside("graphs::steps_that_are_recorded_in_vain_take_no_more_memory") {
-        return;
-    }
-    let mut steps = recorded(Steps::new());
-    steps.run(Recompute::None);
-    let by_block = launched(|| drop(steps.run(Recompute::None)));
-    let spoil = log().with_file_name("spoil");
-    fs::write(&spoil, "").unwrap();
-    for number in 0..4 {
-        let mut notes = Vec::new();
-        let lines = launched(|| notes.extend(steps.run(Recompute::None).into_iter().flatten()));
-        let more = |n: &&Noted| matches!(n, Noted::Allocated { .. });
-        assert_eq!(notes.iter().find(more).map(|n| format!("{n:?}")), None, "step {number}");
-        assert_eq!(trouble(&notes), [""; 0], "step {number}");
-        assert!(graphs(&lines).is_empty() && lines.len() >= by_block.len(), "{lines:?}");
-    }
-    assert!(matches!(steps.model.recording(), Recording::Off(_)));
-}
-
-#[test]
 fn a_model_too_large_for_its_places_grows_and_records_anew() {
     if !inside("graphs::a_model_too_large_for_its_places_grows_and_records_anew") {
         return;
