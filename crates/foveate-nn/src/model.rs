@@ -1,6 +1,7 @@
 //! The model: its parameters on a device, its attention plans and the workspace of its steps.
 
 mod memory;
+mod prepared;
 mod replay;
 mod training;
 

@@ -5,8 +5,8 @@ use std::fmt;
 
 use foveate::DType;
 
-use super::training::Prepared;
-use super::{Gradients, Model, Running};
+use super::prepared::{Begun, Prepared};
+use super::{Gradients, Model};
 use crate::account::StepKind;
 use crate::backend::{Array, Blocks, Part};
 use crate::batch::Batch;
@@ -111,17 +111,15 @@ impl<B: Blocks> Model<B> {
         between: Option<&mut Gradients<B::Array>>,
     ) -> Result<Option<NotFinite>, NnError> {
         self.check_parameters()?;
-        let (running, sizes) = (&mut *self.running(), self.sizes());
-        let prepared = Prepared::new(running, sizes, &self.programs, batch, None)?;
-        let (shape, idle) = (prepared.shape, between.and_then(Gradients::idle));
-        let kind = (true, StepKind::Loss);
-        running.place(sizes, &self.layout, &self.programs, shape, kind, idle)?;
-        let Running { blocks, workspace, .. } = running;
+        let (running, fixed) = (&mut *self.running(), self.fixed());
+        let prepared = Prepared::new(running, fixed, batch, None)?;
+        let programs = prepared.of_layers(&self.programs);
+        let idle = between.and_then(Gradients::idle);
+        let Begun { mut pass, blocks, workspace, .. } =
+            running.begin(fixed, &prepared, &programs, None, StepKind::Loss, idle)?;
         let (mut each, tokens) = (B::Array::default(), batch.tokens_total());
         blocks.resize("token losses", &mut each, DType::F32, tokens)?;
         let mut totals = blocks.totals()?;
-        let programs = prepared.of_layers(&self.programs);
-        let mut pass = prepared.pass(sizes, &self.layout, &programs, None, None);
         let (weights, mut first) = (&self.weights.array, None);
         let look = &mut |blocks: &mut B, layer, block, array: &B::Array| {
             let found = first_of(blocks, Part::whole(array))?;

@@ -5,27 +5,20 @@ use std::time::Instant;
 
 use foveate::DType;
 
-use super::{Gradients, Model, Passed, Running, lock};
-use crate::account::{self, StepKind, Training};
-use crate::backend::{
-    Array, Blocks, LayerProgram, Moments, PackedHeads, Part, PartMut, PassIdentity,
-    StreamTransfers, Sums, numbers_of,
-};
-use crate::batch::{Batch, IGNORE, LossSum, Queued};
-use crate::config::ModelConfig;
-use crate::context::{Context, ContextAttention};
+use super::prepared::{Begun, Fixed, Prepared};
+use super::{Gradients, Model, Running, lock};
+use crate::account::{StepKind, Training};
+use crate::backend::{Array, Blocks, Moments, Part, PartMut, Sums, numbers_of};
+use crate::batch::{Batch, LossSum, Queued};
+use crate::context::ContextAttention;
 use crate::error::NnError;
 use crate::gathering::Gathering;
 use crate::groups::{Cut, Owners, PassingGradients, Summed, Updated};
 use crate::held::Target;
 use crate::optimizer::OptimizerStep;
-use crate::parameters::ParameterLayout;
-use crate::pass::{Pass, Whole};
-use crate::plans::Programs;
-use crate::rope::RopeTable;
-use crate::stream::{Stream, leave_to_first};
-use crate::tape::{Recomputation, Workspace};
-use crate::tensor::TensorPart;
+use crate::pass::Whole;
+use crate::stream::leave_to_first;
+use crate::tape::Recomputation;
 
 impl<B: Blocks> Model<B> {
     /// Queues the loss of a batch and its gradients, which are added to `totals` and `gradients`.
@@ -70,21 +63,15 @@ impl<B: Blocks> Model<B> {
         }
         self.check_parameters()?;
         let (Gradients { array, cleared, one_batch }, recompute) = (gradients, recompute.into());
-        let running = &mut *self.running();
-        let sizes = self.sizes();
-        let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
-        let shares = context.is_none() && running.has_all(sizes.part);
+        let (running, fixed) = (&mut *self.running(), self.fixed());
+        let shares = running.shares(fixed, context.is_some());
         let one_batch = *one_batch && shares;
         let kind = StepKind::Training(Training { one_batch, ..recompute.into() });
-        let idle = one_batch.then_some(&*array);
-        running.place(sizes, &self.layout, &self.programs, prepared.shape, (shares, kind), idle)?;
-        let Running { blocks, workspace, gathering, passing, tensor, context: device, .. } =
-            running;
+        let prepared = Prepared::new(running, fixed, batch, context.as_deref())?;
         let programs = prepared.of_layers(&self.programs);
-        let heads = PackedHeads::of(sizes.local, prepared.shape);
-        let context = Context::of(context, device, blocks, &self.programs, heads)?;
-        let stream = sizes.stream(tensor.as_deref_mut(), prepared.shape);
-        let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
+        let idle = one_batch.then_some(&*array);
+        let Begun { mut pass, blocks, workspace, gathering, passing, .. } =
+            running.begin(fixed, &prepared, &programs, context, kind, idle)?;
         let accumulate = !std::mem::take(cleared);
         match gathering {
             None => {
@@ -123,8 +110,9 @@ impl<B: Blocks> Model<B> {
         Ok(prepared.queued(live, batch))
     }
 
-    pub(super) fn sizes(&self) -> Sizes<'_> {
-        Sizes { config: &self.config, local: &self.local, part: &self.part }
+    pub(super) fn fixed(&self) -> Fixed<'_> {
+        let Self { config, local, part, layout, programs, .. } = self;
+        Fixed { config, local, part, layout, programs }
     }
 
     fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B>) -> Cut<'a, B> {
@@ -187,20 +175,16 @@ impl<B: Blocks> Model<B> {
         let recompute = recompute.into();
         self.check_parameters()?;
         let Self { config, local, part, programs, layout, share, weights, running, .. } = self;
-        let (running, sizes) = (&mut *lock(running), Sizes { config, local, part });
-        let prepared = Prepared::new(running, sizes, programs, batch, context.as_deref())?;
-        let shares = context.is_none() && running.has_all(sizes.part);
+        let (running, fixed) =
+            (&mut *lock(running), Fixed { config, local, part, layout, programs });
         let kind = StepKind::Training(Training { in_backward: true, ..recompute.into() });
-        running.place(sizes, layout, programs, prepared.shape, (shares, kind), None)?;
-        let Running { blocks, workspace, gathering, ranks, tensor, context: device, .. } = running;
+        let prepared = Prepared::new(running, fixed, batch, context.as_deref())?;
+        let of_layers = prepared.of_layers(programs);
+        let Begun { mut pass, blocks, workspace, gathering, ranks, .. } =
+            running.begin(fixed, &prepared, &of_layers, context, kind, None)?;
         if let Some(gathering) = gathering {
             gathering.start(layout, true);
         }
-        let of_layers = prepared.of_layers(programs);
-        let heads = PackedHeads::of(sizes.local, prepared.shape);
-        let context = Context::of(context, device, blocks, programs, heads)?;
-        let stream = sizes.stream(tensor.as_deref_mut(), prepared.shape);
-        let mut pass = prepared.pass(sizes, layout, &of_layers, context, stream);
         let mut parameters = Updated {
             layout,
             share,
@@ -213,7 +197,7 @@ impl<B: Blocks> Model<B> {
             spans,
             moments,
             more: false,
-            ranks: ranks.as_ref(),
+            ranks,
         };
         pass.forward_backward(blocks, &mut parameters, workspace, recompute, totals)?;
         if let Some(gathering) = gathering {
@@ -332,18 +316,13 @@ impl<B: Blocks> Model<B> {
         totals: &mut B::Totals,
     ) -> Result<Queued, NnError> {
         self.check_parameters()?;
-        let sizes = self.sizes();
-        let prepared = Prepared::new(running, sizes, &self.programs, batch, context.as_deref())?;
-        let shares = context.is_none() && running.has_all(sizes.part);
-        let kind = (shares, StepKind::Loss);
+        let fixed = self.fixed();
+        let shares = running.shares(fixed, context.is_some());
         let idle = between.filter(|_| shares).and_then(Gradients::idle);
-        running.place(sizes, &self.layout, &self.programs, prepared.shape, kind, idle)?;
-        let Running { blocks, workspace, gathering, tensor, context: device, .. } = running;
+        let prepared = Prepared::new(running, fixed, batch, context.as_deref())?;
         let programs = prepared.of_layers(&self.programs);
-        let heads = PackedHeads::of(sizes.local, prepared.shape);
-        let context = Context::of(context, device, blocks, &self.programs, heads)?;
-        let stream = sizes.stream(tensor.as_deref_mut(), prepared.shape);
-        let mut pass = prepared.pass(sizes, &self.layout, &programs, context, stream);
+        let Begun { mut pass, blocks, workspace, gathering, .. } =
+            running.begin(fixed, &prepared, &programs, context, StepKind::Loss, idle)?;
         match gathering {
             None => {
                 let weights = &self.weights.array;
@@ -358,146 +337,6 @@ impl<B: Blocks> Model<B> {
             }
         }
         Ok(prepared.queued(None, batch))
-    }
-}
-
-/// Kinds of passes whose places are kept.
-const PLACES: usize = 8;
-
-impl<B: Blocks> Running<B> {
-    /// Whether this rank has all parameters, and all tokens of its rows.
-    fn has_all(&self, part: &TensorPart) -> bool {
-        self.gathering.is_none() && self.context.is_none() && !part.is_cut()
-    }
-
-    /// Gives the arrays of the next pass their places, some of them in the memory of gradients that is
-    /// `idle`; where they do not share memory, each has its own.
-    pub(super) fn place(
-        &mut self,
-        Sizes { local, part, .. }: Sizes<'_>,
-        layout: &ParameterLayout,
-        programs: &Programs,
-        shape: [usize; 2],
-        (shares, kind): (bool, StepKind),
-        idle: Option<&B::Array>,
-    ) -> Result<(), NnError> {
-        let Self { blocks, workspace, places, .. } = self;
-        if !shares || !blocks.shares_memory() {
-            return workspace.arena.begin(blocks, None, None);
-        }
-        let reuses = idle.is_some();
-        // Fewer rows lie where more do, so that the last of an evaluation take no more memory.
-        let holds = |&([rows, len], of, reused): &Passed| {
-            rows >= shape[0] && len == shape[1] && of == kind && reused == reuses
-        };
-        let known = places.iter().position(|(of, _)| holds(of));
-        let index = match known {
-            Some(index) => index,
-            None => {
-                let learned = programs.learned();
-                let made =
-                    account::places(blocks, local, part, layout, &learned, shape, kind, reuses)?;
-                places.truncate(PLACES - 1);
-                places.insert(0, ((shape, kind, reuses), made));
-                0
-            }
-        };
-        let places = places[index].1.as_ref();
-        if places.is_some_and(|places| workspace.arena.must_grow(places)) {
-            // Nothing keeps the memory of the smaller one.
-            blocks.forget_passes();
-            *workspace = Workspace::default();
-        }
-        workspace.arena.begin(blocks, places, idle)
-    }
-}
-
-/// The sizes of a model, and of what of it this rank has.
-#[derive(Clone, Copy)]
-pub(super) struct Sizes<'a> {
-    config: &'a ModelConfig,
-    local: &'a ModelConfig,
-    part: &'a TensorPart,
-}
-
-impl<'a> Sizes<'a> {
-    fn stream<B: Blocks>(
-        self,
-        tensor: Option<&'a mut (dyn StreamTransfers<B> + 'static)>,
-        shape: [usize; 2],
-    ) -> Option<Stream<'a, B>> {
-        let transfers = tensor.filter(|_| self.part.is_cut());
-        transfers.map(|transfers| Stream { part: self.part, shape, transfers: Some(transfers) })
-    }
-}
-
-/// A batch on the device, with what depends on it.
-pub(super) struct Prepared<B: Blocks> {
-    batch: B::Batch,
-    /// A plan for each program, bound to the documents; none where other ranks hold tokens of the
-    /// rows.
-    plans: Vec<B::Plan>,
-    pub shape: [usize; 2],
-}
-
-impl<B: Blocks> Prepared<B> {
-    pub fn new(
-        Running { blocks, plans, tables, tensor, .. }: &mut Running<B>,
-        Sizes { config, local, part }: Sizes<'_>,
-        programs: &Programs,
-        batch: &Batch<'_>,
-        context: Option<&dyn ContextAttention>,
-    ) -> Result<Self, NnError> {
-        batch.validate(config)?;
-        if part.is_cut() && tensor.is_none() {
-            let reason =
-                "is of a part of a model, without transfers to the ranks that have the others";
-            return Err(NnError::batch(format!("the batch {reason}")));
-        }
-        let shape = [batch.rows, batch.len];
-        let own = batch.positions.iter().max().map_or(0, |&p| p as usize + 1);
-        let reaches = context.map_or(0, ContextAttention::positions);
-        RopeTable::reach_all(tables, config, own.max(reaches));
-        let uploaded = blocks.upload(batch, tables)?;
-        if context.is_some() {
-            return Ok(Self { batch: uploaded, plans: Vec::new(), shape });
-        }
-        let (heads, first) = (PackedHeads::of(local, shape), part.first_heads());
-        let plans = plans.of(blocks, programs, heads, first, batch.mean_kv_len)?;
-        let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
-        let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
-        Ok(Self { batch: uploaded, plans, shape })
-    }
-
-    /// Of a pass over the batch, of which `numbers` say what it is beside its shape.
-    fn identity(&self, numbers: impl Iterator<Item = u64>) -> PassIdentity<'_, B> {
-        let shape = self.shape.map(|n| n as u64);
-        let numbers = shape.into_iter().chain(numbers).collect();
-        PassIdentity::new(numbers, &self.batch, &self.plans)
-    }
-
-    pub fn of_layers<'a>(&'a self, programs: &'a Programs) -> Vec<LayerProgram<'a, B>> {
-        match self.plans.is_empty() {
-            true => Vec::new(),
-            false => programs.of_layers(&self.plans),
-        }
-    }
-
-    pub fn pass<'a>(
-        &'a self,
-        Sizes { local: config, part, .. }: Sizes<'a>,
-        layout: &'a ParameterLayout,
-        programs: &'a [LayerProgram<'a, B>],
-        context: Option<Context<'a, B>>,
-        stream: Option<Stream<'a, B>>,
-    ) -> Pass<'a, B> {
-        let (batch, shape) = (&self.batch, self.shape);
-        Pass { config, layout, programs, batch, shape, context, part, stream }
-    }
-
-    fn queued(&self, live_pairs: Option<f64>, batch: &Batch<'_>) -> Queued {
-        let tokens = batch.labels.iter().filter(|&&l| l != IGNORE).count();
-        Queued { tokens, live_pairs }
     }
 }
 
