@@ -7,6 +7,7 @@ mod context;
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 mod graphs;
+mod offload;
 mod order;
 mod ranks;
 
@@ -19,11 +20,12 @@ use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
     LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState, Peers,
-    ProgramConfig, Recompute, Reshard, RopePairing, Rule, StepKind, StepRanks, TensorPart,
-    Treatment,
+    ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule, StepKind, StepRanks,
+    TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
+use order::flow::flow;
 use order::trouble;
 use ranks::TestRank;
 
@@ -186,7 +188,7 @@ impl Steps {
     }
 
     /// Queues a step and reads its totals; gives what was noted of both.
-    fn run(&mut self, recompute: Recompute) -> [Vec<Noted>; 2] {
+    fn run(&mut self, recompute: impl Into<Recomputation>) -> [Vec<Noted>; 2] {
         trace::start();
         let totals = self.queue(recompute);
         let queued = trace::stop();
@@ -196,7 +198,8 @@ impl Steps {
     }
 
     /// Queues a step.
-    fn queue(&mut self, recompute: Recompute) -> CudaTotals {
+    fn queue(&mut self, recompute: impl Into<Recomputation>) -> CudaTotals {
+        let recompute = recompute.into();
         self.count += 1;
         let Self { model, state, batches, mean_kv_len, count, context, varies, replicas } = self;
         let (gradients, moments, spans) = state;
@@ -268,41 +271,6 @@ fn steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory() {
         }
         assert_eq!(trouble(&notes), [""; 0], "{recompute:?}");
     }
-}
-
-/// Of every read, in order: its operand, and which writes were the last of its bytes.
-fn flow(notes: &[Noted]) -> Vec<(&str, Vec<usize>)> {
-    // Bytes that were written last by one write, by where they start: their end, and which.
-    let mut last: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
-    let (mut reads, mut writes) = (Vec::new(), 0);
-    for noted in notes {
-        match noted {
-            Noted::Written { span: (start, end), .. } => {
-                let meets: Vec<(u64, (u64, usize))> = last
-                    .range(..end)
-                    .filter(|(_, (until, _))| until > start)
-                    .map(|(at, of)| (*at, *of))
-                    .collect();
-                for (at, (until, write)) in meets {
-                    last.remove(&at);
-                    if at < *start {
-                        last.insert(at, (*start, write));
-                    }
-                    if until > *end {
-                        last.insert(*end, (until, write));
-                    }
-                }
-                last.insert(*start, (*end, writes));
-                writes += 1;
-            }
-            Noted::Read { name, span: (start, end), .. } => {
-                let of = last.range(..end).filter(|(_, (until, _))| until > start);
-                reads.push((name.as_str(), of.map(|(_, (_, write))| *write).collect()));
-            }
-            _ => {}
-        }
-    }
-    reads
 }
 
 #[test]

@@ -61,7 +61,7 @@ pub struct Account {
     pub activations: Vec<NotedArray>,
     /// The blocks, in their order.
     pub blocks: Vec<NotedBlock>,
-    /// Bytes of the host's memory that moments take, where they lie there.
+    /// Bytes of the host's memory beside that of a device: of moments and of inputs of layers that lie there.
     pub host_bytes: u64,
     /// Where those of a pass lie, where they share memory: all but the first [`OF_BATCH`].
     pub(crate) places: Option<Places>,
@@ -169,8 +169,8 @@ pub struct MemoryEstimate {
     pub attention: u64,
     /// The process itself, and what its matrix products pack.
     pub process: u64,
-    /// The optimiser's moments in the memory of the host beside that of a device: no part of
-    /// [`MemoryEstimate::total`].
+    /// The optimiser's moments and inputs of layers in the memory of the host beside that of a device: no
+    /// part of [`MemoryEstimate::total`].
     pub host: u64,
 }
 
@@ -281,7 +281,6 @@ struct State {
     weights: DryArray,
     /// Those of the embedding, where it has them apart, and all others.
     gradients: [DryArray; 2],
-    host_bytes: u64,
 }
 
 impl State {
@@ -296,7 +295,7 @@ impl State {
         if is_cut {
             weights = dry.state(GATHERED, precision.weights, layout.gathered(cutting.reshard));
         }
-        let (mut gradients, mut host_bytes) = ([DryArray::default(), DryArray::default()], 0);
+        let mut gradients = [DryArray::default(), DryArray::default()];
         if let StepKind::Training(training) = kind {
             let passes = training.in_backward || is_cut;
             let sizes = if passes { layout.passing() } else { [0, trained] };
@@ -314,14 +313,15 @@ impl State {
                 dry.state(MOMENT, dtype, elems);
             }
             if precision.host_moments {
-                host_bytes = trained.saturating_mul(moments).saturating_mul(dtype.bytes()) as u64;
+                let bytes = trained.saturating_mul(moments).saturating_mul(dtype.bytes());
+                dry.host_bytes = dry.host_bytes.saturating_add(bytes as u64);
             }
         }
         if precision.remainders {
             // 16 bits each.
             dry.state(REMAINDERS, DType::BF16, trained);
         }
-        Self { weights, gradients, host_bytes }
+        Self { weights, gradients }
     }
 }
 
@@ -346,7 +346,7 @@ pub(crate) fn dry_run(
     kind: StepKind,
 ) -> Result<Account, NnError> {
     let precision = dry.precision();
-    let State { weights, mut gradients, host_bytes } = State::noted(&mut dry, layout, kind);
+    let State { weights, mut gradients } = State::noted(&mut dry, layout, kind);
     let states = dry.arrays.len();
     note_batch(&mut dry, config, rows, len);
     let programs: Vec<_> =
@@ -378,7 +378,7 @@ pub(crate) fn dry_run(
     }
     let shares_memory = dry.shares_memory() && kind.has_all();
     let again = dry.again();
-    let Dry { mut arrays, blocks, .. } = dry;
+    let Dry { mut arrays, blocks, host_bytes, .. } = dry;
     let activations = arrays.split_off(states);
     let mut places = shares_memory.then(|| Places::new(&activations[OF_BATCH..], &idle));
     if let (StepKind::Training(training), Some(places)) = (kind, &mut places) {
@@ -618,7 +618,7 @@ mod tests {
             for (what, [one_batch, in_backward]) in
                 Recompute::ALL.into_iter().flat_map(|what| ways.map(|way| (what, way)))
             {
-                let again = Recomputation { what, layers: 3 };
+                let again = Recomputation { what, layers: 3, ..Recompute::None.into() };
                 let training = Training { one_batch, in_backward, ..again.into() };
                 for frozen in frozen {
                     check(ParameterState::Exact, training, frozen);

@@ -13,6 +13,7 @@
 mod recording;
 mod stream;
 mod sums;
+mod transfers;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,11 +33,12 @@ use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
 use crate::program::AttentionProgram;
 use crate::rope::RopeTable;
-use crate::sharing::{Carrier, CutGroup, Peers, ReplicaSums, Sharing, TensorSharing};
+use crate::sharing::{Carrier, Peers, ReplicaSums, Sharing, TensorSharing};
 pub(crate) use recording::numbers_of;
 pub use recording::{PassIdentity, PassWork, Recording};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
 pub use sums::{BlockTime, SumOverRanks, Sums};
+pub use transfers::Transfers;
 
 /// What attention is planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -217,6 +219,32 @@ pub trait Blocks: Sized {
         self.resize(name, array, dtype, elems)?;
         self.clear(array)
     }
+
+    /// Begins to copy an array to one in the memory of the host of as many elements. Until [`Blocks::left`]
+    /// neither is written; one copy is under way at a time.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn leave(&mut self, from: &Self::Array, to: &mut Self::Array) -> Result<(), NnError>;
+
+    /// What is queued next waits for the copy that [`Blocks::leave`] began of `from`.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn left(&mut self, from: &Self::Array) -> Result<(), NnError>;
+
+    /// Begins to copy back what [`Blocks::leave`] has copied and [`Blocks::left`] waited for. Until
+    /// [`Blocks::brought`] nothing else uses `into`; one copy is under way at a time.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn bring(&mut self, from: &Self::Array, into: &mut Self::Array) -> Result<(), NnError>;
+
+    /// What is queued next waits for the copy that [`Blocks::bring`] began into `into`.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn brought(&mut self, into: &Self::Array) -> Result<(), NnError>;
 
     /// Whether arrays may lie in the memory of another ([`Blocks::resize_within`]).
     fn shares_memory(&self) -> bool {
@@ -661,7 +689,7 @@ pub trait Blocks: Sized {
 
     /// Queues `work`, the blocks of a pass that adds to gradients and to `totals`. Where passes are recorded,
     /// queues what an earlier one of the same identity queued instead. May do `work` twice, but queues it
-    /// once.
+    /// once. No `work` of it begins copies to the host's memory ([`Blocks::leave`]).
     ///
     /// # Errors
     /// Those of `work`; when the record is not what `work` queues.
@@ -700,59 +728,5 @@ pub trait Blocks: Sized {
         part: Option<VocabularyPart<'_, Self>>,
         gradients: Option<LossGradients<'_, Self::Array>>,
         totals: &mut Self::Totals,
-    ) -> Result<(), NnError>;
-}
-
-/// What moves parts of parameters and of gradients between the ranks that share them. All ranks begin
-/// and wait for transfers of a kind in the same order; what is begun runs beside the caller. Waiting may
-/// be left to the work that is queued behind.
-pub trait Transfers<B: Blocks>: Send {
-    /// Begins to bring together the parts of a group in `into`, which is written until
-    /// [`Transfers::gathered`]; `own` has those of this rank, and stays as it is until then.
-    ///
-    /// # Errors
-    /// When the ranks cannot go on, or the device fails.
-    fn gather(
-        &mut self,
-        blocks: &mut B,
-        own: &B::Array,
-        group: &CutGroup,
-        into: &mut B::Array,
-    ) -> Result<(), NnError>;
-
-    /// Waits for the group whose gathering began first, with `into` as it began.
-    ///
-    /// # Errors
-    /// Those of [`Transfers::gather`].
-    fn gathered(
-        &mut self,
-        blocks: &mut B,
-        group: &CutGroup,
-        into: &mut B::Array,
-    ) -> Result<(), NnError>;
-
-    /// Begins to sum the gradients of a group over ranks, in order of rank; `gradients` begins with
-    /// them, and may be taken. The part of this rank goes to `into`, which is written until
-    /// [`Transfers::reduced`].
-    ///
-    /// # Errors
-    /// Those of [`Transfers::gather`].
-    fn reduce(
-        &mut self,
-        blocks: &mut B,
-        gradients: &mut B::Array,
-        group: &CutGroup,
-        into: PartMut<'_, B::Array>,
-    ) -> Result<(), NnError>;
-
-    /// Waits for the sum that began first, with `into` as it began.
-    ///
-    /// # Errors
-    /// Those of [`Transfers::gather`].
-    fn reduced(
-        &mut self,
-        blocks: &mut B,
-        group: &CutGroup,
-        into: PartMut<'_, B::Array>,
     ) -> Result<(), NnError>;
 }

@@ -32,6 +32,8 @@ pub struct Dry {
     precision: Precision,
     logits_tokens: usize,
     shares_memory: bool,
+    /// Bytes of the host's memory beside that of a device.
+    pub(crate) host_bytes: u64,
     pub(crate) arrays: Vec<NotedArray>,
     pub(crate) blocks: Vec<NotedBlock>,
 }
@@ -138,8 +140,8 @@ impl Dry {
     /// Notes what blocks of a precision would do that hold the logits of so many tokens at once and whose
     /// arrays have memory of their own each.
     pub fn new(precision: Precision, logits_tokens: usize) -> Self {
-        let (arrays, blocks) = Default::default();
-        Self { precision, logits_tokens, shares_memory: false, arrays, blocks }
+        let (host_bytes, arrays, blocks) = Default::default();
+        Self { precision, logits_tokens, shares_memory: false, host_bytes, arrays, blocks }
     }
 
     /// The same of blocks whose arrays may share memory.
@@ -237,6 +239,43 @@ impl Blocks for Dry {
         elems: usize,
     ) -> Result<(), NnError> {
         *array = self.state(name, dtype, elems);
+        Ok(())
+    }
+
+    fn resize_on_host(
+        &mut self,
+        _: &'static str,
+        array: &mut DryArray,
+        dtype: DType,
+        elems: usize,
+    ) -> Result<(), NnError> {
+        let bytes =
+            |elems: usize, dtype: DType| (elems as u64).saturating_mul(dtype.bytes() as u64);
+        let before = bytes(array.elems, array.dtype);
+        self.host_bytes =
+            self.host_bytes.saturating_sub(before).saturating_add(bytes(elems, dtype));
+        *array = DryArray { index: None, dtype, elems };
+        Ok(())
+    }
+
+    fn leave(&mut self, from: &DryArray, _: &mut DryArray) -> Result<(), NnError> {
+        self.note("copy to the host", &[reads(from)])
+    }
+
+    /// The array is needed until here.
+    fn left(&mut self, from: &DryArray) -> Result<(), NnError> {
+        let (array, now) = (from.index.expect("it was copied"), self.blocks.len());
+        let last = self.arrays[array].needed.last_mut().expect("it was copied");
+        last.end = last.end.max(now);
+        Ok(())
+    }
+
+    /// The array is written from here on, beside the blocks.
+    fn bring(&mut self, _: &DryArray, into: &mut DryArray) -> Result<(), NnError> {
+        self.note("copy from the host", &[overwrites(into)])
+    }
+
+    fn brought(&mut self, _: &DryArray) -> Result<(), NnError> {
         Ok(())
     }
 

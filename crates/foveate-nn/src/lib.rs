@@ -67,6 +67,7 @@ mod held;
 mod matmul;
 mod model;
 pub mod moments;
+mod offload;
 mod optimizer;
 mod parameters;
 mod pass;
@@ -111,6 +112,7 @@ pub use groups::PassingGradients;
 pub use matmul::{Matrix, matmul};
 pub use model::{Gradients, Model, NotFinite, NotFinitePlace};
 pub use moments::Moment;
+pub use offload::Offload;
 pub use optimizer::{AdamW, OptimizerStep, Rule, Sgd, Span, Treatment, clip_factor};
 pub use parameters::{AxisCut, Parameter, ParameterGroup, ParameterLayout};
 pub use precision::{

@@ -131,9 +131,27 @@ impl<B: Blocks> Pass<'_, B> {
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
         let (part, layers) = (self.part, self.config.num_hidden_layers);
-        ws.fit(blocks, self.config, part, self.shape, layers + 1, recompute.kept(layers))?;
+        let (inputs, kept) = (recompute.inputs(layers), recompute.kept(layers));
+        ws.fit(blocks, self.config, part, self.shape, inputs, kept)?;
+        ws.fit_host(blocks, layers, recompute.offload)?;
         ws.fit_loss(blocks, self.config, part, self.tokens())?;
         ws.fit_backward(blocks, self.config, part, self.shape)?;
+        let done = self.both_passes(blocks, parameters, ws, recompute, totals);
+        if done.is_err() {
+            ws.on_host.abandon(blocks, &ws.inputs);
+        }
+        done
+    }
+
+    fn both_passes(
+        &mut self,
+        blocks: &mut B,
+        parameters: &mut impl Trained<B>,
+        ws: &mut Workspace<B::Array>,
+        recompute: Recomputation,
+        totals: &mut B::Totals,
+    ) -> Result<(), NnError> {
+        let layers = self.config.num_hidden_layers;
         self.layers_forward(blocks, parameters, ws, None)?;
         parameters.begin(blocks, layers + 1)?;
         let (weights, mut gradients) = parameters.split();
@@ -142,6 +160,7 @@ impl<B: Blocks> Pass<'_, B> {
         parameters.complete(blocks, layers + 1, totals)?;
         for layer in (0..layers).rev() {
             parameters.need(blocks, (layer + 1, Phase::Backward))?;
+            ws.on_host.come(blocks, &mut ws.inputs, layer)?;
             parameters.begin(blocks, layer + 1)?;
             let (weights, mut gradients) = parameters.split();
             let mut step = self.step(blocks, weights, None);
@@ -194,7 +213,9 @@ impl<B: Blocks> Pass<'_, B> {
         let layers = self.config.num_hidden_layers;
         for layer in 0..layers {
             parameters.need(blocks, (layer + 1, Phase::Forward))?;
+            ws.on_host.leave(blocks, &ws.inputs, layer)?;
             self.step(blocks, parameters.held(), cache.as_deref_mut()).layer(ws, layer)?;
+            ws.on_host.left(blocks, &ws.inputs)?;
         }
         parameters.need(blocks, (layers + 1, Phase::Forward))?;
         self.step(blocks, parameters.held(), None).last_norm(ws)

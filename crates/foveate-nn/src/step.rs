@@ -101,7 +101,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             let to = LossGradients { d_x: &mut ws.d_normed, d_weight };
             self.blocks.loss(self.batch, operands, None, Some(to), totals)?;
         }
-        let x = &ws.inputs[self.config.num_hidden_layers];
+        let x = &ws.inputs[self.config.num_hidden_layers % ws.inputs.len()];
         let forward = self.norm_forward(x, &layout.norm, &ws.inverse);
         let d_x = PartMut::whole(&mut ws.d_x, false);
         let d_weight = gradients.part(layout, &layout.norm);
@@ -126,7 +126,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             Recompute::Full => {
                 self.mlp_part(ws, layer)?;
                 if self.config.architecture.output_norms {
-                    self.output_part(ws, layer)?;
+                    self.output_again(ws, layer)?;
                 }
             }
         }
@@ -291,21 +291,46 @@ impl<'a, B: Blocks> Step<'a, B> {
     ) -> Result<(), NnError> {
         let tape = &mut ws.residual[ws.kept.residual.of(layer)];
         let gate_up = &ws.gate_up[ws.kept.gate_up.of(layer)];
-        let (wide, activation) =
-            (self.config.intermediate_size, self.config.architecture.activation);
-        self.blocks.gated(activation, wide, gate_up, &mut ws.activated)?;
-        let (shape, places) = (self.down_shape(), self.places(layer));
-        let (down, s) = (part(self.weights, &places.down), &ws.activated);
         let next = (layer + 1) % ws.inputs.len();
-        let out = &mut ws.inputs[next];
-        if !self.config.architecture.output_norms {
-            return self.summed_product(shape, s, down, Some(&tape.x), &mut ws.whole, out);
+        let (s, whole, out) = (&mut ws.activated, &mut ws.whole, &mut ws.inputs[next]);
+        if self.config.architecture.output_norms {
+            self.normed_output(layer, gate_up, s, whole, &mut tape.mlp, out)?;
+            return self.blocks.add(&tape.x, out);
         }
-        let OutputTape { x: output, inverse } = &mut tape.mlp;
-        self.summed_product(shape, s, down, None, &mut ws.whole, output)?;
+        self.gated(gate_up, s)?;
+        let down = part(self.weights, &self.places(layer).down);
+        self.summed_product(self.down_shape(), s, down, Some(&tape.x), whole, out)
+    }
+
+    /// What the feed-forward part adds before it is normalised, once more.
+    fn output_again(&mut self, ws: &mut Workspace<B::Array>, layer: usize) -> Result<(), NnError> {
+        let tape = &mut ws.residual[ws.kept.residual.of(layer)].mlp;
+        let gate_up = &ws.gate_up[ws.kept.gate_up.of(layer)];
+        let (s, whole) = (&mut ws.activated, &mut ws.whole);
+        self.normed_output(layer, gate_up, s, whole, tape, &mut ws.normed)
+    }
+
+    /// What the feed-forward part adds, normalised, to `out`, where the model normalises it.
+    fn normed_output(
+        &mut self,
+        layer: usize,
+        gate_up: &B::Array,
+        s: &mut B::Array,
+        whole: &mut B::Array,
+        tape: &mut OutputTape<B::Array>,
+        out: &mut B::Array,
+    ) -> Result<(), NnError> {
+        let (places, OutputTape { x, inverse }) = (self.places(layer), tape);
+        self.gated(gate_up, s)?;
+        let down = part(self.weights, &places.down);
+        self.summed_product(self.down_shape(), s, down, None, whole, x)?;
         let weight = part(self.weights, &places.down_norm);
-        self.blocks.rms_norm(output, weight, self.config.norm(), inverse, out)?;
-        self.blocks.add(&tape.x, out)
+        self.blocks.rms_norm(x, weight, self.config.norm(), inverse, out)
+    }
+
+    fn gated(&mut self, gate_up: &B::Array, s: &mut B::Array) -> Result<(), NnError> {
+        let (wide, architecture) = (self.config.intermediate_size, &self.config.architecture);
+        self.blocks.gated(architecture.activation, wide, gate_up, s)
     }
 
     /// `ws.d_x` goes from the gradient of the layer's output to that of the stream between
@@ -369,7 +394,8 @@ impl<'a, B: Blocks> Step<'a, B> {
         let weight = part(weights, &places.o);
         let (whole, d_attention) = (&mut ws.whole, &mut ws.d_attention);
         let d_output = self.gradient_of_all(output, d_output, weight, whole, d_attention)?;
-        let norm = self.norm_forward(&ws.inputs[layer], &places.norm, &tape.inverse);
+        let x = &ws.inputs[layer % ws.inputs.len()];
+        let norm = self.norm_forward(x, &places.norm, &tape.inverse);
         self.gather_ahead(norm.again(), &mut ws.normed, &mut ws.d_whole)?;
         let blocks = &mut *self.blocks;
         if let Some(d_weight) = gradients.part(self.layout, &places.o) {

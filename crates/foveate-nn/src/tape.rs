@@ -1,6 +1,6 @@
 //! What a step saves: explicit arrays, made once and used again by every step.
 //!
-//! A layer saves four groups. Its input always stays. What attention needs, what lies between
+//! A layer saves four groups. Its input always stays, or waits in the memory of the host. What attention needs, what lies between
 //! attention and the feed-forward part, and gate and up each have an array for every layer that
 //! keeps the group, and one that all layers share which compute it again. Recomputation runs the
 //! same blocks on the same numbers, so gradients are bitwise equal in all modes.
@@ -15,6 +15,7 @@ use crate::arena::Arena;
 use crate::backend::{Array, Blocks};
 use crate::config::ModelConfig;
 use crate::error::NnError;
+use crate::offload::{self, HostInputs, Offload};
 use crate::tensor::TensorPart;
 
 /// Which activations are computed again in the backward pass instead of being kept.
@@ -47,26 +48,28 @@ impl Recompute {
     }
 }
 
-/// What the first layers compute again; the others keep everything.
+/// What the first layers compute again; the others keep everything. And where what is kept waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recomputation {
     /// What.
     pub what: Recompute,
     /// How many layers; as many as there are if fewer.
     pub layers: usize,
+    /// What of all layers waits in the memory of the host.
+    pub offload: Offload,
 }
 
 impl From<Recompute> for Recomputation {
     /// In all layers.
     fn from(what: Recompute) -> Self {
-        Self { what, layers: usize::MAX }
+        Self { what, layers: usize::MAX, offload: Offload::None }
     }
 }
 
 impl Recomputation {
     /// It as numbers.
-    pub(crate) fn numbers(self) -> [u64; 2] {
-        [self.what as u64, self.layers as u64]
+    pub(crate) fn numbers(self) -> [u64; 3] {
+        [self.what as u64, self.layers as u64, self.offload as u64]
     }
 
     /// What `layer` computes again.
@@ -78,6 +81,14 @@ impl Recomputation {
     /// place.
     pub fn kept_attention(self, layers: usize) -> usize {
         self.kept(layers).attention.count()
+    }
+
+    /// Inputs of layers, and the output of the last, that are on the device at once.
+    pub(crate) fn inputs(self, layers: usize) -> usize {
+        match self.offload {
+            Offload::None => layers + 1,
+            Offload::LayerInputs => offload::INPUTS,
+        }
     }
 
     pub(crate) fn kept(self, layers: usize) -> Kept {
@@ -166,8 +177,11 @@ pub(crate) struct OutputTape<A> {
 /// Arrays of a step.
 #[derive(Debug, Default)]
 pub(crate) struct Workspace<A> {
-    /// Inputs of the layers, and the output of the last: `layers + 1` of `[S, hidden]`.
+    /// Inputs of the layers, and the output of the last, `[S, hidden]` each: `layers + 1`, or fewer that
+    /// layers have in turn.
     pub inputs: Vec<A>,
+    /// Those that wait in the memory of the host.
+    pub on_host: HostInputs<A>,
     pub attention: Vec<AttentionTape<A>>,
     pub residual: Vec<ResidualTape<A>>,
     /// Gate and up projections side by side, `[T, 2·intermediate]`.
@@ -216,6 +230,7 @@ impl<A: Array> Workspace<A> {
         let (hidden, wide) = (config.hidden_size, config.intermediate_size);
         let architecture = &config.architecture;
         self.kept = kept;
+        self.on_host.rest();
         self.inputs.resize_with(inputs, A::default);
         self.attention.resize_with(kept.attention.count(), AttentionTape::default);
         self.residual.resize_with(kept.residual.count(), ResidualTape::default);
@@ -256,6 +271,21 @@ impl<A: Array> Workspace<A> {
             fit("stream of all tokens", &mut self.whole, Of::Stream(hidden))?;
         }
         fit("activated", &mut self.activated, Of::Stream(wide))
+    }
+
+    /// Makes the arrays of the host fit, where inputs of layers wait there.
+    pub fn fit_host<B: Blocks<Array = A>>(
+        &mut self,
+        blocks: &mut B,
+        layers: usize,
+        offload: Offload,
+    ) -> Result<(), NnError> {
+        match (offload, self.inputs.first()) {
+            (Offload::LayerInputs, Some(input)) => {
+                self.on_host.fit(blocks, layers, input.dtype(), input.elems())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Makes the arrays of the loss fit.

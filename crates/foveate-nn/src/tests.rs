@@ -1,5 +1,7 @@
 //! Tests of the whole model. Those of a block are beside it.
 
+mod offload;
+
 use crate::{
     Activation, AdamW, Architecture, AttentionConfig, AttentionProgram, Batch, Cpu, Gradients,
     IGNORE, LayerRope, LearnedBuffer, Model, ModelConfig, NnError, NotFinite, NotFinitePlace,
@@ -246,7 +248,7 @@ fn gradients_are_bitwise_equal_whatever_is_recomputed_and_however_many_threads_r
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             for recompute in Recompute::ALL {
                 for layers in [1, usize::MAX] {
-                    let again = Recomputation { what: recompute, layers };
+                    let again = Recomputation { layers, ..recompute.into() };
                     let found = pool.install(|| gradients(&model, &batch, again));
                     assert_eq!(found, wanted, "{again:?} on {threads} threads");
                 }

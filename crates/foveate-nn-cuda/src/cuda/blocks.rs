@@ -20,6 +20,7 @@ use foveate_tensor::DType;
 use super::array::{CudaArray, Memory, Place, batched};
 use super::attention::AttentionPlan;
 use super::batch::{CudaBatch, Rotations};
+use super::bus::Way;
 use super::clock::Timed;
 use super::totals::CudaTotals;
 use super::updates::CudaSpans;
@@ -100,6 +101,23 @@ impl Blocks for Cuda {
             })?;
             Ok(Memory::Host(pinned))
         })
+    }
+
+    fn leave(&mut self, from: &CudaArray, to: &mut CudaArray) -> Result<(), NnError> {
+        self.recorder.stop("inputs of layers go to the memory of the host");
+        self.send(Way::Out, from, to)
+    }
+
+    fn left(&mut self, _: &CudaArray) -> Result<(), NnError> {
+        self.await_copy(Way::Out)
+    }
+
+    fn bring(&mut self, from: &CudaArray, into: &mut CudaArray) -> Result<(), NnError> {
+        self.send(Way::Back, into, from)
+    }
+
+    fn brought(&mut self, _: &CudaArray) -> Result<(), NnError> {
+        self.await_copy(Way::Back)
     }
 
     fn shares_memory(&self) -> bool {

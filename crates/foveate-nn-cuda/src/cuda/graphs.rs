@@ -112,6 +112,13 @@ impl Recorder {
         }
     }
 
+    /// Passes from here on queue what no graph holds.
+    pub fn stop(&mut self, reason: &str) {
+        if let Self::On(_) = self {
+            *self = Self::Off(reason.into());
+        }
+    }
+
     pub fn forget(&mut self) {
         if let Self::On(recorded) = self {
             recorded.passes.clear();

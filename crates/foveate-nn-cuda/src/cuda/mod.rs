@@ -13,6 +13,7 @@ mod array;
 mod attention;
 mod batch;
 mod blocks;
+mod bus;
 mod clock;
 mod context;
 #[cfg(test)]
@@ -42,6 +43,7 @@ pub use array::CudaArray;
 pub use attention::AttentionPlan;
 pub use batch::CudaBatch;
 use batch::Rotations;
+use bus::Bus;
 use clock::{Clock, Timed};
 use graphs::Recorder;
 use passage::Passage;
@@ -76,6 +78,8 @@ pub struct Cuda {
     piece: usize,
     /// Where they pass through the device; there with the first update.
     passage: Option<Passage>,
+    /// Copies from and to the memory of the host; there with the first.
+    bus: Option<Arc<Bus>>,
     recorder: Recorder,
 }
 
@@ -116,7 +120,7 @@ impl Cuda {
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
-        let (clock, tables, readbacks, stopped, updates, passage) = Default::default();
+        let (clock, tables, readbacks, stopped, updates) = Default::default();
         let recorder = Recorder::default();
         let kernels = Kernels::new(engine);
         let shares_memory = !queue.pool().is_exact();
@@ -133,7 +137,8 @@ impl Cuda {
             stopped,
             updates,
             piece: MOMENTS_PIECE,
-            passage,
+            passage: None,
+            bus: None,
             recorder,
         })
     }

@@ -6,13 +6,14 @@
 //! copies out                        piece 0   piece 1 ...
 //! ```
 //!
-//! A piece of both moments comes in on one queue, is updated on that of the blocks, and goes out on a third: the
-//! two directions of the bus work at once, and the host waits for nothing. A slot of device memory holds a piece.
+//! A piece of both moments comes in on one queue of the [`Bus`], is updated on that of the blocks, and goes out on
+//! the other. A slot of device memory holds a piece.
 //! It is filled again when what it held has gone out, which is also when the host's memory has what the next
 //! step brings in: a piece has the same slot in every step. The first pieces of a step come in while its last
 //! backward pass still runs.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Event, HostArray};
@@ -21,14 +22,13 @@ use foveate_nn::{MOMENTS_PIECES, Moments, NnError};
 use foveate_tensor::DType;
 
 use super::array::CudaArray;
-use super::sharing::FAREWELL;
+use super::bus::Bus;
 use super::{Cuda, failed};
 
-/// The queues and the slots.
+/// The slots, on the way between the queues.
 #[derive(Debug)]
 pub(super) struct Passage {
-    arriving: Queue,
-    leaving: Queue,
+    bus: Arc<Bus>,
     slots: Vec<Slot>,
     /// Bytes of a piece of one moment.
     bytes: usize,
@@ -75,11 +75,9 @@ pub(super) fn kept(moments: &Moments<CudaArray>) -> impl Iterator<Item = &HostAr
 
 impl Passage {
     /// For pieces of so many bytes of each of the `moments` that a rule keeps.
-    pub fn new(blocks: &Cuda, bytes: usize, moments: usize) -> Result<Self, NnError> {
-        let engine = blocks.kernels.engine();
-        let queue = || engine.new_queue().map_err(|e| failed(&e));
-        let event = || Event::new(engine.device()).map_err(|e| failed(&e));
-        let (arriving, leaving) = (queue()?, queue()?);
+    pub fn new(blocks: &mut Cuda, bytes: usize, moments: usize) -> Result<Self, NnError> {
+        let (bus, device) = (blocks.bus()?, blocks.kernels.engine().device());
+        let event = || Event::new(device).map_err(|e| failed(&e));
         let slot = |_| {
             let memory = blocks.scratch("moments on the device", moments * bytes)?;
             Ok(Slot { memory, arrived: event()?, updated: event()?, left: event()? })
@@ -88,8 +86,8 @@ impl Passage {
         // The memory may have been others', whose work is queued.
         let before = event()?;
         before.record(blocks.queue.stream()).map_err(|e| failed(&e))?;
-        arriving.stream().after(&before).map_err(|e| failed(&e))?;
-        Ok(Self { arriving, leaving, slots, bytes, moments })
+        bus.arriving.stream().after(&before).map_err(|e| failed(&e))?;
+        Ok(Self { bus, slots, bytes, moments })
     }
 
     /// Whether its slots have room for pieces of so many bytes of so many moments.
@@ -112,7 +110,7 @@ impl Passage {
         let piece = Piece { slot, elems, dtype, between, at };
         let (start, bytes) = (place.start * dtype.bytes(), elems * dtype.bytes());
         assert!(self.fits(bytes, kept(moments).count()), "a piece fits its slot");
-        let stream = self.arriving.stream();
+        let stream = self.bus.arriving.stream();
         let queued = || {
             stream.after(left)?;
             for (which, moment) in kept(moments).enumerate() {
@@ -139,7 +137,7 @@ impl Passage {
         let Slot { updated, left, .. } = &self.slots[piece.slot];
         let size = piece.dtype.bytes();
         let (start, bytes) = (place.start * size, place.len() * size);
-        let stream = self.leaving.stream();
+        let stream = self.bus.leaving.stream();
         let queued = || {
             updated.record(queue.stream())?;
             stream.after(updated)?;
@@ -157,10 +155,7 @@ impl Passage {
 impl Passage {
     /// Waits until nothing is on its way: for a step that ends in an error, whose last copies no mark is behind.
     pub fn settle(&self) {
-        for queue in [&self.arriving, &self.leaving] {
-            // Where the device has failed there is nobody to tell.
-            let _ = queue.stream().wait(FAREWELL, "moments on their way");
-        }
+        self.bus.settle();
     }
 }
 

@@ -4,6 +4,8 @@
 //! the stream follows an event, or the host has seen an event reached before it queued that work. Each piece of
 //! memory has its last write and the reads since; work that meets one of another stream must find it in its clock.
 
+pub mod flow;
+
 use std::collections::BTreeMap;
 
 use foveate_gpu::trace::{HOST, Noted};

@@ -207,6 +207,25 @@ impl Blocks for Cpu {
         Ok(())
     }
 
+    /// All memory is the host's, so this copies and what waits for it need not.
+    fn leave(&mut self, from: &Vec<f32>, to: &mut Vec<f32>) -> Result<(), NnError> {
+        to.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn left(&mut self, _: &Vec<f32>) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn bring(&mut self, from: &Vec<f32>, into: &mut Vec<f32>) -> Result<(), NnError> {
+        into.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn brought(&mut self, _: &Vec<f32>) -> Result<(), NnError> {
+        Ok(())
+    }
+
     fn transfers(&mut self, ranks: &dyn Sharing) -> Result<Box<dyn Transfers<Self>>, NnError> {
         Ok(Box::new(ThroughHost::new(ranks.through_host()?)))
     }

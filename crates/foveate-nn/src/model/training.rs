@@ -15,6 +15,7 @@ use crate::error::NnError;
 use crate::gathering::Gathering;
 use crate::groups::{Cut, Owners, PassingGradients, Summed, Updated};
 use crate::held::Target;
+use crate::offload::Offload;
 use crate::optimizer::OptimizerStep;
 use crate::pass::Whole;
 use crate::stream::leave_to_first;
@@ -92,7 +93,8 @@ impl<B: Blocks> Model<B> {
                     let mut all = Whole { weights, gradients, reused };
                     pass.forward_backward(blocks, &mut all, workspace, recompute, totals)
                 };
-                match shares {
+                // Copies to the host and back are on queues that no record has.
+                match shares && recompute.offload == Offload::None {
                     true => blocks.queue_pass(&identity, totals, &mut work)?,
                     false => work(blocks, totals)?,
                 }
