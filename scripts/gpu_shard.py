@@ -85,7 +85,7 @@ TENSOR = [
     ("int8_moments", 2, ("mesh.tensor=2",)),
     ("exact", 4, ("mesh.tensor=2", "mesh.context=2")),
 ]
-STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16"]
+STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf16", "host_moments"]
 
 
 class Place:
@@ -187,6 +187,9 @@ def main(foveate, folder, most=99):
     cases.append(("f32", 2, ("mesh.transfers=host",)))
     cases += TENSOR
     cases.append(("exact", 2, ("mesh.tensor=2", "optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))
+    # Inputs of layers in the memory of the host, where parameters are gathered and where the stream is cut.
+    cases.append(("exact", 2, ("train.offload=layer_inputs", "train.recompute=full")))
+    cases.append(("host_moments", 2, ("mesh.tensor=2", "train.offload=layer_inputs", "train.recompute=mlp")))
     cases += [("exact", *mesh) for i, mesh in enumerate(MESHES) if i != 1]
     for number, (state, ranks, sets) in enumerate(cases[:most]):
         beside_one_rank(place, number, state, ranks, sets)

@@ -216,18 +216,19 @@ MODES = ("none", "attention", "mlp", "full")
 STEPS = 40
 
 
-def resumed(place, device, state, in_backward, modes=MODES):
-    """In a state, each mode of recomputation killed and resumed beside one run that nothing is computed
-    again in: what is other, in words, and the steps after which runs were killed."""
+def resumed(place, device, state, in_backward, modes=MODES, name="", sizes=(), more=()):
+    """In a state, each mode of recomputation, with settings of its own, killed and resumed beside one run that
+    nothing is computed again in: what is other, in words, and the steps after which runs were killed."""
     moments, wrong, killed = random.Random(f"{state} {in_backward}"), [], []
     sets = [f"precision.state={state}", f"train.steps={STEPS}", "train.save_every=4", "train.keep=2"]
     sets += ["train.accumulate=1", f"optimizer.in_backward={str(in_backward).lower()}"]
     sets += ["optimizer.clip_norm=0"] if in_backward else []
-    whole = f"{state}-{'in' if in_backward else 'behind'}"
+    sets += sizes
+    whole = f"{name}{state}-{'in' if in_backward else 'behind'}"
     place.train(whole, device, [*sets, "train.recompute=none"])
     for mode in modes:
         run = f"{whole}-{mode}"
-        seen = killed_after(place, run, device, [*sets, f"train.recompute={mode}"], moments.randint(2, 20))
+        seen = killed_after(place, run, device, [*sets, *more, f"train.recompute={mode}"], moments.randint(2, 20))
         killed.append(seen)
         if seen >= STEPS:
             wrong.append(f"{mode}: it was over before it was killed")
@@ -249,6 +250,22 @@ def every_state(place, device="cuda:0", states=STATES):
             wrong, killed = future.result()
             detail = "; ".join(wrong) or f"killed after steps {', '.join(map(str, killed))};"
             tell(f"{name}: killed and resumed in every mode as never killed and nothing computed again", not wrong, detail)
+
+
+def offloaded(place, device="cuda:0"):
+    """Inputs of layers in the memory of the host: the bits of runs in which they stay, alone and beside moments
+    that are there too, killed and resumed; and with two batches a step, whose gradients are nobody's memory."""
+    name, sizes, more = "offload-", ["model.num_hidden_layers=5"], ["train.offload=layer_inputs"]
+    for state, in_backward in (("exact", False), ("host_moments", False), ("host_moments", True)):
+        wrong, killed = resumed(place, device, state, in_backward, MODES, name, sizes, more)
+        told = f"{state}{', updates in the backward pass' if in_backward else ''}, inputs of layers on the host"
+        detail = "; ".join(wrong) or f"killed after steps {', '.join(map(str, killed))};"
+        tell(f"{told}: killed and resumed in every mode as never killed and all on the GPU", not wrong, detail)
+    for run, sets in (("stay", []), ("away", more)):
+        place.train(f"{name}{run}", device, [*sizes, *sets, "train.recompute=full"])
+    same = place.losses(f"{name}stay") == place.losses(f"{name}away")
+    same = same and place.weights(f"{name}stay") == place.weights(f"{name}away")
+    tell("two batches a step, inputs of layers on the host: the same losses and weights", same)
 
 
 def chosen(place):
@@ -327,7 +344,7 @@ def main():
         print("train declined: no GPU")
         return 0
     place = Place(foveate, folder)
-    checks = [beside_the_cpu, repeats, killed, graphs, every_state, chosen, used, across]
+    checks = [beside_the_cpu, repeats, killed, graphs, every_state, offloaded, chosen, used, across]
     if "--only" in sys.argv:
         wanted = sys.argv[sys.argv.index("--only") + 1].split(",")
         known = {check.__name__: check for check in checks}

@@ -25,6 +25,12 @@ pub fn host() -> Option<String> {
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
+/// What tells this machine from others, the same for all its containers; else its name.
+pub fn id() -> Option<String> {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
+    id.map(|id| id.trim().to_owned()).filter(|id| !id.is_empty()).or_else(host)
+}
+
 /// Memory that this process can still take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Free {
@@ -77,6 +83,7 @@ mod tests {
         let free = free().unwrap().bytes;
         assert!(0 < mine && mine < total && 0 < free && free < total);
         assert!(mine <= peak_resident().unwrap() && host().is_some());
+        assert!(id().is_some() && id() == id());
         assert_eq!(memory("MemTot"), None);
     }
 

@@ -2,7 +2,8 @@
 
 use foveate_nn::{
     Account, AttentionConfig, Blocks, Cpu, Cutting, Dry, MemoryEstimate, ModelConfig, NnError,
-    ParameterLayout, ParameterState, Precision, Recomputation, Recompute, StepKind, Training,
+    Offload, ParameterLayout, ParameterState, Precision, Recomputation, Recompute, StepKind,
+    Training,
 };
 use foveate_nn_cuda::logits_tokens_of;
 
@@ -91,7 +92,10 @@ impl Setting {
         Self {
             state: recipe.precision.state.unwrap_or(ParameterState::Exact),
             rows: recipe.train.batch_rows,
-            recompute: recipe.train.recomputation().unwrap_or(Recompute::Full.into()),
+            recompute: recipe.train.recomputation().unwrap_or(Recomputation {
+                offload: recipe.train.offload,
+                ..Recompute::Full.into()
+            }),
             in_backward: recipe.optimizer.in_backward,
             one_batch: recipe.train.accumulate == 1,
         }
@@ -100,8 +104,12 @@ impl Setting {
     /// The keys of a recipe in which it differs from `other`.
     fn beside(&self, other: &Self) -> String {
         let mut keys = Vec::new();
-        if self.recompute != other.recompute {
-            keys.push(format!("train.recompute = \"{}\"", self.recompute.what.name()));
+        let (own, others) = (self.recompute, other.recompute);
+        if (own.what, own.layers) != (others.what, others.layers) {
+            keys.push(format!("train.recompute = \"{}\"", own.what.name()));
+        }
+        if own.offload != others.offload {
+            keys.push(format!("train.offload = \"{}\"", own.offload.name()));
         }
         if self.state != other.state {
             keys.push(format!("precision.state = \"{}\"", self.state.name()));
@@ -181,9 +189,10 @@ impl Planned<'_> {
     }
 
     /// The setting that takes at most `bytes` and is nearest to `from`, in words, with what it takes:
-    /// more is computed again before less is kept of each parameter, before rows are fewer, before a
-    /// step has one batch, whose gradients may be bf16, before parameters are updated in the backward
-    /// pass. None where nothing fits.
+    /// more is computed again before inputs of layers go to the host, before less is kept of each parameter,
+    /// before rows are fewer, before a step has one batch, whose gradients may be bf16, before parameters are
+    /// updated in the backward pass. None where nothing fits. Of the memory of the host it takes at most
+    /// `host`, where that is known.
     ///
     /// # Errors
     /// Those of [`Planned::memory`].
@@ -191,6 +200,7 @@ impl Planned<'_> {
         &self,
         from: &Setting,
         bytes: u64,
+        host: Option<u64>,
     ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
         let own = Precision::from(from.state);
         // What rounds gradients of a step takes one batch.
@@ -201,7 +211,10 @@ impl Planned<'_> {
                     && precision.bytes_per_parameter() < own.bytes_per_parameter()
                     && (alone || precision.gradients == own.gradients)
         };
-        self.nearest_of(from, bytes, is_less, |setting| self.memory(setting, bytes))
+        let away = Recomputation { offload: Offload::LayerInputs, ..Recompute::Full.into() };
+        let host = host.unwrap_or(u64::MAX);
+        let modes = modes(from.recompute).chain([away]).collect::<Vec<_>>();
+        self.nearest_of(from, [bytes, host], &modes, is_less, |setting| self.memory(setting, bytes))
     }
 
     /// [`Planned::nearest`] where a step takes what [`Planned::memory_on_cpu`] says.
@@ -215,23 +228,23 @@ impl Planned<'_> {
         beside: u64,
     ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
         let is_less = |state, _| state == from.state || state == ParameterState::Int8Moments;
-        self.nearest_of(from, bytes, is_less, |setting| self.memory_on_cpu(setting, beside))
+        let modes = modes(from.recompute).collect::<Vec<_>>();
+        self.nearest_of(from, [bytes, 0], &modes, is_less, |setting| {
+            self.memory_on_cpu(setting, beside)
+        })
     }
 
-    /// [`Planned::nearest`] among the states that are `less`, of a step with one batch or any, by what
-    /// `memory` says of a setting.
+    /// [`Planned::nearest`] among what may be computed again, in its order, and the states that are `less`, of
+    /// a step with one batch or any, by what `memory` says of a setting: of the device, and of the host.
     fn nearest_of(
         &self,
         from: &Setting,
-        bytes: u64,
+        [bytes, host]: [u64; 2],
+        modes: &[Recomputation],
         less: impl Fn(ParameterState, bool) -> bool,
         memory: impl Fn(&Setting) -> Result<MemoryEstimate, NnError>,
     ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
         let accumulate = self.recipe.train.accumulate;
-        let modes = || {
-            let given = [from.recompute].into_iter();
-            given.chain(Recompute::ALL.into_iter().map(Recomputation::from))
-        };
         for (in_backward, alone) in
             [(from.in_backward, accumulate == 1), (from.in_backward, true), (true, true)]
         {
@@ -239,13 +252,13 @@ impl Planned<'_> {
             let states: Vec<ParameterState> = states.collect();
             let mut rows = from.rows;
             loop {
-                for (&state, recompute) in
-                    states.iter().flat_map(|state| modes().map(move |mode| (state, mode)))
+                for (&state, &recompute) in
+                    states.iter().flat_map(|state| modes.iter().map(move |mode| (state, mode)))
                 {
                     let one_batch = alone;
                     let setting = Setting { state, rows, recompute, in_backward, one_batch };
                     let memory = memory(&setting)?;
-                    if memory.total() <= bytes {
+                    if memory.total() <= bytes && memory.host <= host {
                         let mut keys = setting.beside(from);
                         if alone && accumulate > 1 {
                             keys += ", train.accumulate = 1";
@@ -263,37 +276,46 @@ impl Planned<'_> {
     }
 }
 
+/// What may be computed again: what is given, and all modes with inputs of layers where they are.
+fn modes(given: Recomputation) -> impl Iterator<Item = Recomputation> {
+    let offload = given.offload;
+    let all = Recompute::ALL.into_iter();
+    [given].into_iter().chain(all.map(move |what| Recomputation { offload, ..what.into() }))
+}
+
 /// What is computed again where `there` bytes are there: nothing, else attention, gate and up, or all of
-/// as few layers as make `bytes` fit; all of all layers where nothing does.
+/// as few layers as make `bytes` fit; all of all layers where nothing does. `offload` waits in the memory of
+/// the host.
 ///
 /// # Errors
 /// Those of `bytes`.
 pub fn least_that_fits<E>(
     layers: usize,
     there: Option<u64>,
+    offload: Offload,
     bytes: impl Fn(Recomputation) -> Result<u64, E>,
 ) -> Result<Recomputation, E> {
-    let full = Recomputation::from(Recompute::Full);
-    let Some(there) = there else { return Ok(Recompute::None.into()) };
+    let all = |what: Recompute| Recomputation { offload, ..what.into() };
+    let Some(there) = there else { return Ok(all(Recompute::None)) };
     for what in Recompute::ALL {
-        if bytes(what.into())? > there {
+        if bytes(all(what))? > there {
             continue;
         }
         if what == Recompute::None {
-            return Ok(what.into());
+            return Ok(all(what));
         }
         // More layers take less.
         let (mut too_few, mut enough) = (0, layers);
         while enough - too_few > 1 {
             let middle = (too_few + enough) / 2;
-            match bytes(Recomputation { what, layers: middle })? > there {
+            match bytes(Recomputation { layers: middle, ..all(what) })? > there {
                 true => too_few = middle,
                 false => enough = middle,
             }
         }
-        return Ok(Recomputation { what, layers: enough });
+        return Ok(Recomputation { layers: enough, ..all(what) });
     }
-    Ok(full)
+    Ok(all(Recompute::Full))
 }
 
 #[cfg(test)]
@@ -314,14 +336,20 @@ mod tests {
             };
             Ok::<u64, NnError>(100 - less * again.layers.min(10) as u64)
         };
-        let found = |there| least_that_fits(10, Some(there), bytes).unwrap();
+        let found = |there| least_that_fits(10, Some(there), Offload::None, bytes).unwrap();
+        let of = |what: Recompute, layers| Recomputation { layers, ..what.into() };
         assert_eq!(found(100), Recompute::None.into());
-        assert_eq!(found(99), Recomputation { what: Recompute::Attention, layers: 1 });
-        assert_eq!(found(80), Recomputation { what: Recompute::Attention, layers: 10 });
-        assert_eq!(found(79), Recomputation { what: Recompute::Mlp, layers: 5 });
-        assert_eq!(found(49), Recomputation { what: Recompute::Full, layers: 6 });
+        assert_eq!(found(99), of(Recompute::Attention, 1));
+        assert_eq!(found(80), of(Recompute::Attention, 10));
+        assert_eq!(found(79), of(Recompute::Mlp, 5));
+        assert_eq!(found(49), of(Recompute::Full, 6));
         assert_eq!(found(1), Recompute::Full.into());
-        assert_eq!(least_that_fits(10, None, bytes).unwrap(), Recompute::None.into());
+        assert_eq!(
+            least_that_fits(10, None, Offload::None, bytes).unwrap(),
+            Recompute::None.into()
+        );
+        let away = Recomputation { offload: Offload::LayerInputs, ..of(Recompute::Mlp, 5) };
+        assert_eq!(least_that_fits(10, Some(79), away.offload, bytes).unwrap(), away);
     }
 
     #[test]

@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use foveate_nn::{
-    AdamW, AttentionConfig, ModelConfig, Parameter, ParameterLayout, ParameterState, Recomputation,
-    Recompute, RopePairing, RopeScaling, Rule, Sgd, Treatment,
+    AdamW, AttentionConfig, ModelConfig, Offload, Parameter, ParameterLayout, ParameterState,
+    Recomputation, Recompute, RopePairing, RopeScaling, Rule, Sgd, Treatment,
 };
 use serde::{Deserialize, Serialize};
 
@@ -216,6 +216,8 @@ pub struct Train {
     /// The first layers that do; all when not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recompute_layers: Option<usize>,
+    /// What waits in the memory of the host for the backward pass, on a GPU: `none`, or `layer_inputs`.
+    pub offload: Offload,
     /// Steps between held-out evaluations; 0 for one at the end only.
     pub eval_every: u64,
     /// Held-out rows of an evaluation during training; the last one takes all.
@@ -244,6 +246,7 @@ impl Default for Train {
             accumulate: 1,
             recompute: RecomputeChoice::None,
             recompute_layers: None,
+            offload: Offload::None,
             eval_every: 100,
             eval_rows: 32,
             save_every: 100,
@@ -282,7 +285,8 @@ impl Train {
             RecomputeChoice::Full => Recompute::Full,
             RecomputeChoice::Auto => return None,
         };
-        Some(Recomputation { what, layers: self.recompute_layers.unwrap_or(usize::MAX) })
+        let layers = self.recompute_layers.unwrap_or(usize::MAX);
+        Some(Recomputation { what, layers, offload: self.offload })
     }
 }
 

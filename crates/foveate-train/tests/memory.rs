@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use foveate_nn::{
-    AttentionConfig, Model, ModelConfig, Moments, ParameterState, ProgramConfig, Recompute,
+    AttentionConfig, Model, ModelConfig, Moments, Offload, ParameterState, ProgramConfig,
+    Recomputation, Recompute,
 };
 use foveate_train::checkpoint::{Checksums, Snapshot, State, load_state, load_weights, save};
 use foveate_train::machine::peak_resident;
@@ -45,7 +46,7 @@ fn every_recipe_fits_a_gpu_or_is_told_the_nearest_setting_that_does() {
         let setting = Setting::of(&recipe);
         for (gpu, expected) in PROFILES.iter().zip(expected) {
             let own = planned.memory(&setting, gpu.bytes).unwrap();
-            let nearest = planned.nearest(&setting, gpu.bytes).unwrap();
+            let nearest = planned.nearest(&setting, gpu.bytes, None).unwrap();
             let told = match &nearest {
                 None => nothing.to_owned(),
                 Some((keys, memory)) => {
@@ -102,9 +103,9 @@ fn an_update_in_the_backward_pass_is_the_last_resort_and_takes_the_bytes_of_the_
         assert!((found[0] - several).abs() < 0.3 && (found[1] - one).abs() < 0.3, "{found:?}");
     }
     // Nothing but updates in the backward pass makes it fit 52 GiB.
-    let (keys, _) = planned.nearest(&setting, 52 << 30).unwrap().unwrap();
+    let (keys, _) = planned.nearest(&setting, 52 << 30, None).unwrap().unwrap();
     assert!(keys.contains("optimizer.in_backward = true, optimizer.clip_norm = 0"), "{keys}");
-    assert_eq!(planned.nearest(&setting, 8 << 30).unwrap(), None);
+    assert_eq!(planned.nearest(&setting, 8 << 30, None).unwrap(), None);
     // Gate and up again is what the table of activations says: 9 GiB of the kept, not 23.
     let kept = |recompute: Recompute| {
         let setting = Setting { recompute: recompute.into(), one_batch: false, ..setting };
@@ -114,6 +115,32 @@ fn an_update_in_the_backward_pass_is_the_last_resort_and_takes_the_bytes_of_the_
     for (found, want) in [(none - full, 21.0), (attention - full, 16.0), (mlp - full, 7.0)] {
         assert!((found - want).abs() < 0.7, "{found}, not {want}");
     }
+}
+
+#[test]
+fn inputs_of_layers_go_to_the_host_before_less_is_kept_of_parameters_where_it_has_room() {
+    let (mut recipe, config, attention) = recipe("llama3-8b-h200");
+    (recipe.train.accumulate, recipe.train.batch_rows, recipe.data.len) = (4, 1, 8192);
+    let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+    let setting = Setting { recompute: Recompute::None.into(), ..Setting::of(&recipe) };
+    let memory = |offload| {
+        let recompute = Recomputation { offload, ..Recompute::Full.into() };
+        planned.memory(&Setting { recompute, ..setting }, PROFILES[0].bytes).unwrap()
+    };
+    let [stay, away] = [Offload::None, Offload::LayerInputs].map(memory);
+    // All inputs but the last, in bf16; the first and the second of the device are what is left.
+    assert_eq!((stay.host, away.host), (0, 31 * 8192 * 4096 * 2));
+    let (saved, input) = (stay.total() - away.total(), 8192 * 4096 * 2);
+    assert!(saved >= 29 * input && saved <= 31 * input, "{saved} is {} inputs", saved / input);
+    let nearest =
+        |host| planned.nearest(&setting, PROFILES[0].bytes.min(away.total()), host).unwrap();
+    let (keys, takes) = nearest(None).unwrap();
+    assert_eq!(keys, "train.recompute = \"full\", train.offload = \"layer_inputs\"");
+    assert_eq!(takes.host, away.host);
+    assert_eq!(nearest(Some(away.host)).unwrap().0, keys);
+    // What the host has no room for is not offered.
+    let (keys, takes) = nearest(Some(away.host - 1)).unwrap();
+    assert!(takes.host == 0 && keys.contains("precision.state"), "{keys}");
 }
 
 /// A model of 130 MiB in f32, whose checkpoint is 650: what a save and a load take does not grow with it.

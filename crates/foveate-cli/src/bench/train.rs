@@ -60,6 +60,9 @@ pub struct Args {
     /// What the backward pass computes again, as train.recompute in a recipe
     #[arg(long, value_name = "WHAT")]
     recompute: Option<String>,
+    /// What waits in the memory of the host for the backward pass, as train.offload in a recipe
+    #[arg(long, value_name = "WHAT")]
+    offload: Option<String>,
     /// Where to train: cpu, cuda:0, or auto for the first GPU where there is one
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: DeviceChoice,

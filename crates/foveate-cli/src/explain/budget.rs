@@ -10,7 +10,7 @@ use foveate_cuda::aot::{self, Usage};
 use foveate_cuda::choose::{KernelOptions, KernelPlan};
 use foveate_gpu::profile::Profile;
 use foveate_nn::{
-    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, NnError,
+    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, NnError, Offload,
     ParameterState, Precision, Recompute, StepKind,
 };
 use foveate_problem::Spec;
@@ -60,8 +60,8 @@ struct Gpus {
 enum Fit {
     /// As it is.
     Fits,
-    /// With these keys, and then it takes so many bytes.
-    With(String, u64),
+    /// With these keys, and then it takes so many bytes, and of the host's memory so many.
+    With(String, u64, u64),
     /// With no rows, recomputation and state.
     Never,
 }
@@ -71,8 +71,8 @@ impl Fit {
         if planned.memory(setting, gpu.bytes)?.total() <= gpu.bytes {
             return Ok(Self::Fits);
         }
-        Ok(match planned.nearest(setting, gpu.bytes)? {
-            Some((keys, memory)) => Self::With(keys, memory.total()),
+        Ok(match planned.nearest(setting, gpu.bytes, None)? {
+            Some((keys, memory)) => Self::With(keys, memory.total(), memory.host),
             None => Self::Never,
         })
     }
@@ -80,14 +80,18 @@ impl Fit {
     fn words(&self) -> String {
         match self {
             Self::Fits => "fits".to_owned(),
-            Self::With(keys, less) => format!("fits with {keys} ({})", bytes(*less as f64)),
+            Self::With(keys, less, 0) => format!("fits with {keys} ({})", bytes(*less as f64)),
+            Self::With(keys, less, host) => {
+                let [less, host] = [less, host].map(|n| bytes(*n as f64));
+                format!("fits with {keys} ({less}, and {host} of the host's)")
+            }
             Self::Never => "does not fit, whatever rows, recomputation and state".to_owned(),
         }
     }
 
     fn json(&self) -> serde_json::Value {
         match self {
-            Self::With(keys, bytes) => json!({ "with": keys, "total": bytes }),
+            Self::With(keys, bytes, host) => json!({ "with": keys, "total": bytes, "host": host }),
             Self::Fits | Self::Never => serde_json::Value::Null,
         }
     }
@@ -233,6 +237,7 @@ impl GpuStep {
             "state": setting.state.name(),
             "rows": setting.rows,
             "recompute": setting.recompute.what.name(),
+            "offload": setting.recompute.offload.name(),
             "memory": {
                 "weights": m.weights,
                 "gradients": m.gradients,
@@ -252,13 +257,17 @@ impl GpuStep {
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
         let Self { gpu, setting, memory: m, activations, fit, attention } = self;
         out.line(format!(
-            "{} with {}: {} of state {}, {}, {} computed again",
+            "{} with {}: {} of state {}, {}, {} computed again{}",
             gpu.name,
             bytes(gpu.bytes as f64),
             Count(setting.rows, "row"),
             setting.state.name(),
             if setting.in_backward { "updated in the backward pass" } else { "updated at the end" },
             setting.recompute.what.name(),
+            match setting.recompute.offload {
+                Offload::None => "",
+                Offload::LayerInputs => ", inputs of layers in the host's memory",
+            },
         ))?;
         let parts = [
             ("weights, masters", m.weights),
@@ -286,7 +295,7 @@ impl GpuStep {
         }
         if m.host > 0 {
             let beside = bytes(m.host as f64);
-            out.line(format!("  {:<22} {beside:>10}  of the host's memory", "moments beside"))?;
+            out.line(format!("  {:<22} {beside:>10}  of the host's memory", "pinned beside"))?;
         }
         out.line(format!("  {}", fit.words()))?;
         for (name, plan) in attention {

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use foveate::ScalarValue;
 use foveate::mods::Point;
 use foveate_nn::{
-    AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Parameter,
-    ParameterState, ProgramConfig, Recomputation, Recording,
+    AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Offload,
+    Parameter, ParameterState, ProgramConfig, Recomputation, Recording,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -571,18 +571,29 @@ pub(super) fn recording<B: Blocks>(
     recipe: &Recipe,
     model: &Model<B>,
 ) -> Option<Recording> {
-    let off = |reason: &str| Some(Recording::Off(reason.to_owned()));
     match recipe.run.graphs {
         GraphsChoice::Off => None,
-        GraphsChoice::On if !ranks.alone() => off("other ranks have part of its steps"),
-        GraphsChoice::On if recipe.optimizer.in_backward => {
-            off("a pass updates parameters with numbers of its step (optimizer.in_backward)")
-        }
-        GraphsChoice::On => {
-            model.record_passes();
-            Some(model.recording())
-        }
+        GraphsChoice::On => match not_recorded(ranks.alone(), recipe) {
+            Some(reason) => Some(Recording::Off(reason.to_owned())),
+            None => {
+                model.record_passes();
+                Some(model.recording())
+            }
+        },
     }
+}
+
+/// Why passes of a run with such a recipe are not recorded, on a rank that is alone or not, where something is
+/// in the way.
+pub(super) fn not_recorded(alone: bool, recipe: &Recipe) -> Option<&'static str> {
+    if !alone {
+        return Some("other ranks have part of its steps");
+    }
+    if recipe.optimizer.in_backward {
+        return Some("a pass updates parameters with numbers of its step (optimizer.in_backward)");
+    }
+    let reason = "inputs of layers go to the memory of the host (train.offload)";
+    (recipe.train.offload != Offload::None).then_some(reason)
 }
 
 /// The masks that let no query of a row of `len` tokens see any key.

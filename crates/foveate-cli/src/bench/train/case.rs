@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use foveate::tensor::random::Random;
-use foveate_nn::{AttentionConfig, IGNORE, ModelConfig, ProgramConfig, Recomputation, Recompute};
+use foveate_nn::{
+    AttentionConfig, IGNORE, ModelConfig, Offload, ProgramConfig, Recomputation, Recompute,
+};
 use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::pack::Packed;
 use foveate_train::recipe::Recipe;
@@ -61,6 +63,9 @@ impl Case {
         if let Some(recompute) = &args.recompute {
             train.recompute = word("recompute", recompute)?;
         }
+        if let Some(offload) = &args.offload {
+            train.offload = word("offload", offload)?;
+        }
         let longest = case.config.max_position_embeddings;
         case.config.max_position_embeddings = longest.max(data.len);
         if args.mask.is_some() || args.score.is_some() || args.window.is_some() {
@@ -113,11 +118,16 @@ impl Case {
     }
 
     /// What is computed again, in words.
-    pub fn told(&self, Recomputation { what, layers }: Recomputation) -> String {
+    pub fn told(&self, Recomputation { what, layers, offload }: Recomputation) -> String {
+        let away = match offload {
+            Offload::None => "",
+            Offload::LayerInputs => ", inputs of layers in the host's memory",
+        };
         match layers >= self.config.num_hidden_layers || what == Recompute::None {
-            true => what.name().to_owned(),
+            true => format!("{}{away}", what.name()),
             false => {
-                format!("{} in {layers} of {} layers", what.name(), self.config.num_hidden_layers)
+                let all = self.config.num_hidden_layers;
+                format!("{} in {layers} of {all} layers{away}", what.name())
             }
         }
     }
@@ -295,6 +305,9 @@ mod tests {
         let args = set.iter().flat_map(|set| ["--set", set]).chain(["--model", "8b"]);
         let case = case(&args.collect::<Vec<_>>()).unwrap();
         assert_eq!(case.told(case.recompute().unwrap()), "mlp in 7 of 32 layers");
+        let away = Recomputation { offload: Offload::LayerInputs, ..case.recompute().unwrap() };
+        let told = "mlp in 7 of 32 layers, inputs of layers in the host's memory";
+        assert_eq!(case.told(away), told);
         assert_eq!((case.rows(), case.len(), case.config.max_position_embeddings), (1, 8192, 8192));
     }
 

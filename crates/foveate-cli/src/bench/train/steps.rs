@@ -14,8 +14,9 @@ use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
 use foveate_train::TrainError;
 use foveate_train::device::OnDevice;
+use foveate_train::host_memory::{HostMemory, check_offload};
 use foveate_train::machine;
-use foveate_train::memory::{beside, least_that_fits};
+use foveate_train::memory::{Setting, beside, least_that_fits};
 use foveate_train::trainer::{MeshBatch, MeshModel};
 use serde::Serialize;
 use serde_json::json;
@@ -150,6 +151,7 @@ impl Measured {
             "mask": case.mask(),
             "state": self.state,
             "recompute": self.recompute.what.name(),
+            "offload": self.recompute.offload.name(),
             "recompute_layers": self.recompute.layers.min(case.config.num_hidden_layers),
             "window": case.window,
             "score": case.score,
@@ -205,21 +207,30 @@ impl Watched<'_> {
             let kind = StepKind::Training(kind);
             config.dry_run_on(&blocks, &case.attention, &|_| false, rows, len, kind)
         };
+        let offload = case.recipe.train.offload;
+        check_offload(offload, free.is_some()).map_err(Failure::new)?;
+        let host = HostMemory::here(world)?;
         let recompute = match case.recompute() {
             Some(recompute) => recompute,
             None if world.ranks() > 1 => {
                 return Err(Failure::usage("--recompute auto is for one rank")
                     .help("say what is computed again: none, attention, mlp or full"));
             }
-            None => least_that_fits(config.num_hidden_layers, free, |again| {
+            None => {
                 let beside = free.map_or(0, |_| beside(&case.recipe, true));
-                Ok::<_, NnError>(account(again)?.memory().total() + beside)
-            })?,
+                let total = |again| Ok::<_, NnError>(account(again)?.memory().total() + beside);
+                least_that_fits(config.num_hidden_layers, free, offload, total)?
+            }
         };
         let account = account(recompute)?;
         let planned = account.memory();
         let help = "give fewer --rows or a shorter --len, --recompute full, or a smaller --state";
         memory::fits(planned.total(), free, help)?;
+        if let Some(host) = host {
+            let state = ParameterState::of(blocks.precision()).unwrap_or_default();
+            let setting = Setting { state, recompute, ..Setting::of(&case.recipe) };
+            host.admit(&setting, &planned, || None).map_err(Failure::new)?;
+        }
         // What a process takes of its own memory a GPU does not hold.
         let of_device = free.map_or(planned, |_| MemoryEstimate { process: 0, ..planned });
         let precision = blocks.precision();

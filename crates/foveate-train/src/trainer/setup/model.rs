@@ -8,6 +8,7 @@ use foveate_shard::MeshAxis;
 
 use crate::checkpoint::CheckpointConfig;
 use crate::error::TrainError;
+use crate::host_memory::{HostMemory, check_offload, size};
 use crate::machine::{self, Free};
 use crate::memory::{Planned, Setting, beside, least_that_fits, save_copy_bytes};
 use crate::ranks::{ROWS, Ranks};
@@ -45,6 +46,8 @@ pub(super) fn model<B: Blocks>(
     };
     let frozen = |name: &str| recipe.optimizer.is_frozen(name);
     let free = blocks.free_bytes().map_err(|e| e.to_string())?;
+    check_offload(recipe.train.offload, free.is_some())?;
+    let host = HostMemory::here(ranks.world()).map_err(|e| e.to_string())?;
     let gpu = free.map(|free| (free, blocks.total_bytes().unwrap_or(free)));
     let there = free.or_else(|| machine::free().map(|free| free.bytes));
     // By the sizes alone first: nothing is made that cannot be.
@@ -59,7 +62,8 @@ pub(super) fn model<B: Blocks>(
         Some(recompute) => recompute,
         None => {
             let total = |again| Ok::<_, String>(bytes(again)?.total());
-            let own = least_that_fits(config.num_hidden_layers, there, total)?;
+            let (layers, offload) = (config.num_hidden_layers, recipe.train.offload);
+            let own = least_that_fits(layers, there, offload, total)?;
             most_again(ranks, own).map_err(|e| e.to_string())?
         }
     };
@@ -68,7 +72,7 @@ pub(super) fn model<B: Blocks>(
     let planned = Planned { recipe, config: &of_model, attention: &attention };
     let nearest = |there, words| {
         let found = match free {
-            Some(_) => planned.nearest(&setting, there),
+            Some(_) => planned.nearest(&setting, there, host.map(HostMemory::each)),
             None => {
                 let state = recipe.precision.state.unwrap_or_default();
                 planned.nearest_on_cpu(&Setting { state, ..setting }, there, words)
@@ -93,9 +97,11 @@ pub(super) fn model<B: Blocks>(
         model.layout(),
         ranks.count() / ranks.mesh().size(MeshAxis::Tensor),
     );
-    let host = machine::free().map(|free| free.bytes);
-    host_suffices(memory.host, host)?;
-    let left = host.map(|bytes| bytes.saturating_sub(memory.host));
+    if let Some(host) = host {
+        let there = free.unwrap_or_default();
+        host.admit(&setting, &memory, || Some(nearest(there, words)?.0))?;
+    }
+    let left = host.map(|host| host.beside(memory.host));
     let saves_beside = saves_beside(recipe.train.async_save, free.is_some(), copy, left)?;
     let copied = if free.is_none() && saves_beside { copy } else { 0 };
     memory.process += copied;
@@ -132,19 +138,6 @@ fn sizes(
     Ok((config, attention.clone()))
 }
 
-/// Refuses moments of `need` bytes in the memory of the host, of which `free` are free.
-fn host_suffices(need: u64, free: Option<u64>) -> Result<(), String> {
-    match free.filter(|&free| need > free) {
-        None => Ok(()),
-        Some(free) => Err(format!(
-            "precision.state = \"host_moments\" takes {} of the host's memory, of which {} are free; \
-             \"int8_moments\" keeps them on the GPU, in a quarter of the bytes",
-            size(need),
-            size(free)
-        )),
-    }
-}
-
 /// Whether steps go on while a checkpoint is written: as the recipe says it in `asked`, or else on a GPU where the
 /// `host` bytes that are free hold a copy of what is saved, of `copy` bytes.
 fn saves_beside(
@@ -175,7 +168,7 @@ fn most_again(ranks: Ranks<'_>, own: Recomputation) -> Result<Recomputation, Tra
     let all = all.iter().flat_map(|told| told.as_chunks().0).map(|&told| u64::from_le_bytes(told));
     let most = all.max().unwrap_or(told);
     let what = Recompute::ALL.get((most >> 32) as usize).copied().unwrap_or(own.what);
-    Ok(Recomputation { what, layers: most as u32 as usize })
+    Ok(Recomputation { what, layers: most as u32 as usize, ..own })
 }
 
 /// Refuses, with the remedy, what cannot be held in memory: of the GPU, by its free bytes and all, or of this
@@ -225,27 +218,12 @@ pub(super) fn fits(
     ))
 }
 
-/// Bytes of memory for people, in MiB below 1 GiB.
-fn size(bytes: u64) -> String {
-    match bytes >> 30 {
-        0 => format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
-        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn moments_that_the_host_has_no_memory_for_are_refused_with_what_would_do() {
-        host_suffices(3 << 30, Some(3 << 30)).unwrap();
-        host_suffices(3 << 30, None).unwrap();
-        let told = host_suffices(60 << 30, Some(1 << 30)).unwrap_err();
-        let line =
-            "takes 60.0 GiB of the host's memory, of which 1.0 GiB are free; \"int8_moments\"";
-        assert!(told.contains(line), "{told}");
-        // What is left of it is asked for a copy of what is saved.
+    fn a_copy_of_what_is_saved_is_made_where_the_host_has_memory_for_it() {
         assert_eq!(saves_beside(None, true, 5, Some(4)), Ok(false));
         assert_eq!(saves_beside(None, true, 5, Some(5)), Ok(true));
         assert!(saves_beside(Some(true), true, 5, Some(4)).is_err());

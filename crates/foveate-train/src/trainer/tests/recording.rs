@@ -43,6 +43,17 @@ fn a_run_that_cannot_record_says_why_and_trains_as_without() {
 }
 
 #[test]
+fn copies_to_the_host_and_other_ranks_are_reasons_to_record_nothing() {
+    let place = Place::new();
+    let why = |alone, sets: &[&str]| setup::not_recorded(alone, &place.recipe(sets));
+    assert_eq!(why(true, &["run.graphs=on"]), None);
+    assert_eq!(why(false, &["run.graphs=on"]), Some("other ranks have part of its steps"));
+    let away = ["run.graphs=on", "train.offload=layer_inputs"];
+    let reason = "inputs of layers go to the memory of the host (train.offload)";
+    assert_eq!(why(true, &away), Some(reason));
+}
+
+#[test]
 fn graphs_are_on_or_off_and_may_change_where_a_run_goes_on() {
     let place = Place::new();
     let sets = ["run.graphs=auto".to_owned()];
