@@ -85,10 +85,11 @@ impl Cuda {
         let queued = || {
             ready.record(self.queue.stream())?;
             stream.after(ready)?;
-            // SAFETY: the array is the workspace's, which the blocks' queue has waited for the copy before it
-            // goes, or `Bus` has, and the host's is marked behind the copy.
             match way {
+                // SAFETY: the array is the workspace's, which the blocks' queue has waited for the copy before it
+                // goes, or `Bus` has, and the host's is marked behind the copy.
                 Way::Out => unsafe { host.copy_from(stream, 0, address, bytes)? },
+                // SAFETY: as above.
                 Way::Back => unsafe { host.copy_to(stream, 0, address, bytes)? },
             }
             host.mark(stream)?;
