@@ -5,7 +5,7 @@
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
 CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation,
-with passes recorded as graphs and with the algorithms that a run chose, a run that goes from the CPU to the GPU and back, evaluation
+with passes recorded as graphs, with inputs of layers in the host's memory and with the algorithms that a run chose, a run that goes from the CPU to the GPU and back, evaluation
 and generation on the device. --tokens-per-second also times a model of 135 million parameters with
 random weights; --only names checks, such as every_state. One line a check, ending in `passed` or FAILED;
 fails when one does. Without a GPU it says why and passes.
@@ -256,11 +256,15 @@ def offloaded(place, device="cuda:0"):
     """Inputs of layers in the memory of the host: the bits of runs in which they stay, alone and beside moments
     that are there too, killed and resumed; and with two batches a step, whose gradients are nobody's memory."""
     name, sizes, more = "offload-", ["model.num_hidden_layers=5"], ["train.offload=layer_inputs"]
-    for state, in_backward in (("exact", False), ("host_moments", False), ("host_moments", True)):
-        wrong, killed = resumed(place, device, state, in_backward, MODES, name, sizes, more)
-        told = f"{state}{', updates in the backward pass' if in_backward else ''}, inputs of layers on the host"
-        detail = "; ".join(wrong) or f"killed after steps {', '.join(map(str, killed))};"
-        tell(f"{told}: killed and resumed in every mode as never killed and all on the GPU", not wrong, detail)
+    ways = [("exact", False), ("host_moments", False), ("host_moments", True)]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        found = {pool.submit(resumed, place, device, *way, MODES, name, sizes, more): way for way in ways}
+        for future in as_completed(found):
+            state, in_backward = found[future]
+            told = f"{state}{', updates in the backward pass' if in_backward else ''}, inputs of layers on the host"
+            wrong, killed = future.result()
+            detail = "; ".join(wrong) or f"killed after steps {', '.join(map(str, killed))};"
+            tell(f"{told}: killed and resumed in every mode as never killed and all on the GPU", not wrong, detail)
     for run, sets in (("stay", []), ("away", more)):
         place.train(f"{name}{run}", device, [*sizes, *sets, "train.recompute=full"])
     same = place.losses(f"{name}stay") == place.losses(f"{name}away")
