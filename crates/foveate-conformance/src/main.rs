@@ -18,6 +18,9 @@
 //! GPU's context broken costs its worker and nothing else: the worker is replaced and the next
 //! case starts clean.
 
+#[macro_use]
+mod say;
+
 mod gpu;
 mod options;
 mod soak;
@@ -66,7 +69,7 @@ foveate-conformance soak [--seconds N] [--seed N] [--only programs|kills|damage|
 
 fn main() -> ExitCode {
     if std::env::args().any(|arg| arg == "--help" || arg == "-h") {
-        println!("{HELP}");
+        say!("{HELP}");
         return ExitCode::SUCCESS;
     }
     let mut args = std::env::args().skip(1);
@@ -95,7 +98,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(message) => {
-            eprintln!("error: {message}");
+            tell!("error: {message}");
             ExitCode::from(2)
         }
     }
@@ -111,12 +114,12 @@ fn run(options: &Options) -> Result<bool, String> {
     let cases = options.load()?;
     let (backends, reason) = options.backends()?;
     if let Some(reason) = reason {
-        println!("cuda declined all {} cases: {reason}", cases.len());
+        say!("cuda declined all {} cases: {reason}", cases.len());
     }
     if backends.is_empty() {
         return Ok(true);
     }
-    println!("{} cases", cases.len());
+    say!("{} cases", cases.len());
     let report = if options.workers == 0 {
         let mut rows = Vec::new();
         for case in &cases {
@@ -132,7 +135,7 @@ fn run(options: &Options) -> Result<bool, String> {
         let names: Vec<&str> = backends.iter().map(|b| b.name()).collect();
         workers::run(options, &cases, &names)?
     };
-    println!("{report}");
+    say!("{report}");
     Ok(report.failures().count() == 0)
 }
 

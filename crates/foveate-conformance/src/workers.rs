@@ -62,7 +62,7 @@ fn ask(
     let mut rows: Vec<Row> = Vec::new();
     let note = |row: &Row| {
         if let Outcome::Failed(lines) = &row.outcome {
-            eprintln!("{} failed `{}`: {}", row.backend, row.case, lines.join("; "));
+            tell!("{} failed `{}`: {}", row.backend, row.case, lines.join("; "));
         }
     };
     while rows.len() < names.len() {

@@ -116,3 +116,17 @@ fn a_fault_that_a_soak_finds_is_one_line_with_the_way_to_replay_it() {
         }
     }
 }
+
+#[test]
+fn a_run_that_nobody_reads_ends_without_a_panic_and_is_no_success() {
+    for args in [&["--help"][..], &["run", "--on", "cpu", "--only", "row that one document"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate-conformance"));
+        let done = command.args(args).current_dir(repository).stdout(writer).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        let expected = "error: stdout was closed before the checks ended\n";
+        assert_eq!((done.status.code(), said.as_str()), (Some(1), expected), "{args:?}");
+    }
+}

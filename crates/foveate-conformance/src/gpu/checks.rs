@@ -22,7 +22,7 @@ pub fn on_gpu(command: &str, make: impl FnOnce(&Arc<Engine>, &mut Checks)) -> Re
             make(&engine, &mut checks);
             let_tools_tell(&engine);
         }
-        Err(e) => println!("{command} declined: {e}"),
+        Err(e) => say!("{command} declined: {e}"),
     }
     Ok(checks.passed)
 }
@@ -42,12 +42,12 @@ impl Checks {
             Err(e) => format!("FAILED: {e}"),
         };
         self.passed &= line == "passed";
-        println!("{name:<62} {line}");
+        say!("{name:<62} {line}");
     }
 
     /// Prints why the check `name` is not made.
     pub fn skip(&self, name: &str, why: impl std::fmt::Display) {
-        println!("{name:<62} skipped: {why}");
+        say!("{name:<62} skipped: {why}");
     }
 }
 

@@ -11,7 +11,7 @@ use crate::gpu::tensors::{Tensors, causal, dims};
 /// Prints the time; whether it could be measured.
 pub fn run() -> Result<bool, String> {
     on_gpu("host-time", |engine, checks| match warm_forward(engine) {
-        Ok(us) => println!("host time of a warm forward: {us:.1} us"),
+        Ok(us) => say!("host time of a warm forward: {us:.1} us"),
         Err(e) => checks.say("host time of a warm forward", Err(e)),
     })
 }

@@ -97,8 +97,8 @@ pub fn run(name: &str) -> Result<bool, String> {
         engine.device().synchronize()
     };
     match launched() {
-        Ok(()) => println!("{entry} ran"),
-        Err(e) => println!("{entry}: {e}"),
+        Ok(()) => say!("{entry} ran"),
+        Err(e) => say!("{entry}: {e}"),
     }
     Ok(true)
 }

@@ -112,7 +112,7 @@ pub fn run(options: &Options) -> Result<bool, String> {
         if let Err(fault) = (kind.round)(seed) {
             faults += 1;
             let name = kind.name;
-            println!(
+            say!(
                 "{name} failed: {fault}; replay: foveate-conformance soak --only {name} \
                  --seed {seed} --rounds 1"
             );
@@ -121,10 +121,10 @@ pub fn run(options: &Options) -> Result<bool, String> {
         kind.rounds += 1;
         if told.elapsed() >= PROGRESS {
             told = Instant::now();
-            eprintln!("{}", progress(options, &kinds, began, faults));
+            tell!("{}", progress(options, &kinds, began, faults));
         }
     }
-    println!("{}", progress(options, &kinds, began, faults));
+    say!("{}", progress(options, &kinds, began, faults));
     Ok(faults == 0)
 }
 

@@ -26,7 +26,7 @@ struct Backends {
 fn round(seed: u64, backends: &Backends, print: bool) -> Result<(), String> {
     let text = Draw::new(seed).case();
     if print {
-        println!("{text}");
+        say!("{text}");
     }
     let wrong = failures(&text, &format!("soak {seed}"), backends)?;
     if wrong.is_empty() {

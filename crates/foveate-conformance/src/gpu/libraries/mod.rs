@@ -12,14 +12,14 @@ pub fn run() -> Result<bool, String> {
     on_gpu("libraries", |engine, checks| {
         match blas::version() {
             Ok([major, minor, patch]) => {
-                println!("cuBLASLt {major}.{minor}.{patch}");
+                say!("cuBLASLt {major}.{minor}.{patch}");
                 products::run(engine, checks);
             }
             Err(e) => checks.skip("products", e),
         }
         match nccl::version() {
             Ok([major, minor, patch]) => {
-                println!("NCCL {major}.{minor}.{patch}");
+                say!("NCCL {major}.{minor}.{patch}");
                 transfers::run(engine, checks);
             }
             Err(e) => checks.skip("transfers", e),

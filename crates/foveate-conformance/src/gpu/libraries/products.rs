@@ -43,7 +43,7 @@ pub fn run(engine: &Arc<Engine>, checks: &mut Checks) {
         Err(e) => checks.skip(name, e),
     }
     match speed(engine, 8192) {
-        Ok(said) => println!("{said}"),
+        Ok(said) => say!("{said}"),
         Err(e) => checks.skip("time of a product", e),
     }
 }
