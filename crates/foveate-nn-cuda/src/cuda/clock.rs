@@ -90,7 +90,12 @@ impl Timed {
 /// Events of the steps under way, and times of earlier ones.
 #[derive(Debug, Default)]
 pub(super) struct Clock {
+    /// Totals that were made, each of a step or of an evaluation.
     steps: u64,
+    /// Steps whose update is queued.
+    updated: u64,
+    /// Whether what the last totals are of is measured.
+    measured: bool,
     marks: Vec<Mark>,
     /// Events that can be recorded again.
     free: Vec<Event>,
@@ -110,10 +115,19 @@ struct Mark {
 }
 
 impl Clock {
-    /// A new step; its number.
+    /// A new step, or evaluation; its number. Steps are counted by their updates, however many evaluations
+    /// lie between them; where nothing is updated, evaluations are. The first is not measured: its kernels
+    /// are compiled between events.
     pub fn step(&mut self) -> u64 {
+        let before = if self.updated > 0 { self.updated } else { self.steps };
+        self.measured = before % EVERY == 1;
         self.steps += 1;
         self.steps
+    }
+
+    /// The update of the present step is queued.
+    pub fn update(&mut self) {
+        self.updated += 1;
     }
 
     /// Measures every block from here on, or some steps only.
@@ -130,10 +144,9 @@ impl Clock {
         std::mem::take(&mut self.profiled)
     }
 
-    /// Whether the present step is measured. The first is not: its kernels are compiled between
-    /// events.
+    /// Whether the present step is measured.
     pub fn measures(&self) -> bool {
-        self.origin.is_some() || self.steps % EVERY == 2
+        self.origin.is_some() || self.measured
     }
 
     fn event(&mut self, stream: &Stream) -> Result<Event, GpuError> {
@@ -161,16 +174,17 @@ impl Clock {
     }
 
     /// The times of step `step`, all of whose work is done; where it was not measured, those of the
-    /// last one that was.
-    pub fn read(&mut self, step: u64) -> Result<Sums, GpuError> {
+    /// last one with an update that was. `updated` says whether it has one.
+    pub fn read(&mut self, step: u64, updated: bool) -> Result<Sums, GpuError> {
         let own: Vec<Mark> = self.marks.extract_if(.., |mark| mark.step == step).collect();
-        if !own.is_empty() {
-            self.last = Sums::default();
+        if own.is_empty() {
+            return Ok(self.last);
         }
+        let mut sums = Sums::default();
         for Mark { kind, begin, end, .. } in own {
             let Some(end) = end else { continue };
             let seconds = f64::from(end.ms_since(&begin)?) / 1e3;
-            if let Some(sum) = kind.sum(&mut self.last) {
+            if let Some(sum) = kind.sum(&mut sums) {
                 *sum += seconds;
             }
             if let Some(origin) = &self.origin {
@@ -179,6 +193,9 @@ impl Clock {
             }
             self.free.extend([begin, end]);
         }
-        Ok(self.last)
+        if updated {
+            self.last = sums;
+        }
+        Ok(sums)
     }
 }

@@ -132,7 +132,7 @@ impl Cuda {
             // Whoever reads of it decides what comes next.
             stopped.fill(0).map_err(|e| failed(&e))?;
         }
-        let times = self.clock.read(totals.step).map_err(|e| failed(&e))?;
+        let times = self.clock.read(totals.step, totals.update > 0).map_err(|e| failed(&e))?;
         if said == Said::Unread {
             let reason = "changed no weight: a step before was not finite, and its totals were dropped; read \
                           those of every step";
@@ -150,6 +150,9 @@ impl Cuda {
         };
         readback.queue(&totals.memory).map_err(|e| failed(&e))?;
         totals.readback = Some(readback);
+        if totals.update == 0 {
+            self.clock.update();
+        }
         totals.update = self.updates.queue();
         Ok(())
     }

@@ -63,9 +63,10 @@ fn recorded_steps_queue_one_graph_a_batch_with_the_work_of_steps_that_are_not() 
         }
         assert_eq!(steps.model.recording(), Recording::On);
         assert_eq!(trouble(&notes), [""; 0], "{batches} {recompute:?}");
-        // The first step makes what plans keep, and its blocks are timed, as those of every sixteenth.
-        let [by_block, once, twice, replayed, ..] = &lines[..] else { unreachable!() };
+        // The first step makes what plans keep, and blocks of the second are timed, as those of every sixteenth.
+        let [by_block, timed, once, twice, replayed, ..] = &lines[..] else { unreachable!() };
         assert!(graphs(by_block).is_empty());
+        assert_eq!(timed, by_block);
         // What is recorded is what steps queue that are not recorded, in their order.
         let kernels = |lines: &[String]| -> Vec<String> {
             lines.iter().filter(|line| !line.starts_with("graph of")).cloned().collect()
@@ -77,8 +78,8 @@ fn recorded_steps_queue_one_graph_a_batch_with_the_work_of_steps_that_are_not() 
         let update = ["fv_squares", "fv_factor", "fv_update"];
         let all = graphs(once).iter().sum::<usize>();
         assert_eq!(all + update.len(), by_block.len());
-        for (number, lines) in lines.iter().enumerate().skip(3) {
-            if number % 16 == 0 {
+        for (number, lines) in lines.iter().enumerate().skip(4) {
+            if number % 16 == 1 {
                 assert_eq!(lines, by_block, "step {number}");
                 continue;
             }
@@ -264,7 +265,7 @@ fn a_pass_that_is_other_than_its_record_ends_the_run() {
     assert!(said.contains("operation 0 fv_embedding has 0x"), "{said}");
 }
 
-/// Evaluations between steps count as steps where blocks are timed, so that no step may be a timed one.
+/// Passes without an update are no steps, so none of these is timed.
 #[test]
 fn a_record_is_compared_where_no_step_is_timed_too() {
     if !inside("graphs::a_record_is_compared_where_no_step_is_timed_too") {
@@ -310,6 +311,30 @@ fn what_cannot_be_recorded_runs_and_says_why() {
         passes.queue(1.0, fails).unwrap();
     }
     assert_eq!(passes.queue(1.0, fails).unwrap_err().to_string(), no_kind().to_string());
+}
+
+#[test]
+fn blocks_of_every_sixteenth_step_are_timed_whatever_evaluations_lie_between() {
+    let name = "graphs::blocks_of_every_sixteenth_step_are_timed_whatever_evaluations_lie_between";
+    if !inside(name) {
+        return;
+    }
+    let mut steps = recorded(Steps::new());
+    let mut by_block = Vec::new();
+    for number in 0..34 {
+        let (mut seconds, steps) = (0.0, &mut steps);
+        let lines = launched(|| {
+            let totals = steps.queue(Recompute::None);
+            evaluate(steps, 1);
+            seconds = steps.model.read(totals).unwrap().optimizer_seconds;
+        });
+        if graphs(&lines).is_empty() {
+            by_block.push(number);
+        }
+        // Evaluations, some of which are timed, have no optimiser and leave the times of steps.
+        assert_eq!(seconds > 0.0, number > 0, "step {number}");
+    }
+    assert_eq!(by_block, [0, 1, 17, 33]);
 }
 
 #[test]
