@@ -326,7 +326,7 @@ impl Blocks for Cuda {
     }
 
     fn forget_passes(&mut self) {
-        self.recorder.forget();
+        self.recorder.forget(self.queue.for_graphs());
     }
 
     fn queue_pass(

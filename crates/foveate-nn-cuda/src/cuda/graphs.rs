@@ -12,13 +12,16 @@
 //! equal, byte by byte, is the second queued for the batches after it. Steps whose blocks are timed run
 //! block by block, as before, and their operations are compared with the graph's, too. A graph is queued only
 //! while the same of the pool's memory is taken as when it was recorded.
+//!
+//! What plans make while a pass is recorded in vain, they take for made, though no device has made it. So a
+//! recording that fails ends its queue, and all that was made on it: passes begin anew on another one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use foveate_gpu::abi::Address;
-use foveate_gpu::driver::{Graph, Operation, operations};
-use foveate_gpu::{GpuError, Queue};
+use foveate_gpu::driver::{Graph, Operation, default_timeout, operations};
+use foveate_gpu::{GpuError, Queue, WeakQueue};
 use foveate_nn::{NnError, NnErrorKind, PassIdentity, PassWork, Recording};
 
 use super::attention::AttentionPlan;
@@ -27,7 +30,8 @@ use super::{Cuda, CudaTotals, failed};
 
 /// Passes that are remembered: the first batch of a step and later ones, for a few lengths of documents.
 const PASSES: usize = 8;
-/// Recordings in turn that may fail, or be other than the one before, until none is tried any more.
+/// Recordings that may fail, and those in turn that may be other than the one before, until none is tried any
+/// more.
 const TRIES: usize = 3;
 /// A pass that was replayed so often since its blocks were compared with its graph is compared again, where no
 /// timed step has done so.
@@ -50,7 +54,10 @@ pub(super) struct Recorded {
     places: BatchPlaces,
     /// The last one that was queued comes first.
     passes: Vec<Pass>,
-    tries: usize,
+    /// Recordings that failed.
+    failed: usize,
+    /// Recordings in turn that were other than the one before.
+    other: usize,
 }
 
 /// A pass and its graph.
@@ -119,9 +126,16 @@ impl Recorder {
         }
     }
 
-    pub fn forget(&mut self) {
-        if let Self::On(recorded) = self {
-            recorded.passes.clear();
+    /// Forgets all passes, and gives up the memory that their graphs name; later ones have `queue`.
+    pub fn forget(&mut self, queue: Queue) {
+        let Self::On(recorded) = self else { return };
+        if recorded.passes.is_empty() {
+            return;
+        }
+        let gone = recorded.begin_anew(queue);
+        // Whoever waits next tells of a device that has failed.
+        if recorded.queue.stream().wait(default_timeout(), "the last passes").is_ok() {
+            gone.release();
         }
     }
 }
@@ -161,17 +175,23 @@ impl Recorded {
         self.places.keep(of.batch);
         &mut self.passes[0]
     }
+
+    /// Without passes, on `queue`; the one before, which is gone when its work is done.
+    fn begin_anew(&mut self, queue: Queue) -> WeakQueue {
+        self.passes.clear();
+        std::mem::replace(&mut self.queue, queue).downgrade()
+    }
 }
 
 /// What became of a pass.
-struct Queued {
-    /// Whether it is queued, and its totals are added up.
-    done: bool,
-    /// Why it was not recorded, or not as before.
-    trouble: Option<String>,
+enum Queued {
+    /// It is queued, and its totals are added up.
+    Done,
+    /// It is, but as another than before: how it differs.
+    Other(String),
+    /// It is not, since it could not be recorded: why.
+    Not(String),
 }
-
-const DONE: Queued = Queued { done: true, trouble: None };
 
 impl Cuda {
     /// What records passes from here on.
@@ -184,7 +204,8 @@ impl Cuda {
             Err(e) => Recorder::Off(e.to_string()),
             Ok(totals) => {
                 let (places, passes) = Default::default();
-                Recorder::On(Box::new(Recorded { queue, totals, places, passes, tries: 0 }))
+                let (failed, other) = (0, 0);
+                Recorder::On(Box::new(Recorded { queue, totals, places, passes, failed, other }))
             }
         }
     }
@@ -204,19 +225,24 @@ impl Cuda {
             }
         };
         let queued = self.queue_beside(&mut recorded, of, totals, work);
-        let Queued { done, trouble } = match queued {
-            Ok(queued) => queued,
+        let (done, stops) = match queued {
+            Ok(Queued::Done) => (true, None),
+            Ok(Queued::Other(difference)) => {
+                recorded.other += 1;
+                let reason = format!("what batches queue differs: {difference}");
+                (true, Some(reason).filter(|_| recorded.other >= TRIES))
+            }
+            Ok(Queued::Not(reason)) => {
+                recorded.failed += 1;
+                drop(recorded.begin_anew(self.queue.for_graphs()));
+                (false, Some(reason).filter(|_| recorded.failed >= TRIES))
+            }
             Err(e) => {
                 self.recorder = Recorder::Off(format!("a pass failed: {e}"));
                 return Err(e);
             }
         };
-        recorded.tries += usize::from(trouble.is_some());
-        self.recorder = match trouble.filter(|_| recorded.tries >= TRIES) {
-            Some(reason) => Recorder::Off(reason),
-            None => Recorder::On(recorded),
-        };
-        // What plans would keep of it while it was recorded, they keep for the other queue.
+        self.recorder = stops.map_or(Recorder::On(recorded), Recorder::Off);
         if done { Ok(()) } else { work(self, totals) }
     }
 
@@ -230,7 +256,7 @@ impl Cuda {
     ) -> Result<Queued, NnError> {
         self.copy_totals(totals, &recorded.totals)?;
         let queued = self.queue_of(recorded, of, work)?;
-        if queued.done {
+        if !matches!(queued, Queued::Not(_)) {
             self.copy_totals(&recorded.totals, totals)?;
         }
         Ok(queued)
@@ -247,7 +273,7 @@ impl Cuda {
         let pass = recorded.pass(of);
         let shows = self.clock.measures() || pass.unseen >= UNSEEN;
         let before = match std::mem::replace(&mut pass.state, State::Run) {
-            State::New => return self.run_pass(recorded, work).map(|_| DONE),
+            State::New => return self.run_pass(recorded, work).map(|_| Queued::Done),
             State::Once(_, of) | State::Twice(_, of) if of != fingerprint() => State::Run,
             before => before,
         };
@@ -257,7 +283,7 @@ impl Cuda {
                 check(graph, &operations)?;
             }
             (recorded.passes[0].state, recorded.passes[0].unseen) = (before, 0);
-            return Ok(DONE);
+            return Ok(Queued::Done);
         }
         // SAFETY: the pass's arrays are where they were, by its identity, and so is what plans keep, which are
         // held, by the fingerprint; the rest is memory of the pool that nobody has, which it writes first.
@@ -267,10 +293,10 @@ impl Cuda {
                 launch(&graph).map_err(|e| failed(&e))?;
                 recorded.passes[0].state = State::Twice(graph, of);
                 recorded.passes[0].unseen += 1;
-                return Ok(DONE);
+                return Ok(Queued::Done);
             }
             before => match self.record_pass(recorded, work) {
-                Err(reason) => return Ok(Queued { done: false, trouble: Some(reason) }),
+                Err(reason) => return Ok(Queued::Not(reason)),
                 Ok(graph) => (graph, before),
             },
         };
@@ -278,19 +304,18 @@ impl Cuda {
         let of = fingerprint();
         let State::Once(once, first) = before else {
             recorded.passes[0].state = State::Once(graph, of);
-            return Ok(DONE);
+            return Ok(Queued::Done);
         };
         let difference = operations::difference(once.operations(), graph.operations());
-        let trouble = difference.filter(|_| first == of);
-        recorded.passes[0].state = match &trouble {
+        let other = difference.filter(|_| first == of);
+        recorded.passes[0].state = match &other {
             None if first == of => {
-                recorded.tries = 0;
+                recorded.other = 0;
                 State::Twice(graph, of)
             }
             _ => State::Once(graph, of),
         };
-        let trouble = trouble.map(|d| format!("what batches queue differs: {d}"));
-        Ok(Queued { done: true, trouble })
+        Ok(other.map_or(Queued::Done, Queued::Other))
     }
 
     /// Queues a pass block by block, and gives what it queued.
