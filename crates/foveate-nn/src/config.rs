@@ -183,7 +183,16 @@ impl ModelConfig {
     /// # Errors
     /// Names the first field that does not fit, its value and what it must be.
     pub fn validate(&self) -> Result<(), NnError> {
-        let sizes = [
+        self.validate_counts()?;
+        self.validate_heads()?;
+        self.validate_rotation()?;
+        check_positive("rms_norm_eps", self.rms_norm_eps)?;
+        let cap = self.architecture.logit_cap;
+        cap.map_or(Ok(()), |cap| check_positive("final_logit_softcapping", cap))
+    }
+
+    fn validate_counts(&self) -> Result<(), NnError> {
+        let counts = [
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
             ("intermediate_size", self.intermediate_size),
@@ -193,25 +202,25 @@ impl ModelConfig {
             ("max_position_embeddings", self.max_position_embeddings),
             ("head_dim", self.dim()),
         ];
-        for (field, n) in sizes {
+        for (field, n) in counts {
+            let most = if field == "num_hidden_layers" { MAX_LAYERS } else { i32::MAX as usize };
             if n == 0 {
                 return Err(NnError::config(field, "is 0; it must be at least 1"));
             }
-            if i32::try_from(n).is_err() {
-                return Err(NnError::config(field, format!("is {n}; the limit is {}", i32::MAX)));
+            if n > most {
+                return Err(NnError::config(field, format!("is {n}; the limit is {most}")));
             }
         }
-        if self.num_hidden_layers > MAX_LAYERS {
-            let reason = format!("is {}; the limit is {MAX_LAYERS}", self.num_hidden_layers);
-            return Err(NnError::config("num_hidden_layers", reason));
-        }
-        if i32::try_from(self.qkv_width()).is_err() {
-            let width = self.qkv_width();
+        Ok(())
+    }
+
+    fn validate_heads(&self) -> Result<(), NnError> {
+        let (heads, kv, width) = (self.num_attention_heads, self.kv_heads(), self.qkv_width());
+        if i32::try_from(width).is_err() {
             let reason =
                 format!("makes queries, keys and values {width} wide; the limit is {}", i32::MAX);
             return Err(NnError::config("head_dim", reason));
         }
-        let (heads, kv) = (self.num_attention_heads, self.kv_heads());
         if !heads.is_multiple_of(kv) {
             let reason = format!("is {kv}; it must divide num_attention_heads ({heads})");
             return Err(NnError::config("num_key_value_heads", reason));
@@ -223,46 +232,47 @@ impl ModelConfig {
             );
             return Err(NnError::config("hidden_size", reason));
         }
-        if self.dim() == 0 || !self.dim().is_multiple_of(2) {
-            let reason = format!("is {}; it must be even, as RoPE rotates pairs", self.dim());
+        Ok(())
+    }
+
+    fn validate_rotation(&self) -> Result<(), NnError> {
+        let (dim, rotated) = (self.dim(), self.rotated());
+        let Architecture { rotary_share: share, local_rope_theta, layer_rope, .. } =
+            &self.architecture;
+        if !dim.is_multiple_of(2) {
+            let reason = format!("is {dim}; it must be even, as RoPE rotates pairs");
             return Err(NnError::config("head_dim", reason));
         }
-        let share = self.architecture.rotary_share;
-        let rotated = self.rotated();
-        if !(share > 0.0 && share <= 1.0) || rotated == 0 || !rotated.is_multiple_of(2) {
+        if !(*share > 0.0 && *share <= 1.0) || rotated == 0 || !rotated.is_multiple_of(2) {
             let reason = format!(
-                "is {share}; of heads of {} it must make an even number of components, at least 2",
-                self.dim()
+                "is {share}; of heads of {dim} it must make an even number of components, at least 2"
             );
             return Err(NnError::config("partial_rotary_factor", reason));
         }
-        if let Some(cap) = self.architecture.logit_cap
-            && !(cap > 0.0 && cap.is_finite())
-        {
-            let reason = format!("is {cap}; it must be positive");
-            return Err(NnError::config("final_logit_softcapping", reason));
-        }
-        let local = self.architecture.layer_rope.contains(&LayerRope::Local);
-        match self.architecture.local_rope_theta {
-            None if local => {
+        match *local_rope_theta {
+            Some(theta) => check_theta("rope_local_base_freq", theta)?,
+            None if layer_rope.contains(&LayerRope::Local) => {
                 let reason = "is missing; some layers turn by it";
                 return Err(NnError::config("rope_local_base_freq", reason));
             }
-            Some(theta) if !(theta > 1.0 && theta.is_finite()) => {
-                let reason = format!("is {theta}; it must be larger than 1");
-                return Err(NnError::config("rope_local_base_freq", reason));
-            }
-            _ => {}
+            None => {}
         }
-        if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps.is_finite()) {
-            let reason = format!("is {}; it must be positive", self.rms_norm_eps);
-            return Err(NnError::config("rms_norm_eps", reason));
-        }
-        if !(self.rope_theta > 1.0 && self.rope_theta.is_finite()) {
-            let reason = format!("is {}; it must be larger than 1", self.rope_theta);
-            return Err(NnError::config("rope_theta", reason));
-        }
-        self.rope_scaling.as_ref().map_or(Ok(()), |s| s.validate(self.rotated() / 2))
+        check_theta("rope_theta", self.rope_theta)?;
+        self.rope_scaling.as_ref().map_or(Ok(()), |scaling| scaling.validate(rotated / 2))
+    }
+}
+
+fn check_positive(field: &str, value: f32) -> Result<(), NnError> {
+    match value > 0.0 && value.is_finite() {
+        true => Ok(()),
+        false => Err(NnError::config(field, format!("is {value}; it must be positive"))),
+    }
+}
+
+fn check_theta(field: &str, theta: f64) -> Result<(), NnError> {
+    match theta > 1.0 && theta.is_finite() {
+        true => Ok(()),
+        false => Err(NnError::config(field, format!("is {theta}; it must be larger than 1"))),
     }
 }
 
