@@ -160,6 +160,35 @@ fn span(array: &CudaArray, place: std::ops::Range<usize>) -> Span {
     Span { address, bytes: elems * dtype.bytes() }
 }
 
+/// Memory for work of a queue.
+fn taken(queue: &Queue, bytes: usize) -> Result<Allocation, NnError> {
+    queue.pool().take(bytes).map_err(|e| failed(&e))
+}
+
+impl GpuTransfers {
+    /// Queues the sum of what ranks have, in order of rank, and where replicas sum theirs, of their sums, too.
+    fn add_up(
+        &mut self,
+        blocks: &mut Cuda,
+        sources: &[DeviceTensor<1>],
+        into: &PartMut<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let (queue, to, accumulate) = (&self.sums.queue, into.vector(), into.accumulate);
+        let Some(replicas) = &mut self.replicas else {
+            return blocks.run_on(queue, &SumRanks { from: sources, to, accumulate });
+        };
+        let [own] = to.layout.shape;
+        let memory = taken(queue, 4 * own)?;
+        let sums = DeviceTensor::contiguous(memory.address(), DType::F32, [own]);
+        blocks.run_on(queue, &SumRanks { from: sources, to: sums, accumulate: false })?;
+        replicas.sum_on(blocks, queue, sums)?;
+        match accumulate {
+            true => blocks.run_on(queue, &Add { from: sums, to }),
+            false => blocks.run_on(queue, &Narrow { from: sums, to }),
+        }
+    }
+}
+
 impl Transfers<Cuda> for GpuTransfers {
     fn gather(
         &mut self,
@@ -202,23 +231,18 @@ impl Transfers<Cuda> for GpuTransfers {
         group: &CutGroup,
         into: PartMut<'_, CudaArray>,
     ) -> Result<(), NnError> {
-        let Way { exchange, queue } = &mut self.sums;
-        let ready = mark(blocks.queue.stream())?;
+        let queue = self.sums.queue.clone();
+        let mut ready = mark(blocks.queue.stream())?;
         queue.stream().after(&ready).map_err(|e| failed(&e))?;
-        let take = |bytes| queue.pool().take(bytes).map_err(|e| failed(&e));
-        let all = Part { array: &*gradients, place: 0..group.trained() }.vector();
-        let narrow = (self.reduce_dtype.bytes() < all.dtype.bytes())
-            .then(|| take(group.trained() * self.reduce_dtype.bytes()))
-            .transpose()?;
-        let (from, ready) = match &narrow {
-            None => (all, ready),
-            Some(memory) => {
-                let [elems] = all.layout.shape;
-                let to = DeviceTensor::contiguous(memory.address(), self.reduce_dtype, [elems]);
-                blocks.run_on(queue, &Narrow { from: all, to })?;
-                (to, mark(queue.stream())?)
-            }
-        };
+        let mut from = Part { array: &*gradients, place: 0..group.trained() }.vector();
+        let mut narrow = None;
+        if self.reduce_dtype.bytes() < from.dtype.bytes() {
+            let memory = taken(&queue, group.trained() * self.reduce_dtype.bytes())?;
+            let to =
+                DeviceTensor::contiguous(memory.address(), self.reduce_dtype, from.layout.shape);
+            blocks.run_on(&queue, &Narrow { from, to })?;
+            (from, ready, narrow) = (to, mark(queue.stream())?, Some(memory));
+        }
         let (own, size) = (group.own().len(), from.dtype.bytes());
         let part = |rank: usize| {
             let place = &group.of(rank)[0];
@@ -228,7 +252,7 @@ impl Transfers<Cuda> for GpuTransfers {
         let ranks = 0..group.ranks();
         let outgoing = ranks.clone().map(|rank| vec![part(rank)]).collect();
         let others = group.ranks() - 1;
-        let scratch = take(others * own * size)?;
+        let scratch = taken(&queue, others * own * size)?;
         // Those of other ranks lie one after another.
         let place = |rank: usize| match rank == group.rank() {
             true => part(rank),
@@ -239,26 +263,12 @@ impl Transfers<Cuda> for GpuTransfers {
             }
         };
         let incoming: Spans = ranks.map(|rank| vec![place(rank)]).collect();
-        exchange.begin(queue, &ready, outgoing, &incoming)?;
+        self.sums.exchange.begin(&queue, &ready, outgoing, &incoming)?;
         if own > 0 {
             let vector =
                 |spans: &Vec<Span>| DeviceTensor::contiguous(spans[0].address, from.dtype, [own]);
             let sources: Vec<_> = incoming.iter().map(vector).collect();
-            let (to, accumulate) = (into.vector(), into.accumulate);
-            match &mut self.replicas {
-                None => blocks.run_on(queue, &SumRanks { from: &sources, to, accumulate })?,
-                Some(replicas) => {
-                    let sums = take(4 * own)?;
-                    let all = DeviceTensor::contiguous(sums.address(), DType::F32, [own]);
-                    blocks
-                        .run_on(queue, &SumRanks { from: &sources, to: all, accumulate: false })?;
-                    replicas.sum_on(blocks, queue, all)?;
-                    match accumulate {
-                        true => blocks.run_on(queue, &Add { from: all, to })?,
-                        false => blocks.run_on(queue, &Narrow { from: all, to })?,
-                    }
-                }
-            }
+            self.add_up(blocks, &sources, &into)?;
         }
         self.summing.push_back(Summing {
             done: self.sums.done()?,
