@@ -4,13 +4,16 @@ use std::collections::BTreeMap;
 
 use foveate_gpu::trace::{HOST, Noted};
 
+/// From where to where bytes were written last by one write, and which.
+type Part = (u64, u64, usize);
+
 /// Bytes that were written last by one write, by where they start: their end, and which.
 #[derive(Default)]
 struct Last(BTreeMap<u64, (u64, usize)>);
 
 impl Last {
     /// The parts of a span that were written, with their writes.
-    fn of(&self, (start, end): (u64, u64)) -> Vec<(u64, u64, usize)> {
+    fn of(&self, (start, end): (u64, u64)) -> Vec<Part> {
         let meets = self.0.range(..end).filter(|(_, (until, _))| *until > start);
         meets.map(|(&at, &(until, of))| (at.max(start), until.min(end), of)).collect()
     }
@@ -37,7 +40,7 @@ pub fn flow(notes: &[Noted]) -> Vec<(&str, Vec<usize>)> {
     let mut last = Last::default();
     let (mut reads, mut writes) = (Vec::new(), 0);
     // Where the copy under way reads, and what was written there.
-    let mut copied: Option<(u64, Vec<(u64, u64, usize)>)> = None;
+    let mut copied: Option<(u64, Vec<Part>)> = None;
     for noted in notes {
         match noted {
             Noted::Written { span: (start, _), .. } if copied.is_some() => {
