@@ -55,6 +55,12 @@ __device__ u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 __device__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ double shuffle_xor(double x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ void sync_cta() { __syncthreads(); }
+// Of the device's clock, since a moment that is always the same.
+__device__ i64 nanoseconds() {
+    i64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
 
 // Shared memory of the CTA: 4 bytes a thread or more.
 extern "C" __device__ const int fv_shared_bytes = FV_SHARED_BYTES;

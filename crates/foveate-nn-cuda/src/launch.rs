@@ -92,6 +92,7 @@ pub(crate) enum File {
     Vectors,
     Ranks,
     Context,
+    Pause,
 }
 
 impl File {
@@ -120,6 +121,7 @@ impl File {
             Self::Vectors => include_str!("../kernels/vectors.cu"),
             Self::Ranks => include_str!("../kernels/ranks.cu"),
             Self::Context => include_str!("../kernels/context.cu"),
+            Self::Pause => include_str!("../kernels/pause.cu"),
         }
     }
 
@@ -139,6 +141,7 @@ impl File {
             Self::Vectors => "vectors",
             Self::Ranks => "ranks",
             Self::Context => "context",
+            Self::Pause => "pause",
         }
     }
 
@@ -164,6 +167,7 @@ impl File {
             }
             Self::Ranks => &["fv_narrow", "fv_sum_ranks"],
             Self::Context => &["fv_join", "fv_sum_keys"],
+            Self::Pause => &["fv_pause"],
         }
     }
 
@@ -175,7 +179,9 @@ impl File {
             }
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
-            Self::SumParts | Self::Vectors | Self::Ranks | Self::Context => Vec::new(),
+            Self::SumParts | Self::Vectors | Self::Ranks | Self::Context | Self::Pause => {
+                Vec::new()
+            }
             Self::Embedding { narrow } => vec![("FV_NARROW", narrow.into())],
             Self::CrossEntropy { cap } => vec![("FV_CAP", cap.into())],
             Self::Update { rule, weights, moments, gradients } => vec![

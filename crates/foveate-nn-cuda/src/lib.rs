@@ -62,6 +62,7 @@ pub mod norm;
 mod operands;
 pub mod optimizer;
 mod params;
+pub mod pause;
 pub mod ranks;
 pub mod rope;
 #[cfg(test)]

@@ -9,6 +9,7 @@ use foveate_tensor::DType;
 
 use crate::launch::{File, Source};
 use crate::optimizer::VECTORS;
+use crate::pause;
 
 /// A file of kernels and what it is compiled for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -118,6 +119,8 @@ pub fn list() -> Vec<ListedSource> {
             }
         }
     }
+    let pause = Source { file: File::Pause, dtype: DType::F32, vector: 1, threads: pause::THREADS };
+    all.push(ListedSource { source: pause, few: true });
     all
 }
 

@@ -295,6 +295,11 @@ abi_structs! {
         /// Columns.
         pub width: i32,
     }
+    /// Of `kernels/pause.cu`.
+    pub struct PauseParams {
+        /// That it takes.
+        pub nanoseconds: i64,
+    }
     /// Of `kernels/ranks.cu`.
     pub struct NarrowParams {
         /// f32 `[elems]`.

@@ -17,6 +17,7 @@ mod transfers;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use foveate::{Attention, Coordinates, DType, Positions};
 
@@ -442,6 +443,15 @@ pub trait Blocks: Sized {
     /// before the totals of this one are read.
     fn queues(&self) -> bool {
         false
+    }
+
+    /// Keeps a device that [queues](Self::queues) busy for `duration`, at most a second, so that what is queued
+    /// meanwhile runs without waiting for the host.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn pause(&mut self, _duration: Duration) -> Result<(), NnError> {
+        Ok(())
     }
 
     /// Totals of nothing.

@@ -8,6 +8,7 @@ mod training;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use foveate::DType;
 
@@ -691,6 +692,15 @@ impl<B: Blocks> Model<B> {
     /// When the device fails.
     pub fn profile(&self, on: bool) -> Result<(), NnError> {
         self.running().blocks.profile(on)
+    }
+
+    /// Keeps a device that queues busy for `duration`, at most a second, so that what is queued meanwhile runs
+    /// without waiting for the host.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn pause(&self, duration: Duration) -> Result<(), NnError> {
+        self.running().blocks.pause(duration)
     }
 
     /// The times of the blocks of steps whose totals were read since the last call, in their order.

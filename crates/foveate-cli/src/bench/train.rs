@@ -262,7 +262,7 @@ fn print(
     ))?;
     if let Some(share) = found.working_share() {
         out.line(format!(
-            "the device works for {:.1} % of a step, by its blocks under events and steps without",
+            "the device works for {:.1} % of a step, by steps that are queued before it begins them",
             100.0 * share
         ))?;
     }

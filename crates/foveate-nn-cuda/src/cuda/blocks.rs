@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use foveate_gpu::blas::{self, Matmul};
 use foveate_gpu::driver::HostArray;
@@ -28,6 +29,7 @@ use super::{Cuda, beta, context, failed, logits_tokens_of, sharing, transfer};
 use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
+use crate::pause::Pause;
 use crate::rope::{Pairing, Rope};
 use crate::vectors::{self, AddRows, ColumnSums};
 
@@ -186,6 +188,10 @@ impl Blocks for Cuda {
 
     fn queues(&self) -> bool {
         true
+    }
+
+    fn pause(&mut self, duration: Duration) -> Result<(), NnError> {
+        self.run(&Pause(duration))
     }
 
     fn fill(&mut self, into: PartMut<'_, CudaArray>, values: &[f32]) -> Result<(), NnError> {

@@ -1,10 +1,13 @@
 //! Norms, gates, rotary positions, sums of rows and of ranks.
 
+use std::time::{Duration, Instant};
+
 use super::*;
 use crate::embedding::{EmbeddingBackward, TokenOrder};
 use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
+use crate::pause::Pause;
 use crate::ranks::{Narrow, SumRanks};
 use crate::rope::{Pairing, Rope};
 use crate::vectors::{self, Add, AddRows, ColumnSums, CopyRows, Widen};
@@ -475,6 +478,20 @@ fn operands_that_do_not_fit_are_named() {
     let apart = Placing { gap: 1, ..f32s }.empty([10, 32]);
     let apart = EmbeddingBackward { d_table: apart.tensor(), ..gradient };
     assert_eq!(refusal(&apart), "rows of d_table must lie side by side");
+}
+
+#[test]
+fn a_pause_takes_its_time_and_a_second_at_most() {
+    let taken = |pause: Duration| {
+        let began = Instant::now();
+        run(&Pause(pause)).then(|| began.elapsed())
+    };
+    // The first compiles it.
+    if taken(Duration::ZERO).is_none() {
+        return;
+    }
+    assert!(taken(Duration::from_millis(20)) >= Some(Duration::from_millis(20)));
+    assert!(taken(Duration::from_secs(3600)) < Some(Duration::from_secs(5)));
 }
 
 #[test]

@@ -1,6 +1,7 @@
 // A GPU of one lane at a time: runs kernels of this crate on the host, thread after thread, as coroutines that
 // change at barriers and shuffles. It stands in the place of kernels/device.cuh.
 
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -65,6 +66,11 @@ template <typename T>
 static T* scratch() { return reinterpret_cast<T*>(shared); }
 
 static void sync_cta() { meet(cta); }
+
+static i64 nanoseconds() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
 template <typename T>
 static T shuffle_xor(T x, int lanes) {

@@ -1,7 +1,7 @@
 //! Steps of a case on a device, timed, and their products alone.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use foveate::DType;
 use foveate::tensor::random::Random;
@@ -33,6 +33,10 @@ const WARM: usize = 4;
 const RECORDED: usize = 4;
 /// Batches that are profiled, in whole steps.
 const PROFILED: usize = 2;
+/// Steps by which the time is taken that a device works at one.
+const WORKING: usize = 5;
+/// Longer than the host takes to fill a queue.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Batches of different tokens, taken in turn.
 const BATCHES: usize = 4;
 /// Passes of products alone, of which the last is timed.
@@ -90,6 +94,9 @@ pub struct Measured {
     pub planned_bytes: u64,
     /// Keys that a query sees on average, where the device has counted them or the mask is causal.
     keys: f64,
+    /// In which the device works at a step: without waiting for the host. None where it takes no times, and of
+    /// several ranks, which wait for each other.
+    pub working_ms: Option<f64>,
     /// A profiled step, the mean.
     pub profiled_ms: f64,
     /// Of a profiled step; none where the device takes no times.
@@ -124,11 +131,9 @@ impl Measured {
             .map(|keys| tokens * case.config.flops_per_token(keys).total() * 1e-12)
     }
 
-    /// The share of a step in which the device works: the time of its blocks, by events, of that of a step
-    /// without events. None where the device takes no times.
+    /// The share of a step in which the device works.
     pub fn working_share(&self) -> Option<f64> {
-        let working: f64 = self.blocks.iter().map(|block| block.ms).sum();
-        (!self.blocks.is_empty()).then_some(working / self.ms)
+        self.working_ms.map(|working| working / self.ms)
     }
 
     /// Products of the layers in a profiled step.
@@ -172,6 +177,7 @@ impl Measured {
             "tflops_half_of_pairs": half,
             "profiled_ms": self.profiled_ms,
             "blocks": self.blocks,
+            "working_ms": self.working_ms,
             "working_share": self.working_share(),
             "graphs": self.recording.as_ref().map(|recording| *recording == Recording::On),
             "products_ms": self.products_ms(),
@@ -245,7 +251,13 @@ impl Watched<'_> {
             None => machine::peak_resident(),
         };
         let recording = training.mesh.recording();
-        let (mut blocks, profiled_ms) = training.profiled()?;
+        let middle = |times: &[f64]| times[times.len() / 2];
+        let pause = Duration::from_secs_f64(2e-3 * middle(&queue_ms)).min(LONGEST_PAUSE);
+        let working_ms = match world.ranks() {
+            1 => training.working(pause)?,
+            _ => None,
+        };
+        let (mut blocks, profiled_ms) = training.profiled(pause)?;
         let cells = training.batches[0].tokens() as f64;
         let pairs = training.pairs.filter(|_| mesh.size(MeshAxis::Context) == 1);
         let keys = pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
@@ -278,15 +290,16 @@ impl Watched<'_> {
             deterministic,
             state,
             parameters: config.parameter_count(),
-            ms: ms[ms.len() / 2],
+            ms: middle(&ms),
             min_ms: ms[0],
-            queue_ms: queue_ms[queue_ms.len() / 2],
+            queue_ms: middle(&queue_ms),
             peak_bytes,
             planned_bytes: of_device.total(),
             recompute,
             weights_s,
             first_step_s,
             keys,
+            working_ms,
             profiled_ms,
             blocks,
             recording,
@@ -398,14 +411,39 @@ impl<'a, B: Blocks> Training<'a, B> {
         Ok(Timings { ms, queue_ms, first_step_s })
     }
 
+    /// A step queued behind `pause`; its milliseconds, without those of the pause.
+    fn behind(&mut self, pause: Duration) -> Result<f64, TrainError> {
+        let began = Instant::now();
+        self.mesh.model.pause(pause)?;
+        let totals = self.queue()?;
+        self.mesh.model.read(totals)?;
+        Ok(match self.mesh.model.queues() {
+            true => ms_since(began) - 1e3 * pause.as_secs_f64(),
+            false => ms_since(began),
+        })
+    }
+
+    /// The milliseconds in which the device works at a step, the median of a few: each is queued while the
+    /// device is kept busy, so that it never waits for the host. None where work is not queued.
+    fn working(&mut self, pause: Duration) -> Result<Option<f64>, TrainError> {
+        if !self.mesh.model.queues() {
+            return Ok(None);
+        }
+        let mut times = [0.0; WORKING];
+        for ms in &mut times {
+            *ms = self.behind(pause)?;
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(Some(times[WORKING / 2]))
+    }
+
     /// The blocks of a step and its milliseconds, in the mean of a few.
-    fn profiled(&mut self) -> Result<(Vec<BlockSum>, f64), TrainError> {
+    fn profiled(&mut self, pause: Duration) -> Result<(Vec<BlockSum>, f64), TrainError> {
         self.mesh.model.profile(true)?;
-        let (began, mut sums) = (Instant::now(), Vec::<BlockSum>::new());
+        let (mut ms, mut sums) = (0.0, Vec::<BlockSum>::new());
         let steps = PROFILED.div_ceil(self.case.accumulate());
         for _ in 0..steps {
-            let totals = self.queue()?;
-            self.mesh.model.read(totals)?;
+            ms += self.behind(pause)? / steps as f64;
             for BlockTime { block, seconds, .. } in self.mesh.model.block_times() {
                 let known = sums.iter().position(|sum| sum.block == block);
                 let at = known.unwrap_or_else(|| {
@@ -416,7 +454,6 @@ impl<'a, B: Blocks> Training<'a, B> {
                 sums[at].ms += seconds * 1e3 / steps as f64;
             }
         }
-        let ms = ms_since(began) / steps as f64;
         self.mesh.model.profile(false)?;
         sums.iter_mut().for_each(|sum| sum.calls /= steps);
         Ok((sums, ms))
