@@ -38,6 +38,7 @@ mod context;
 pub mod corpus;
 pub mod device;
 pub mod error;
+mod graphs;
 pub mod host_memory;
 mod loader;
 pub mod machine;

@@ -8,7 +8,8 @@ use foveate_nn::{
 use foveate_nn_cuda::logits_tokens_of;
 
 use crate::checkpoint::copy_bytes;
-use crate::recipe::{GraphsChoice, Recipe};
+use crate::graphs;
+use crate::recipe::Recipe;
 
 /// A GPU by what it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,15 +52,13 @@ pub const PROFILES: [GpuProfile; 4] = [
 pub const BESIDE: u64 = 1 << 30;
 
 /// What it holds more where passes are recorded: scratch of passes, which is no other work's then, and what the
-/// driver keeps of graphs. An estimate, not measured.
+/// driver keeps of graphs; 4 MiB were seen of a kind of pass, of which eight are kept.
 const BESIDE_GRAPHS: u64 = 256 << 20;
 
-/// [`BESIDE`] of the runs of a recipe, on one rank alone or on several, whose passes are not recorded.
-pub fn beside(recipe: &Recipe, alone: bool) -> u64 {
-    match recipe.run.graphs {
-        GraphsChoice::On if alone && !recipe.optimizer.in_backward => BESIDE + BESIDE_GRAPHS,
-        GraphsChoice::On | GraphsChoice::Off => BESIDE,
-    }
+/// What a run of a recipe holds beside the arrays of its steps, on one rank alone or on several.
+pub fn beside(recipe: &Recipe, config: &ModelConfig, alone: bool) -> u64 {
+    let recorded = graphs::wanted(recipe, config) && graphs::in_the_way(alone, recipe).is_none();
+    BESIDE + if recorded { BESIDE_GRAPHS } else { 0 }
 }
 
 /// Bytes of host memory that a rank of `ranks` takes for a copy of what it saves, where steps go on while a
@@ -143,7 +142,7 @@ impl Planned<'_> {
     /// Those of [`Planned::account`].
     pub fn memory(&self, setting: &Setting, bytes: u64) -> Result<MemoryEstimate, NnError> {
         let account = self.account(setting, bytes)?;
-        Ok(MemoryEstimate { process: beside(self.recipe, true), ..account.memory() })
+        Ok(MemoryEstimate { process: beside(self.recipe, self.config, true), ..account.memory() })
     }
 
     /// What a step does and holds on a GPU with `bytes` of memory.

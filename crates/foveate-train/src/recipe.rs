@@ -72,7 +72,7 @@ pub struct RunSection {
     /// `cpu`, `cuda:N`, or `auto` for the first GPU where there is one.
     #[serde(default)]
     pub device: DeviceChoice,
-    /// Whether a GPU records the pass of a batch once and replays it: `on` or `off`.
+    /// Whether a GPU records the pass of a batch once and replays it: `auto`, `on` or `off`.
     #[serde(default)]
     pub graphs: GraphsChoice,
 }
@@ -81,8 +81,10 @@ pub struct RunSection {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GraphsChoice {
-    /// They are queued block by block.
+    /// They are where queueing them block by block would take a tenth of a pass, and nothing is in the way.
     #[default]
+    Auto,
+    /// They are queued block by block.
     Off,
     /// They are, where they can be.
     On,

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use foveate::ScalarValue;
 use foveate::mods::Point;
 use foveate_nn::{
-    AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Offload,
-    Parameter, ParameterState, ProgramConfig, Recomputation, Recording,
+    AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Parameter,
+    ParameterState, ProgramConfig, Recomputation, Recording,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -28,6 +28,7 @@ use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::context::{ContextPlanner, Described, RunContext, is_needed};
 use crate::corpus::{Asker, Corpus, Sources, TokenCounts};
 use crate::error::TrainError;
+use crate::graphs;
 use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
@@ -565,35 +566,22 @@ pub(super) fn share_parameters<B: Blocks>(
     Ok(())
 }
 
-/// Has the passes of batches recorded where the recipe asks for it; whether they are.
+/// Has the passes of batches recorded where the recipe wants it; whether they are. A device that queues nothing
+/// is not asked unless the recipe says `on`.
 pub(super) fn recording<B: Blocks>(
     ranks: Ranks<'_>,
     recipe: &Recipe,
     model: &Model<B>,
 ) -> Option<Recording> {
-    match recipe.run.graphs {
-        GraphsChoice::Off => None,
-        GraphsChoice::On => match not_recorded(ranks.alone(), recipe) {
-            Some(reason) => Some(Recording::Off(reason.to_owned())),
-            None => {
-                model.record_passes();
-                Some(model.recording())
-            }
-        },
+    let auto = recipe.run.graphs == GraphsChoice::Auto;
+    if !graphs::wanted(recipe, model.config()) || auto && !model.queues() {
+        return None;
     }
-}
-
-/// Why passes of a run with such a recipe are not recorded, on a rank that is alone or not, where something is
-/// in the way.
-pub(super) fn not_recorded(alone: bool, recipe: &Recipe) -> Option<&'static str> {
-    if !alone {
-        return Some("other ranks have part of its steps");
+    if let Some(reason) = graphs::in_the_way(ranks.alone(), recipe) {
+        return Some(Recording::Off(reason.to_owned()));
     }
-    if recipe.optimizer.in_backward {
-        return Some("a pass updates parameters with numbers of its step (optimizer.in_backward)");
-    }
-    let reason = "inputs of layers go to the memory of the host (train.offload)";
-    (recipe.train.offload != Offload::None).then_some(reason)
+    model.record_passes();
+    Some(model.recording())
 }
 
 /// The masks that let no query of a row of `len` tokens see any key.

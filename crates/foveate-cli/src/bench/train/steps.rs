@@ -223,7 +223,7 @@ impl Watched<'_> {
                     .help("say what is computed again: none, attention, mlp or full"));
             }
             None => {
-                let beside = free.map_or(0, |_| beside(&case.recipe, true));
+                let beside = free.map_or(0, |_| beside(&case.recipe, config, true));
                 let total = |again| Ok::<_, NnError>(account(again)?.memory().total() + beside);
                 least_that_fits(config.num_hidden_layers, free, offload, total)?
             }

@@ -55,7 +55,8 @@ pub(super) fn model<B: Blocks>(
         let kind = StepKind::Training(training(recompute));
         let account = config.dry_run_on(&blocks, &attention, &frozen, rows, len, kind);
         let memory = account.map_err(|e| e.to_string())?.memory();
-        let process = if free.is_some() { beside(recipe, ranks.alone()) } else { memory.process };
+        let process =
+            if free.is_some() { beside(recipe, &config, ranks.alone()) } else { memory.process };
         Ok::<_, String>(MemoryEstimate { process, ..memory })
     };
     let recompute = match recipe.train.recomputation() {
@@ -89,7 +90,7 @@ pub(super) fn model<B: Blocks>(
     let mut memory = memory.map_err(|e| e.to_string())?;
     memory.process = match free {
         // What the process takes is not the device's.
-        Some(_) => beside(recipe, ranks.alone()),
+        Some(_) => beside(recipe, &of_model, ranks.alone()),
         None => memory.process + words,
     };
     let copy = save_copy_bytes(

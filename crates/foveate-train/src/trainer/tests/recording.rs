@@ -3,6 +3,8 @@
 use foveate_nn::Recording;
 
 use super::*;
+use crate::graphs;
+use crate::recipe::GraphsChoice;
 
 /// What a run said when it started, and the bits of its losses.
 #[derive(Default)]
@@ -33,6 +35,7 @@ fn a_run_that_cannot_record_says_why_and_trains_as_without() {
     let without = run(&[]);
     assert_eq!(without.recording, None);
     assert_eq!(run(&["run.graphs=off"]).recording, None);
+    assert_eq!(place.recipe(&[]).run.graphs, GraphsChoice::Auto);
     let with = run(&["run.graphs=on"]);
     assert_eq!(with.recording, off("the device records nothing"));
     assert_eq!(with.losses, without.losses);
@@ -45,7 +48,7 @@ fn a_run_that_cannot_record_says_why_and_trains_as_without() {
 #[test]
 fn copies_to_the_host_and_other_ranks_are_reasons_to_record_nothing() {
     let place = Place::new();
-    let why = |alone, sets: &[&str]| setup::not_recorded(alone, &place.recipe(sets));
+    let why = |alone, sets: &[&str]| graphs::in_the_way(alone, &place.recipe(sets));
     assert_eq!(why(true, &["run.graphs=on"]), None);
     assert_eq!(why(false, &["run.graphs=on"]), Some("other ranks have part of its steps"));
     let away = ["run.graphs=on", "train.offload=layer_inputs"];
@@ -54,13 +57,13 @@ fn copies_to_the_host_and_other_ranks_are_reasons_to_record_nothing() {
 }
 
 #[test]
-fn graphs_are_on_or_off_and_may_change_where_a_run_goes_on() {
+fn graphs_are_auto_on_or_off_and_may_change_where_a_run_goes_on() {
     let place = Place::new();
-    let sets = ["run.graphs=auto".to_owned()];
+    let sets = ["run.graphs=yes".to_owned()];
     let text = place.recipe(&[]).to_toml().unwrap();
     let said = Recipe::parse(&text, "test.toml", &sets).unwrap_err().to_string();
     assert!(
-        said.contains("run.graphs") && said.contains("`off`") && said.contains("`on`"),
+        said.contains("run.graphs") && ["`auto`", "`off`", "`on`"].iter().all(|w| said.contains(w)),
         "{said}"
     );
     let first = place.recipe(&["train.steps=2", "schedule.kind=constant"]);
