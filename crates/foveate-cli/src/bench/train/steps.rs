@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
-    AdamW, Array, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model, ModelConfig,
-    Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Recomputation, Recording, Rule,
-    StepKind, Treatment,
+    Account, AdamW, Array, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model,
+    ModelConfig, Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Precision,
+    Recomputation, Recording, Rule, StepKind, Treatment,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -262,27 +262,9 @@ impl Watched<'_> {
         let pairs = training.pairs.filter(|_| mesh.size(MeshAxis::Context) == 1);
         let keys = pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
         let elems = training.mesh.model.layout().elems() as f64 / cutting.parts as f64;
-        for sum in &mut blocks {
-            let noted = account.blocks.iter().filter(|noted| noted.block == sum.block);
-            let [flops, bytes] =
-                noted.fold([0.0; 2], |[flops, bytes], n| [flops + n.flops, bytes + n.bytes]);
-            let batches = case.accumulate() as f64;
-            (sum.flops, sum.bytes) = (flops * batches, bytes * batches);
-            if sum.block.starts_with("attention") {
-                // Counted for every pair of what tokens are here. What it reads follows from its tiles.
-                (sum.flops, sum.bytes) = (sum.flops * keys / len as f64, 0.0);
-            }
-            let gradient = precision.gradients.bytes();
-            match sum.block {
-                "clip" => sum.bytes = elems * gradient as f64,
-                // All but the gradient is written, too.
-                "update" => {
-                    let bytes = 2.0 * precision.bytes_per_parameter() - gradient as f64;
-                    sum.bytes = elems * bytes;
-                }
-                _ => {}
-            }
-        }
+        let counted =
+            Counted { account: &account, precision, case, keys: keys / len as f64, elems };
+        blocks.iter_mut().for_each(|sum| counted.give(sum));
         Ok(Measured {
             gpu,
             ranks: world.ranks(),
@@ -305,6 +287,42 @@ impl Watched<'_> {
             recording,
             alone_ms: None,
         })
+    }
+}
+
+/// What the blocks of a step compute and move, as its dry run notes them.
+struct Counted<'a> {
+    account: &'a Account,
+    precision: Precision,
+    case: &'a Case,
+    /// Of all keys, how many a query sees in the mean.
+    keys: f64,
+    /// Parameters of this rank.
+    elems: f64,
+}
+
+impl Counted<'_> {
+    /// Gives `sum`, whose time was taken, its operations and its bytes of device memory.
+    fn give(&self, sum: &mut BlockSum) {
+        let noted = self.account.blocks.iter().filter(|noted| noted.block == sum.block);
+        let [flops, bytes] =
+            noted.fold([0.0; 2], |[flops, bytes], n| [flops + n.flops, bytes + n.bytes]);
+        let batches = self.case.accumulate() as f64;
+        (sum.flops, sum.bytes) = (flops * batches, bytes * batches);
+        if sum.block.starts_with("attention") {
+            // Counted for every pair of what tokens are here. What it reads follows from its tiles.
+            (sum.flops, sum.bytes) = (sum.flops * self.keys, 0.0);
+        }
+        let gradient = self.precision.gradients.bytes();
+        match sum.block {
+            "clip" => sum.bytes = self.elems * gradient as f64,
+            // All but the gradient is written, too.
+            "update" => {
+                let bytes = 2.0 * self.precision.bytes_per_parameter() - gradient as f64;
+                sum.bytes = self.elems * bytes;
+            }
+            _ => {}
+        }
     }
 }
 
