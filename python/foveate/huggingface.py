@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _trace
-from ._arguments import function, shown
+from ._arguments import flag, function, integer, number, shown, tensor
 from ._blocks import create_block_mask
 from ._compile import uncompiled
 from ._flex import flex_attention
@@ -35,9 +35,12 @@ def register(name: str = "foveate") -> None:
 
     Raises:
         ImportError: There is no transformers 5 or newer.
+        TypeError: ``name`` is no string.
         ValueError: transformers takes ``name`` for another kind of implementation.
     """
     masks, functions = _interfaces()
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {shown(name)}")
     if "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa", "flex_attention"):
         raise ValueError(f"transformers takes {name!r} for an implementation of its own or of its hub; choose another name")
     functions.register(name, attention)
@@ -119,16 +122,26 @@ def attention_mask(
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.layout != torch.strided):
         raise TypeError(f"attention_mask must be a dense tensor [batch, positions], got {shown(attention_mask)}")
     function("mask_function", mask_function)
+    batch_size, q_length, kv_length = (
+        integer(name, n, 0) for name, n in (("batch_size", batch_size), ("q_length", q_length), ("kv_length", kv_length))
+    )
+    q_at, kv_at = _offset("q_offset", q_offset), _offset("kv_offset", kv_offset)
     parts = [_causal if mask_function is None else mask_function]
     if attention_mask is not None and not bool(attention_mask.all()):
         parts.append(_not_padding(attention_mask))
     allowed = parts[0] if len(parts) == 1 else and_masks(*parts)
-    q_at, kv_at = (n.clone() if isinstance(n, Tensor) else n for n in (q_offset, kv_offset))
 
     def at_positions(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return allowed(b, h, q + q_at, kv + kv_at)
 
     return _Symbolic(_Pass(at_positions), batch_size, q_length, kv_length)
+
+
+def _offset(name: str, given: Any) -> int | Tensor:
+    """A position, as it is now."""
+    if isinstance(given, Tensor) and given.layout == torch.strided and given.numel() == 1 and not given.is_floating_point():
+        return given.reshape(()).clone()
+    return integer(name, given)
 
 
 def _causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -172,14 +185,14 @@ def attention(
         key: ``[B, Hkv, S, D]``, not repeated.
         value: ``[B, Hkv, S, Dv]``.
         attention_mask: From :func:`attention_mask`, or any block mask, or of a user's own making a tensor
-            ``[B|1, Hq|1, L, at least S]``: bools say what counts, floats are added to scores.
+            ``[B|1, Hq|1, L|1, at least S]``: bools say what counts, floats are added to scores.
         dropout: Probability to drop a weight.
         scaling: Factor on ``query @ key``; ``1/sqrt(D)`` when it is None.
         is_causal: Overrules ``module.is_causal``. Like it, it counts only where no mask is given and L is not 1.
         sliding_window: Counts only where no mask is given and the layer is causal.
         softcap: Scores are ``softcap * tanh(score / softcap)`` before anything is added to them.
         s_aux: ``[Hq]``, logits of attention sinks.
-        position_bias: ``[B|1, Hq|1, L, at least S]``, added to scores, with its gradient.
+        position_bias: ``[B|1, Hq|1, L|1, at least S]``, added to scores, with its gradient.
         cu_seq_lens_q, cu_seq_lens_k: ``[n + 1]``, offsets of packed sequences in a batch of 1, which see
             themselves only.
 
@@ -188,18 +201,33 @@ def attention(
 
     Raises:
         RuntimeError: The mask function is not registered for the layer's implementation.
-        ValueError: Offsets are given beside a block mask that transformers did not ask for.
+        TypeError: An argument is of the wrong kind.
+        ValueError: A mask's or bias's shape does not fit, a number is out of range, or offsets are given beside a block
+            mask that transformers did not ask for.
         NotImplementedError: The call is given a paged cache.
     """
     _check_registered(module)
     if kwargs.get("cache") is not None:
         raise NotImplementedError("foveate.huggingface does not run continuous batching: use generate, or another implementation")
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        if tensor(name, operand).dim() != 4:
+            raise ValueError(f"{name} must be a tensor of 4 axes [batch, heads, length, dim], got {shown(operand)}")
+    if softcap is not None and not number("softcap", softcap) > 0.0:
+        raise ValueError(f"softcap must be above 0, got {softcap}")
+    if sliding_window is not None:
+        sliding_window = integer("sliding_window", sliding_window, 1)
+    if s_aux is not None:
+        s_aux = _strided("s_aux", s_aux).reshape(-1)
+        if not (s_aux.is_floating_point() and s_aux.numel() == query.size(1)):
+            raise ValueError(f"s_aux must be a tensor of {query.size(1)} floats, one for each query head, got {shown(s_aux)}")
+    if not (attention_mask is None or isinstance(attention_mask, (Tensor, BlockMask, Mask))):
+        raise TypeError(f"attention_mask must be a block mask or a dense tensor of 4 axes, got {shown(attention_mask)}")
     batch, kv_len = key.size(0), key.size(2)
     query = query.expand(batch, -1, -1, -1) if query.size(0) == 1 else query
-    added = [] if position_bias is None else [_bias(position_bias)]
+    added = [] if position_bias is None else [_bias(_table("position_bias", position_bias, query, kv_len))]
     mask: BlockMask | Mask | None
     if isinstance(attention_mask, Tensor):
-        dense = attention_mask[..., :kv_len]
+        dense = _table("attention_mask", attention_mask, query, kv_len)
         mask = _Pass(_element(dense)) if dense.dtype == torch.bool else None
         added += [_bias(dense)] if mask is None else []
     elif isinstance(attention_mask, _Symbolic):
@@ -207,8 +235,10 @@ def attention(
     else:
         mask = attention_mask
     if attention_mask is None and query.size(2) > 1:
-        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+        if getattr(module, "is_causal", True) if is_causal is None else flag("is_causal", is_causal):
             mask = Mask.causal() if sliding_window is None else Mask.sliding_window(sliding_window)
+    if cu_seq_lens_q is None and cu_seq_lens_k is not None:
+        raise ValueError("cu_seq_lens_k is given without cu_seq_lens_q")
     if cu_seq_lens_q is not None:
         mask = _within(mask, _documents(cu_seq_lens_q, cu_seq_lens_k))
     out = flex_attention(
@@ -217,10 +247,10 @@ def attention(
         value,
         _score(softcap, added),
         mask,
-        None if scaling is None else float(scaling),
+        None if scaling is None else number("scaling", scaling),
         enable_gqa=True,
-        sink=None if s_aux is None else s_aux.reshape(-1),
-        dropout_p=float(dropout),
+        sink=s_aux,
+        dropout_p=number("dropout", dropout),
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -235,10 +265,28 @@ def _check_registered(module: torch.nn.Module) -> None:
         )
 
 
+def _strided(name: str, given: Any) -> Tensor:
+    dense = tensor(name, given)
+    if dense.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {dense.layout}")
+    return dense
+
+
+def _table(name: str, given: Any, query: Tensor, kv_len: int) -> Tensor:
+    """``[B|1, H|1, L|1, S]`` of what is given for the points of a call."""
+    batch, heads, q_len = query.shape[:3]
+    of = _strided(name, given)
+    fits = of.dim() == 4 and all(n in (1, most) for n, most in zip(of.shape, (batch, heads, q_len))) and of.size(3) >= kv_len
+    if not fits or not (of.dtype == torch.bool or of.is_floating_point()):
+        most = f"[{batch} or 1, {heads} or 1, {q_len} or 1, at least {kv_len}]"
+        raise ValueError(f"{name} must be a tensor of bools or floats {most}, got {shown(of)}")
+    return of[..., :kv_len]
+
+
 def _element(of: Tensor) -> Callable[..., Any]:
-    """The element of ``[B|1, H|1, L, S]`` at a point."""
-    batch, heads = of.size(0) > 1, of.size(1) > 1
-    return lambda b, h, q, kv: of[b if batch else 0, h if heads else 0, q, kv]
+    """The element of ``[B|1, H|1, L|1, S]`` at a point."""
+    varies = [n > 1 for n in of.shape[:3]]
+    return lambda b, h, q, kv: of[(*(at if v else 0 for at, v in zip((b, h, q), varies)), kv)]
 
 
 def _bias(added: Tensor) -> Callable[..., Any]:
@@ -273,6 +321,9 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
     """The mask of packed sequences, made once for the offsets that all layers are given."""
+    _strided("cu_seq_lens_q", cu_q)
+    if cu_k is not None:
+        _strided("cu_seq_lens_k", cu_k)
     state = (cu_q._version, None if cu_k is None else (id(cu_k), cu_k._version))
     found = _known.get(cu_q)
     if found is None or found[0] != state:
