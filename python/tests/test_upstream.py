@@ -98,6 +98,14 @@ def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
     assert "hardware, 1 of: hardware: needs hardware that is not there; two GPUs" in ran.stdout
 
 
+def test_some_of_each_function_are_of_those_whose_names_match(tmp_path):
+    (tmp_path / "test_theirs.py").write_text(FILE)
+    command = [sys.executable, "-B", "-m", "foveate.testing.upstream", "--eager", "--each", "1", "-k", "triton and 3"]
+    ran = subprocess.run([*command, str(tmp_path / "test_theirs.py")], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"test_theirs.py +1 +1 +0 +0 +0 +1/1 ", ran.stdout), ran.stdout
+
+
 def test_a_file_that_is_not_there_is_one_line():
     command = [sys.executable, "-m", "foveate.testing.upstream", "--eager", "none.py"]
     ran = subprocess.run(command, capture_output=True, text=True)

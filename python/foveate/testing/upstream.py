@@ -235,7 +235,9 @@ class _Run:
 
         return uncompiled
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        # Last: of what `-k` left.
         for item in items:
             name = os.path.basename(item.path)
             if name not in self.functions:
