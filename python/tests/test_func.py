@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from reference import attention, close
 
 from foveate import Mask, TraceError, flex_attention
@@ -83,7 +84,9 @@ class Layer(torch.nn.Module):
         return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-# What a schedule that splits the backward sets for compiled parts of any kind.
+# What a schedule that splits the backward sets for compiled parts of any kind. Without the header that Inductor compiles
+# once for all processes of a user, where one may read what another is writing.
+@torch._inductor.config.patch(cpp_cache_precompile_headers=False)
 @pytest.mark.parametrize("compiled", [False, True])
 @torch._functorch.config.patch(donated_buffer=False)
 def test_a_backward_that_a_pipeline_splits_gives_the_same_gradients(compiled):
