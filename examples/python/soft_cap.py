@@ -23,7 +23,7 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-mask = create_block_mask(causal, None, None, length, length, device="cpu")
+mask = create_block_mask(causal, None, None, length, length, device=q.device)
 out = flex_attention(q, k, v, capped, mask, enable_gqa=True)
 out.float().square().mean().backward()
 

@@ -1,5 +1,5 @@
 """Runs tests on another device: ``pytest --device cuda python/tests/test_dot_product.py`` makes every tensor that says no
-device, and every generator, there. ``test_cuda*.py`` need no option."""
+device, and every generator, there. ``test_cuda*.py`` need no option. Tests marked ``cpu`` are of the CPU only."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "cpu(why): holds of CPU tensors only")
     device = torch.device(config.getoption("--device"))
     if device.type == "cpu":
         return
@@ -22,3 +23,20 @@ def pytest_configure(config):
 
     torch.set_default_device(device)
     torch.Generator = Generator
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.device(config.getoption("--device")).type == "cpu":
+        return
+    for item in items:
+        if mark := item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason=f"skipped: {mark.args[0]}"))
+
+
+@pytest.fixture
+def repeatable():
+    """Sums in a fixed order on every device, as the CPU has them anyway: the same bits in each run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)

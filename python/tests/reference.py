@@ -1,10 +1,15 @@
-"""Attention in float64 by plain torch operations, and how far a result may be from it."""
+"""Attention in float64 by plain torch operations, and how far a result may be from it; marks that tests share."""
 
 import math
 
+import pytest
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+
+#: Of tests of what a call says of elements that it reads.
+UNREAD = pytest.mark.cpu("calls do not wait for elements of CUDA tensors")
 
 
 class _Indexing(TransformGetItemToIndex):

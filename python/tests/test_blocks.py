@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from reference import attention, close, dense
+from reference import UNREAD, attention, close, dense
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree as pytree
 
@@ -167,7 +167,13 @@ def test_what_stands_behind_a_rows_count_is_not_read():
     mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32, compute_q_blocks=False)
     live = torch.tensor([[False, True], [True, True]])
     compare(mask, spread(live, (32, 32), 64, 64)[None, None], q, k, v)
-    indices[0, 0, 0, 0] = 99
+
+
+@UNREAD
+def test_a_list_that_names_a_tile_outside_is_refused():
+    q, k, v = operands(1, 1, 64, 64)
+    counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[99, 0], [0, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32, compute_q_blocks=False)
     with pytest.raises(ValueError, match="outside"):
         flex_attention(q, k, v, block_mask=mask)
 
@@ -268,6 +274,7 @@ def test_a_dense_mask_is_torchs():
     assert torch.equal(create_mask(window, 1, 2, 20, 30), theirs)
 
 
+@UNREAD
 def test_document_ids_beyond_32_bits_are_refused_by_name():
     documents = torch.tensor([0, 1, 2**31])
     with pytest.raises(IndexError, match="2147483648.*32"):

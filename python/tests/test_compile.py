@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from compiled import Backend, needs_compiler
+from reference import UNREAD
 from torch.nn.attention import flex_attention as torch_flex
 
 from foveate import AuxRequest, Mask, TraceError, create_block_mask, flex_attention, paged, varlen
@@ -253,6 +254,7 @@ def test_what_cannot_be_said_stays_torchs_with_one_warning():
         Backend().compile(model)(q, k, v)
 
 
+@UNREAD
 def test_an_index_outside_its_tensor_is_an_index_error():
     table = torch.randn(8)
     q, k, v = operands(1, 2, 2, 24, 24, 8, 8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import torch.utils.data
-from reference import attention, close, dense
+from reference import UNREAD, attention, close, dense
 
 from foveate import AuxRequest, Mask, create_block_mask, flex_attention, paged, varlen
 
@@ -115,6 +115,7 @@ def test_a_negative_index_counts_from_the_end():
     )
 
 
+@UNREAD
 def test_an_index_outside_its_tensor_is_an_index_error():
     table = torch.randn(20)
     q, k, v = operands((1, 1, 1, 20, 30, 8, 8))
@@ -205,8 +206,9 @@ def test_a_captured_tensor_written_in_place_changes_the_next_call():
         return score + bias[h] * kv_idx
 
     block_mask = create_block_mask(same, None, None, 40, 40)
+    memory = documents.numpy() if documents.is_cpu else documents.data
     for change in (lambda: None, lambda: documents.floor_divide_(2), lambda: bias.add_(0.1),
-                   lambda: documents.data.zero_(), lambda: documents.numpy().__setitem__(slice(7), 5)):
+                   lambda: documents.data.zero_(), lambda: memory.__setitem__(slice(7), 5)):
         change()
         out = flex_attention(q, k, v, score_mod, block_mask)
         gold, _ = attention(q, k, v, score_mod, dense(same, (1, 2, 40, 40)))
@@ -250,7 +252,8 @@ def test_a_large_captured_tensor_is_read_where_it_lies():
     with torch.no_grad():
         base.zero_()
     again = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[b, h, i, j].float())
-    assert torch.equal(again, flex_attention(q, k, v)) and not torch.equal(out, again)
+    close("out", again, flex_attention(q, k, v), q.dtype, 310 * 8)
+    assert not torch.allclose(out, again)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
@@ -273,7 +276,7 @@ def test_a_large_captured_tensor_is_not_kept():
 def test_autocast_casts_queries_keys_and_values_only():
     q, k, v = operands((1, 2, 2, 9, 9, 8, 8))
     bias = torch.randn(9)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(q.device.type, dtype=torch.bfloat16):
         out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j])
     assert out.dtype == torch.bfloat16
     rounded = tuple(t.to(torch.bfloat16) for t in (q, k, v))
@@ -290,6 +293,7 @@ def test_keys_of_another_dtype_run_forward_and_refuse_a_backward():
         again.sum().backward()
 
 
+@pytest.mark.cpu("a GPU has no threads of the host")
 def test_results_do_not_depend_on_the_number_of_threads():
     q, k, v = operands((2, 4, 2, 200, 210, 32, 32))
     threads = torch.get_num_threads()
@@ -333,7 +337,7 @@ def test_a_sink_joins_the_denominator_and_gets_its_gradient(dtype):
     close("d_sink", only, torch.autograd.grad(with_sink(q, k, v, sink)[0].square().sum(), sink)[0], dtype, 35 * 16 * 33)
 
 
-def test_dropout_is_repeated_by_the_seed_and_right_on_average():
+def test_dropout_is_repeated_by_the_seed_and_right_on_average(repeatable):
     q, k, v = operands((2, 3, 3, 64, 200, 16, 8))
 
     def run(seed):
@@ -355,7 +359,7 @@ def test_dropout_is_repeated_by_the_seed_and_right_on_average():
     close("out", first[0], weights.double() @ v.double(), torch.float32, 200 * 16)
 
 
-def test_dropout_is_the_same_when_a_checkpoint_runs_it_again():
+def test_dropout_is_the_same_when_a_checkpoint_runs_it_again(repeatable):
     q, k, v = operands((1, 2, 2, 50, 60, 16, 8))
     torch.manual_seed(3)
     plain = torch.autograd.grad(flex_attention(q, k, v, dropout_p=0.5).square().sum(), (q, k, v))
@@ -385,7 +389,7 @@ def test_a_forked_process_computes_with_threads_of_its_own():
     assert child.exitcode == 0 and here == there
 
 
-def test_threads_that_call_at_once_get_their_own_results():
+def test_threads_that_call_at_once_get_their_own_results(repeatable):
     from concurrent.futures import ThreadPoolExecutor
 
     cases = [operands((1, 2, 2, 20 + 30 * i, 50, 16, 16), seed=i) for i in range(8)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import attention, close, dense
+from reference import UNREAD, attention, close, dense
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 from foveate import AuxRequest, Mask, create_block_mask, flex_attention, paged
@@ -87,11 +87,11 @@ def test_a_backward_says_that_pages_have_no_gradient():
     (dict(value_pages=torch.zeros(8, 2, 5, 8)), "length 5 but k has"),
     (dict(page_table=TABLE.float()), "page_table must be an int32 or int64 tensor of 2 axes"),
     (dict(page_table=TABLE[:2]), "batch"),
-    (dict(page_table=TABLE.clamp(min=9)), "page"),
-    (dict(page_table=TABLE + 2**32), "page"),
+    pytest.param(dict(page_table=TABLE.clamp(min=9)), "page", marks=UNREAD),
+    pytest.param(dict(page_table=TABLE + 2**32), "page", marks=UNREAD),
     (dict(lengths=LENGTHS[:2]), "batch"),
-    (dict(lengths=LENGTHS - 1), "-1"),
-    (dict(lengths=LENGTHS + 10), "pages"),
+    pytest.param(dict(lengths=LENGTHS - 1), "-1", marks=UNREAD),
+    pytest.param(dict(lengths=LENGTHS + 10), "pages", marks=UNREAD),
     (dict(lengths=[3, 3, 3, 3]), "lengths must be"),
     (dict(scale=float("nan")), "scale must be a finite number"),
 ])
@@ -116,7 +116,7 @@ def test_what_torchs_paged_attention_converts_is_what_it_was_converted_from():
         return score + slope[h] * (kv_idx - q_idx)
 
     q, k, v = (torch.randn(batch, heads, length, 8, generator=G) for _ in range(3))
-    pages = PagedAttention(20, page, batch, device="cpu")
+    pages = PagedAttention(20, page, batch, device=torch.get_default_device())
     k_cache, v_cache = (torch.full((1, heads, 20 * page, 8), torch.nan) for _ in range(2))
     for b in (2, 0, 1):
         pages.reserve(torch.tensor([b]), torch.tensor([length]))

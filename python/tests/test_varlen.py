@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import attention, close
+from reference import UNREAD, attention, close
 
 from foveate import AuxRequest, Mask, flex_attention, varlen
 
@@ -71,10 +71,10 @@ def test_a_batch_may_have_more_rows_than_the_one_before_and_follow_a_padded_one(
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(cu_seqlens_q=torch.tensor([0, 9, 3])), "decrease"),
-    (dict(cu_seqlens_q=torch.tensor([1, 9])), "begin at 0"),
-    (dict(cu_seqlens_q=torch.tensor([0, 61])), "past the 60 rows"),
-    (dict(cu_seqlens_k=torch.tensor([0, 71])), "past the 70 rows"),
+    pytest.param(dict(cu_seqlens_q=torch.tensor([0, 9, 3])), "decrease", marks=UNREAD),
+    pytest.param(dict(cu_seqlens_q=torch.tensor([1, 9])), "begin at 0", marks=UNREAD),
+    pytest.param(dict(cu_seqlens_q=torch.tensor([0, 61])), "past the 60 rows", marks=UNREAD),
+    pytest.param(dict(cu_seqlens_k=torch.tensor([0, 71])), "past the 70 rows", marks=UNREAD),
     (dict(cu_seqlens_k=torch.tensor([0, 7])), "as many"),
     (dict(cu_seqlens_q=torch.tensor([0.0, 9.0])), "integer"),
     (dict(query=torch.zeros(60, 4)), "rows, heads, dim"),
@@ -91,7 +91,7 @@ def test_wrong_input_is_one_clear_error(change, words):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_jagged_tensors_are_their_sequences(transposed):
+def test_jagged_tensors_are_their_sequences(transposed, repeatable):
     lengths_q, lengths_k = (20, 0, 1, 36), (13, 17, 0, 36)
 
     def nested(lengths, heads, dim):
