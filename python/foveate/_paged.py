@@ -145,8 +145,9 @@ def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, A
         ValueError: They are no integers, not for as many entries as ``query`` has, or on another device.
     """
     table, numbers = _integers("page_table", page_table, 2, query), _integers("lengths", lengths, 1, query)
-    if table.size(0) != query.size(0):
-        raise ValueError(f"page_table has rows for {table.size(0)} batch entries, and query has {query.size(0)}")
+    for name, given in (("page_table", table), ("lengths", numbers)):
+        if given.size(0) != query.size(0):
+            raise ValueError(f"{name} is for {given.size(0)} batch entries, and query has {query.size(0)}")
     return table, numbers.tolist() if query.is_cuda and not numbers.is_cuda else numbers
 
 
