@@ -41,6 +41,26 @@ def _by_inductor() -> bool:
     return False
 
 
+def _wrong(
+    tensors: tuple[Any, ...],
+    wanted: tuple[Any, ...],
+    functions: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    flags: tuple[Any, ...],
+    return_aux: Any,
+) -> bool:
+    """Whether an argument is of a kind that no call takes, so that it is said outside of the region, by its name.
+    ``tensors`` must be there, and of the others what is None is not given."""
+    return not (
+        all(isinstance(t, Tensor) for t in tensors)
+        and all(t is None or isinstance(t, Tensor) for t in wanted)
+        and all(f is None or callable(f) for f in functions)
+        and all(n is None or isinstance(n, (int, float)) for n in numbers)
+        and all(f is True or f is False for f in flags)
+        and (return_aux is None or isinstance(return_aux, AuxRequest))
+    )
+
+
 # Dynamo calls them when it traces, and leaves nothing of them in the graph.
 _install._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _by_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -65,13 +85,19 @@ def flex_attention(
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
     A sink joins the operator's results by their ``lse``, which has no place for ``max_scores`` beside it: that breaks the
-    graph. So does float64, which Inductor has no operator for; other backends run torch's, of plain operations.
+    graph. So do arguments of a wrong kind, which are errors there, and float64, which Inductor has no operator for; other
+    backends run torch's, of plain operations.
     """
     from . import _blocks
 
-    wants_max = return_aux is not None and return_aux.max_scores
-    more = sink is not None or dropout_p or isinstance(block_mask, Mask)
-    if (sink is not None and wants_max) or (query.dtype == torch.float64 and (more or _by_inductor())):
+    wrong = (
+        _wrong((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
+        or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
+        or not (kernel_options is None or isinstance(kernel_options, dict))
+    )
+    wants_max = not wrong and return_aux is not None and return_aux.max_scores
+    more = not wrong and (sink is not None or dropout_p or isinstance(block_mask, Mask))
+    if wrong or (sink is not None and wants_max) or (query.dtype == torch.float64 and (more or _by_inductor())):
         return breaking(
             query,
             key,
@@ -198,7 +224,9 @@ def varlen(
     """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph, and so does a sink beside
     ``max_scores``."""
     aux = AuxRequest() if return_aux is None else return_aux
-    if query.is_nested or cu_seqlens_q is None or (sink is not None and aux.max_scores):
+    offsets, longest = (cu_seqlens_q, cu_seqlens_k, sink), (max_seqlen_q, max_seqlen_k)
+    wrong = _wrong((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
+    if wrong or query.is_nested or cu_seqlens_q is None or (sink is not None and aux.max_scores):
         return breaking(
             query,
             key,
@@ -247,8 +275,10 @@ def paged(
     from . import _paged
 
     aux = AuxRequest() if return_aux is None else return_aux
-    wanted = query.requires_grad or key_pages.requires_grad or value_pages.requires_grad
-    if (torch.is_grad_enabled() and wanted) or (sink is not None and aux.max_scores):
+    tensors = (query, key_pages, value_pages, page_table, lengths)
+    wrong = _wrong(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
+    wanted = not wrong and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
+    if wrong or (torch.is_grad_enabled() and wanted) or (sink is not None and aux.max_scores):
         return breaking(
             query,
             key_pages,

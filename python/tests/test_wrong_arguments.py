@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from compiled import Backend
 
 from foveate import (
     DotProductAttention,
@@ -119,6 +120,19 @@ def test_what_is_no_argument_is_one_line_that_names_it(name):
             assert "\n" not in message and len(message) < 320, f"{argument} of {name}: {message}"
             assert SAID.get(argument, argument) in message or "q, k and v" in message, f"{argument} of {name}: {message}"
     call(**good)
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "varlen", "paged"])
+def test_a_compiled_call_says_the_same(name):
+    call, good = CALLS[name]
+    for argument in good:
+        for wrong in (WRONG["object"], WRONG["table"]):
+            given = good | {argument: wrong}
+            with pytest.raises((TypeError, ValueError)) as outside:
+                call(**given)
+            with pytest.raises(type(outside.value)) as inside:
+                Backend().compile(lambda: call(**given), fullgraph=False)()
+            assert str(inside.value) == str(outside.value), f"{argument} of {name}"
 
 
 def test_numbers_out_of_range_are_refused_by_name():
