@@ -45,7 +45,9 @@ struct TileRow {
     __device__ int evaluate(int column, int lane) const {
         Rectangle r = rectangle(column, column + 1);
         bool visible = false, hidden = false;
-        for (int q = r.q0; q < r.q1; ++q) {
+        for (int i = 0; i < r.q1 - r.q0; ++i) {
+            // From both ends inwards: where documents meet in a tile, its first and its last row tell.
+            const int q = i % 2 ? r.q1 - 1 - i / 2 : r.q0 + i / 2;
             for (int kv = r.kv0 + lane; kv < r.kv1; kv += 32) {
                 bool is = fv_mask(mods, place, q, kv);
                 visible |= is;
