@@ -284,6 +284,13 @@ def test_names_that_mean_something_else_are_refused(name):
         foveate.huggingface.register(name)
 
 
+def test_a_name_is_a_string():
+    for wrong in (None, 7, ["foveate"]):
+        with pytest.raises(TypeError, match="name must be a string, got") as raised:
+            foveate.huggingface.register(wrong)
+        assert "\n" not in str(raised.value)
+
+
 def test_continuous_batching_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="continuous batching"):
         attention(Layer(), *operands(), None, cache=object())
