@@ -168,6 +168,37 @@ impl Program {
         Ok(Self { graph: Arc::new(graph), ..self.clone() })
     }
 
+    /// The same program where each element of a buffer for which `value` says one has that value.
+    ///
+    /// # Panics
+    /// When it says one of another type than the buffer's elements have when they are loaded.
+    pub fn with_constants(&self, value: impl Fn(&AnyBuffer) -> Option<ScalarValue>) -> Self {
+        let mut graph = Graph::new();
+        let mut moved: Vec<NodeId> = Vec::with_capacity(self.graph.nodes().len());
+        for id in self.graph.ids() {
+            let node = self.graph.node(id).map_operands(|x| moved[x.index()]);
+            moved.push(match node {
+                Node::Load { buffer, index, from_end } => {
+                    let of = &self.graph.buffers()[buffer as usize];
+                    if let Some(value) = value(of) {
+                        assert_eq!(value.ty(), of.ty(), "the type of an element of {}", of.name());
+                        graph.constant_node(value)
+                    } else {
+                        let buffer = graph.buffer_slot(of);
+                        graph.intern(Node::Load { buffer, index, from_end })
+                    }
+                }
+                Node::Scalar(slot) => {
+                    let slot = graph.scalar_slot(&self.graph.scalars()[slot as usize]);
+                    graph.intern(Node::Scalar(slot))
+                }
+                node => graph.simplified(node),
+            });
+        }
+        let roots: Vec<NodeId> = self.roots.iter().map(|root| moved[root.index()]).collect();
+        Self { wrong: self.wrong.clone(), ..Self::from_graph(&graph, &roots) }
+    }
+
     /// The same program with another value for the run-time scalars called `name`.
     ///
     /// # Errors

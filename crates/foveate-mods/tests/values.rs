@@ -146,6 +146,28 @@ fn a_binding_must_fit_its_slot() {
 }
 
 #[test]
+fn what_a_buffer_holds_is_one_constant_where_it_is_said_to_be() {
+    let doc = Buffer::<i32>::on_device("doc", &[9]).unwrap();
+    let flag = Buffer::vector("flag", vec![true, false]);
+    let scalar = expr::scalar("window", 4);
+    let same = doc.at([expr::q()]).eq(doc.at([expr::kv()]));
+    let near = (expr::q() - expr::kv()).lt(scalar) & flag.at([expr::h()]);
+    let program = mask(same & near).program().clone();
+    let known =
+        program.with_constants(|b| (b.name() == "doc").then_some(ScalarValue::I32(i32::MAX)));
+    let names = |p: &Program| p.graph().buffers().iter().map(|b| b.name().to_owned()).collect();
+    let (before, after): (Vec<_>, Vec<_>) = (names(&program), names(&known));
+    assert_eq!((before.len(), after), (2, vec!["flag".to_owned()]));
+    for (q, kv, h, seen) in [(8, 5, 0, true), (8, 4, 0, false), (8, 5, 1, false)] {
+        let point = Point { q, kv, h, ..Default::default() };
+        assert_eq!(known.eval(&point).unwrap()[0], ScalarValue::Bool(seen), "{point:?}");
+    }
+    let wider = known.set_scalar("window", ScalarValue::I32(5)).unwrap();
+    let point = Point { q: 8, kv: 4, ..Default::default() };
+    assert_eq!(wider.eval(&point).unwrap()[0], ScalarValue::Bool(true));
+}
+
+#[test]
 fn roots_and_buffers_are_checked_when_they_are_made() {
     assert!(MaskMod::new(expr::q().dynamic()).is_err());
     assert!(MaskMod::new(expr::score().gt(0.0).dynamic()).is_err());

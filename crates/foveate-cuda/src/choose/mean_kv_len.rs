@@ -2,10 +2,14 @@
 //! fewer they are, the more weigh prologue, epilogue and what a tile covers beyond the mask.
 //!
 //! A mask's share of pairs is sampled on the host, by bounds: no list of tiles is made, and nothing
-//! waits for a device. Of a mask that reads device memory nothing is known, unless the caller states
-//! the length.
+//! waits for a device. What a mask reads in device memory is not known: it is sampled as if all
+//! elements were the same, so that documents are one, lengths are whole, and a window is a window.
+//! The caller who knows more states the length.
 
-use foveate_mods::{Bounds, Cover, Head, Machine, MaskBits, MaskMod, TileProgram};
+use foveate_mods::{
+    AnyBuffer, Bounds, Cover, Head, Machine, MaskBits, MaskMod, Program, ScalarValue, TileProgram,
+    Type,
+};
 use foveate_problem::Spec;
 
 use super::class::Sizes;
@@ -13,15 +17,12 @@ use crate::compile::config::Kernel;
 
 impl Sizes {
     /// The same under the mask of `spec`, whose queries have `stated` live keys on average. Where
-    /// nothing is stated, the mask is sampled; one that reads device memory counts as none.
+    /// nothing is stated, the mask is sampled.
     pub fn under(self, spec: &Spec, stated: Option<usize>) -> Self {
         if let Some(keys) = stated {
             return Self { mean_kv_len: keys.min(self.keys), ..self };
         }
-        let known =
-            |mask: &&MaskMod| !mask.program().graph().buffers().iter().any(|b| b.is_on_device());
-        let mask = spec.mask.as_ref().filter(known);
-        let share = mask.map_or(1.0, |mask| live_share(mask, &self));
+        let share = spec.mask.as_ref().map_or(1.0, |mask| live_share(mask, &self));
         Self { mean_kv_len: (share * self.keys as f64).round() as usize, ..self }
     }
 
@@ -45,9 +46,30 @@ const TOGETHER: usize = 64;
 /// its middle.
 const MOST_STRETCHES: usize = 4096;
 
-/// The share of pairs that `mask` lets through, from a sample of queries, batch entries and heads:
-/// some hundred evaluations of bounds for a mask that they decide.
+/// What all elements in device memory are taken for: of these, that which lets most pairs through.
+const ELEMENTS: [i32; 3] = [0, 1, i32::MAX];
+
+/// The share of pairs that `mask` lets through.
 fn live_share(mask: &MaskMod, sizes: &Sizes) -> f64 {
+    let program = mask.program();
+    if !program.graph().buffers().iter().any(AnyBuffer::is_on_device) {
+        return sampled_share(program, sizes);
+    }
+    let constant = |buffer: &AnyBuffer, x: i32| match buffer.ty() {
+        Type::Bool => ScalarValue::Bool(x != 0),
+        Type::I32 => ScalarValue::I32(x),
+        Type::F32 => ScalarValue::F32(x as f32),
+    };
+    let shares = ELEMENTS.map(|x| {
+        let known = |b: &AnyBuffer| b.is_on_device().then(|| constant(b, x));
+        sampled_share(&program.with_constants(known), sizes)
+    });
+    shares.into_iter().fold(0.0, f64::max)
+}
+
+/// The share of pairs that a mask lets through, from a sample of queries, batch entries and heads:
+/// some hundred evaluations of bounds for a mask that they decide.
+fn sampled_share(mask: &Program, sizes: &Sizes) -> f64 {
     let Sizes { batch, heads_q, heads_kv, .. } = *sizes;
     // Sizes are rounded up, past what an index can be.
     let [queries, keys] = [sizes.queries, sizes.keys].map(|len| len.min(i32::MAX as usize));
@@ -56,8 +78,8 @@ fn live_share(mask: &MaskMod, sizes: &Sizes) -> f64 {
     }
     let samples = SAMPLES.min(queries);
     let mut counter = Counter {
-        bounds: Bounds::new(mask.program()),
-        machine: TileProgram::compile(mask.program()).machine(1, TOGETHER),
+        bounds: Bounds::new(mask),
+        machine: TileProgram::compile(mask).machine(1, TOGETHER),
         bits: MaskBits::default(),
         left: 0,
     };
@@ -142,6 +164,27 @@ mod tests {
         assert_eq!(live_share(&masks::causal(), &Sizes { queries: 0, ..SIZES }), 1.0);
         let few = live_share(&masks::causal(), &Sizes { queries: 3, keys: 3, ..SIZES });
         assert_eq!(few, 6.0 / 9.0);
+    }
+
+    #[test]
+    fn what_lies_in_device_memory_hides_no_window_and_makes_no_mask_empty() {
+        let ids = Buffer::<i32>::on_device("doc", &[8192]).unwrap();
+        let lengths = Buffer::<i32>::on_device("lengths", &[2]).unwrap();
+        let seen = Buffer::<bool>::on_device("seen", &[2, 8192]).unwrap();
+        let documents = masks::document(&ids).unwrap();
+        let window = masks::sliding_window(1024).unwrap();
+        let not_padding = MaskMod::new(seen.at([expr::b(), expr::kv()]).dynamic()).unwrap();
+        let short = MaskMod::new(expr::kv().lt(lengths.at([expr::b()])).dynamic()).unwrap();
+        for (mask, share) in [
+            (documents.clone(), 1.0),
+            (documents.clone() & masks::causal(), 0.5),
+            (documents & window.clone(), 0.117),
+            (not_padding & window, 0.117),
+            (short & masks::causal(), 0.5),
+        ] {
+            let found = live_share(&mask, &SIZES);
+            assert!((found / share - 1.0).abs() < 0.08, "{found} for {share}");
+        }
     }
 
     #[test]

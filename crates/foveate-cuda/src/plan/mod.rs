@@ -53,8 +53,8 @@ pub struct CudaOptions {
     /// Tiles, stages and warps to use in place of the planner's.
     pub kernels: KernelOptions,
     /// Keys that a query sees on average, for the planner's choice of tiles; more than there are
-    /// count as all of them. `None` samples the mask on the host, and takes every key for seen where
-    /// the mask reads device memory.
+    /// count as all of them. `None` samples the mask on the host, with all that it reads in device
+    /// memory the same: documents count as one.
     pub mean_kv_len: Option<usize>,
     /// How long to wait for the device before it is said to hang; the wait for room to copy through
     /// behind what is queued already is one, too.
