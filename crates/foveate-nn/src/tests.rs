@@ -380,6 +380,31 @@ fn bad_sizes_batches_and_programs_are_refused_with_the_place() {
 }
 
 #[test]
+fn labels_and_positions_out_of_range_are_refused_with_the_place() {
+    let model = Model::new(tiny(true), &attention(), 0).unwrap();
+    let refused = |change: &dyn Fn(&mut Text)| {
+        let mut text = Text::new(&[4, 4], 6);
+        change(&mut text);
+        let error = model.loss(&text.batch(2)).unwrap_err().to_string();
+        let mut gradients = Gradients::zeros(&model);
+        let passes = model.forward_backward(&text.batch(2), &mut gradients, Recompute::None);
+        assert_eq!(passes.unwrap_err().to_string(), error);
+        assert!(gradients.array.iter().all(|&x| x == 0.0));
+        error
+    };
+    for label in [13, -2, i32::MIN, i32::MAX] {
+        let said = format!(
+            "label {label} at row 1, column 0; labels are {IGNORE} or below the vocabulary's 13"
+        );
+        assert_eq!(refused(&|text| text.labels[4] = label), said);
+    }
+    for position in [64, -1] {
+        let said = format!("position {position} at row 0, column 3; max_position_embeddings is 64");
+        assert_eq!(refused(&|text| text.positions[3] = position), said);
+    }
+}
+
+#[test]
 fn a_model_that_is_read_draws_only_what_is_missing() {
     let drawn = Model::new(tiny(false), &attention(), 9).unwrap();
     let mut read = Model::unfilled(tiny(false), &attention()).unwrap();

@@ -758,7 +758,7 @@ fn a_step_has_the_same_bits_again() {
     };
     let texts = Texts::new(&mut Random::new(7));
     let mut first = Vec::new();
-    for repeat in 0..20 {
+    for repeat in 0..200 {
         let mut gradients = cuda.gradients().unwrap();
         cuda.forward_backward(&texts.batch(), &mut gradients, Recompute::None).unwrap();
         let mut all = vec![0.0; cuda.layout().trained()];
