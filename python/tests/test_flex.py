@@ -375,6 +375,7 @@ def _in_child(queue):
     queue.put(float(flex_attention(q, k, v).detach().sum()))
 
 
+@pytest.mark.cpu("PyTorch does not let a forked process use CUDA")
 def test_a_forked_process_computes_with_threads_of_its_own():
     import multiprocessing
 
@@ -418,6 +419,7 @@ class _Attends(torch.utils.data.Dataset):
         return flex_attention(q, q, q, lambda s, b, h, i, j: s + item, Mask.causal())
 
 
+@pytest.mark.cpu("PyTorch does not let a forked process use CUDA")
 def test_workers_of_a_data_loader_compute_what_their_parent_does():
     data = _Attends()
     here = [data[item] for item in range(len(data))]
