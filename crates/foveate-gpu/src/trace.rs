@@ -75,6 +75,11 @@ pub enum Noted {
         /// For what.
         what: String,
     },
+    /// A plan was made.
+    Planned {
+        /// The queries and the keys of a row that it expects.
+        lengths: [usize; 2],
+    },
     /// A plan was made again, for captured buffers of other lengths.
     Bound {
         /// Their names and shapes.

@@ -35,6 +35,7 @@ use crate::error::CudaError;
 use crate::operands::DeviceOperands;
 use foveate_gpu::driver::{Pool, default_timeout};
 use foveate_gpu::sync::lock;
+use foveate_gpu::trace::{Noted, note};
 use foveate_gpu::{Engine, Queue};
 
 pub use describe::Description;
@@ -144,6 +145,7 @@ impl CudaPlan {
         let some = [dims.len_q.max(1), dims.len_k.max(1)];
         let backward = plan.gradient.is_ok() && elem != Elem::E4m3;
         plan.chosen(plan.class(), kernels::sizes(dims, some), backward)?;
+        note(|| Noted::Planned { lengths: [dims.len_q, dims.len_k] });
         Ok(plan)
     }
 

@@ -107,6 +107,12 @@ impl AttentionPlan {
         Ok(Self { plan, reads_documents, reads_query: reads_query(program), captured })
     }
 
+    /// Keys that a query sees, as a plan over ranks expects them: a power of two, so that batches of other
+    /// documents have few plans.
+    pub(super) fn expected_keys(plan: &ContextPlan) -> usize {
+        plan.mean_kv_len.next_power_of_two()
+    }
+
     /// A plan for queries of a rank and keys of all of them, in batches of `plan`'s shape; `first_heads` are
     /// their places among the model's. Documents and positions come with [`Self::capturing`].
     pub(super) fn over_ranks(
@@ -130,7 +136,7 @@ impl AttentionPlan {
             .lengths(count(all), count(all));
         let attention = program.attention().deterministic(deterministic);
         let attention =
-            attention.coordinates(coordinates).mean_kv_len(plan.mean_kv_len.next_power_of_two());
+            attention.coordinates(coordinates).mean_kv_len(Self::expected_keys(plan));
         let kv = [rows, heads_kv, all, dim];
         let problem = Problem::shaped(dtype, [rows, heads_q, len, dim], kv, kv)?;
         let planned = attention.plan(&problem, &Device::cuda(ordinal))?;

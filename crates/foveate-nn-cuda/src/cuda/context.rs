@@ -35,6 +35,23 @@ use keys::Keys;
 struct CudaContext {
     moving: Moving,
     planned: Option<Planned>,
+    /// Of the shapes of batches so far, the last one first.
+    programs: Vec<(ProgramShape, Arc<[Program]>)>,
+}
+
+/// Shapes whose programs are kept: batches of steps and of evaluations, a rank's part with the short end of a
+/// row or without, and what queries see of few and of many documents.
+const SHAPES: usize = 8;
+
+/// What of a plan decides how programs are planned: plans that agree in it differ in what they capture.
+#[derive(Clone, Debug, PartialEq)]
+struct ProgramShape {
+    whole: [usize; 2],
+    heads: PackedHeads,
+    first: [usize; 2],
+    first_row: usize,
+    /// [`AttentionPlan::expected_keys`].
+    keys: usize,
 }
 
 /// What moves between the ranks.
@@ -48,7 +65,7 @@ struct Moving {
 struct Planned {
     of: Arc<ContextPlan>,
     heads: PackedHeads,
-    programs: Vec<Program>,
+    programs: Arc<[Program]>,
     moves: Moves,
 }
 
@@ -77,7 +94,7 @@ pub(super) fn context(
     let has_others = peers.ranks() > 1;
     let way = has_others.then(|| Way::new(peers, ordinal, carrier)).transpose()?;
     let moving = Moving { way, begun: VecDeque::new() };
-    Ok(Some(Box::new(CudaContext { moving, planned: None })))
+    Ok(Some(Box::new(CudaContext { moving, planned: None, programs: Vec::new() })))
 }
 
 impl Moving {
@@ -117,8 +134,7 @@ impl DeviceContext<Cuda, CudaArray> for CudaContext {
             return Ok(());
         }
         // What forward passes kept of another batch goes first.
-        let before =
-            self.planned.take().map(|planned| (planned.of, planned.heads, planned.programs));
+        self.planned = None;
         let moves = match &plan.moves {
             ContextMoves::Keys(stages) => Moves::Keys(Keys::new(blocks, heads, plan, stages)?),
             ContextMoves::Heads(of) => Moves::Heads(Heads::new(blocks, heads, plan, of)?),
@@ -127,25 +143,27 @@ impl DeviceContext<Cuda, CudaArray> for CudaContext {
             Moves::Keys(_) => (heads, plan.first_heads),
             Moves::Heads(moves) => (moves.own_heads(), moves.first_heads(plan)),
         };
-        // Plans of one shape differ in what they capture.
-        let is_alike = |(of, with, _): &(Arc<ContextPlan>, PackedHeads, Vec<Program>)| {
-            let shape = |plan: &ContextPlan| {
-                let keys = plan.mean_kv_len.next_power_of_two();
-                (plan.whole, plan.first_row, std::mem::discriminant(&plan.moves), keys)
-            };
-            shape(of) == shape(plan) && *with == heads
+        let shape = ProgramShape {
+            whole: plan.whole,
+            heads: of_program,
+            first,
+            first_row: plan.first_row,
+            keys: AttentionPlan::expected_keys(plan),
         };
-        let programs = match before.filter(is_alike) {
-            Some((.., programs)) => programs,
+        let kept = match self.programs.iter().position(|(of, _)| *of == shape) {
+            Some(at) => self.programs.remove(at),
             None => {
                 let device = (blocks.ordinal, blocks.precision.weights, blocks.deterministic);
                 let planned = |program: &AttentionProgram| {
                     let plan = AttentionPlan::over_ranks(program, of_program, first, plan, device)?;
                     Ok(Program { plan, learned: program.learned.clone() })
                 };
-                programs.iter().map(planned).collect::<Result<_, NnError>>()?
+                (shape, programs.iter().map(planned).collect::<Result<_, NnError>>()?)
             }
         };
+        let programs = Arc::clone(&kept.1);
+        self.programs.insert(0, kept);
+        self.programs.truncate(SHAPES);
         self.planned = Some(Planned { of: Arc::clone(plan), heads, programs, moves });
         Ok(())
     }

@@ -193,7 +193,7 @@ pub fn trouble(notes: &[Noted]) -> Vec<String> {
                 let mark = order.marks.get(event).cloned().unwrap_or_default();
                 join(&mut order.host, &mark);
             }
-            Noted::Waited { .. } | Noted::Bound { .. } => {}
+            Noted::Waited { .. } | Noted::Planned { .. } | Noted::Bound { .. } => {}
         }
     }
     trouble
