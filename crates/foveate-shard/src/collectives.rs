@@ -110,7 +110,10 @@ pub trait Collectives: Send {
     fn subgroup(&self, members: &[usize]) -> Result<Box<dyn Collectives>, ShardError>;
 
     /// Ends what every rank waits for, now and later, with `why`.
-    fn abort(&self, why: &str);
+    ///
+    /// Ranks that are processes may fail alike at the same time. Then one of them has to say it: this rank
+    /// gets what that one says, and nothing where it is the one itself.
+    fn abort(&self, why: &str) -> Option<String>;
 
     /// The last 1,000 transfers of this rank, over all its groups, in the order in which they began.
     /// A rank that is alone has none.
@@ -313,7 +316,9 @@ impl Collectives for OneRank {
         Ok(Box::new(Self))
     }
 
-    fn abort(&self, _: &str) {}
+    fn abort(&self, _: &str) -> Option<String> {
+        None
+    }
 }
 
 fn a_part_each(group: &dyn Collectives, kind: Kind, parts: &[Vec<u8>]) -> Result<(), ShardError> {

@@ -5,6 +5,7 @@ mod processes;
 
 use std::time::{Duration, Instant};
 
+use foveate::tensor::random::Random;
 use foveate_shard::collectives::log::{TransferLog, compare, is_log};
 use foveate_shard::collectives::{
     Collectives, Expected, Kind, Message, OneRank, Rank, agree, run_threads,
@@ -384,4 +385,30 @@ fn what_a_restart_may_mend_is_told_from_what_it_may_not() {
     assert!(late.unwrap_err().is_lost());
     let wrong = run_tcp(2, SOON, |comm| agree(comm, &[("seed", comm.rank() as u64)]));
     assert!(!wrong.unwrap_err().is_lost());
+}
+
+/// By how late each rank fails: all at once, or while it hears of another.
+#[test]
+fn of_ranks_that_fail_alike_one_says_it() {
+    let mut random = Random::new(41);
+    for round in 0..12 {
+        let late: Vec<u64> = (0..4).map(|_| random.below([1, 3, 40][round % 3]) as u64).collect();
+        let said = run_tcp(4, SOON, |rank| {
+            // Another rank may have failed already when this one has met all.
+            if let Err(e) = rank.all_gather(&[]) {
+                return Ok(e.to_string().strip_prefix("aborted: ").map(str::to_owned));
+            }
+            std::thread::sleep(Duration::from_millis(late[rank.rank()]));
+            let own = rank.abort("there is no bias");
+            // No rank ends before all have said what they do.
+            std::thread::sleep(Duration::from_millis(60));
+            Ok(own)
+        });
+        let said = said.unwrap();
+        let own = said.iter().filter(|said| said.is_none()).count();
+        assert_eq!(own, 1, "{late:?}: {said:?}");
+        let first = said.iter().position(Option::is_none).unwrap();
+        let of = format!("rank {first}: there is no bias");
+        assert!(said.iter().flatten().any(|said| *said == of), "{late:?}: {said:?}");
+    }
 }

@@ -209,24 +209,32 @@ impl Ranks<'_> {
 }
 
 /// Ends `all` ranks where this one has failed, unless another ended it, and writes its last transfers
-/// to the folder `transfers`, where the run's, in which it is, is there.
+/// to the folder `transfers`, where the run's, in which it is, is there. Where several fail alike, the error
+/// of all but one is that another failed.
 pub(crate) fn end_with<T>(
     all: &dyn Collectives,
     result: Result<T, TrainError>,
     transfers: &Path,
 ) -> Result<T, TrainError> {
-    result.inspect_err(|e| {
-        // All ranks agree on an interruption before any of them ends.
-        if matches!(e.kind(), TrainErrorKind::Interrupted) {
-            return;
-        }
-        if !matches!(e.kind(), TrainErrorKind::Elsewhere { .. }) {
-            all.abort(&e.to_string());
-        }
+    result.map_err(|e| {
+        let e = match e.kind() {
+            // All ranks agree on an interruption before any of them ends.
+            TrainErrorKind::Interrupted => return e,
+            TrainErrorKind::Elsewhere { .. } => e,
+            kind => {
+                let said = all.abort(&e.to_string());
+                // Every rank says which others are lost to it.
+                match said.filter(|_| !matches!(kind, TrainErrorKind::Ranks { lost: true, .. })) {
+                    Some(message) => TrainErrorKind::Elsewhere { message, lost: false }.into(),
+                    None => e,
+                }
+            }
+        };
         if all.ranks() > 1 && transfers.parent().is_some_and(Path::is_dir) {
             // What ended the run is what has to be told, also where the disk is full.
             let _ = TransferLog::of(all, &e.to_string()).write(transfers);
         }
+        e
     })
 }
 

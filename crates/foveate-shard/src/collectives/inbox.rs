@@ -86,6 +86,8 @@ struct Abort {
 struct State {
     queues: HashMap<Way, VecDeque<Sent>>,
     aborted: Option<Abort>,
+    /// Why each rank ended everything, as far as it told this one.
+    told: Vec<Option<Why>>,
     left: Vec<bool>,
     /// Ranks of which nothing more is read.
     closed: Vec<bool>,
@@ -107,8 +109,8 @@ pub(super) struct Inbox {
 impl Inbox {
     pub fn new(ranks: usize, deadline: Duration) -> Self {
         let (left, closed) = (vec![false; ranks], vec![false; ranks]);
-        let waits = vec![Vec::new(); ranks];
-        let state = Mutex::new(State { left, closed, waits, ..State::default() });
+        let (waits, told) = (vec![Vec::new(); ranks], vec![None; ranks]);
+        let state = Mutex::new(State { told, left, closed, waits, ..State::default() });
         Self { state, changed: Condvar::new(), deadline }
     }
 
@@ -134,6 +136,23 @@ impl Inbox {
 
     pub fn aborted(&self) -> Option<Why> {
         self.lock().aborted.as_ref().map(|abort| abort.why.clone())
+    }
+
+    /// `rank` ends everything, and tells why.
+    pub fn told(&self, rank: usize, why: Why) {
+        self.lock().told[rank] = Some(why);
+    }
+
+    /// What another rank says where everything ended by it, or what the first rank before `rank` says that
+    /// ended everything as well.
+    pub fn said_before(&self, rank: usize) -> Option<Why> {
+        let state = self.lock();
+        let by_another = state.aborted.iter().filter(|abort| abort.by_another);
+        by_another
+            .map(|abort| &abort.why)
+            .chain(state.told[..rank].iter().flatten())
+            .next()
+            .cloned()
     }
 
     /// `rank` sends nothing any more.

@@ -20,6 +20,12 @@ pub(super) trait Wire: fmt::Debug + Send + Sync {
     /// Ends what every rank waits for, with `why`.
     fn abort(&self, why: Why);
 
+    /// After an abort, what a rank says that failed, too, and has to say it instead of `rank`, whose wire
+    /// this is; of ranks that share a process the process sees to it.
+    fn said_instead(&self, _rank: usize) -> Option<Why> {
+        None
+    }
+
     /// `rank`, whose wire this is, sends nothing any more.
     fn leave(&self, rank: usize);
 }
@@ -250,8 +256,11 @@ impl Collectives for Rank {
         }))
     }
 
-    fn abort(&self, why: &str) {
-        self.wire.abort(Why::wrong(format!("rank {}: {why}", self.members[self.rank])));
+    fn abort(&self, why: &str) -> Option<String> {
+        let rank = self.members[self.rank];
+        self.wire.abort(Why::wrong(format!("rank {rank}: {why}")));
+        // Why a rank was lost explains no failure of this one.
+        self.wire.said_instead(rank).filter(|said| !said.lost).map(|said| said.text)
     }
 
     fn history(&self) -> Vec<Transfer> {

@@ -211,6 +211,14 @@ impl Wire for Tcp {
         self.links.abort(why);
     }
 
+    /// Each of the ranks whose own failure came before they heard of another tells it to all: the first of
+    /// these says it. What a rank before this one told is read before its connection ends.
+    fn said_instead(&self, rank: usize) -> Option<Why> {
+        let before: Vec<usize> = (0..rank).collect();
+        self.links.inbox.wait_closed(&before, PATIENCE);
+        self.links.inbox.said_before(rank)
+    }
+
     fn leave(&self, _rank: usize) {
         self.links.tell(Frame::Leave, &Why::wrong(""));
         // A connection that is closed while bytes of the other rank lie unread is reset, and what was
@@ -291,7 +299,9 @@ impl Links {
                 Frame::Leave => return self.inbox.leave(peer),
                 Frame::Abort => {
                     let text = String::from_utf8_lossy(&bytes).into_owned();
-                    self.inbox.abort(Why { text, lost: number == 1 }, true);
+                    let why = Why { text, lost: number == 1 };
+                    self.inbox.told(peer, why.clone());
+                    self.inbox.abort(why, true);
                     return;
                 }
             }

@@ -23,7 +23,7 @@ pub fn run_tcp<T: Send>(
                 let said = panic.downcast_ref::<&str>().copied().unwrap_or("no message");
                 Err(ShardError::new(format!("it panicked: {said}")))
             })
-            .inspect_err(|e| world.abort(&e.to_string()))
+            .inspect_err(|e| drop(world.abort(&e.to_string())))
     };
     let run = &run;
     let results: Vec<_> = std::thread::scope(|scope| {

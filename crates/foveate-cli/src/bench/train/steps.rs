@@ -190,11 +190,13 @@ impl OnDevice for Watched<'_> {
     type Output = Result<Measured, Failure>;
 
     fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
-        self.measured(blocks, gpu).inspect_err(|failure| {
+        self.measured(blocks, gpu).map_err(|failure| match &failure {
             // The others wait for this rank in a transfer.
-            if let Failure::Failed(report) | Failure::Usage(report) = failure {
-                self.world.abort(&report.to_string());
+            Failure::Failed(report) | Failure::Usage(report) => {
+                let said = self.world.abort(&report.to_string());
+                said.map_or(failure, |_| Failure::Elsewhere)
             }
+            _ => failure,
         })
     }
 }
