@@ -4,7 +4,7 @@
 #[path = "processes/meeting.rs"]
 mod processes;
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -264,4 +264,27 @@ fn ranks_that_count_otherwise_come_twice_or_not_at_all_are_named() {
     let told = connect(&Meeting { port, ..meeting(2, SOON) }).unwrap_err().to_string();
     assert!(told.contains("where another program does; choose another port"), "{told}");
     assert!(connect(&Meeting { rank: 2, ..meeting(2, SOON) }).is_err());
+}
+
+#[test]
+fn a_rank_of_another_version_is_told_so_and_the_meeting_goes_on() {
+    let at = meeting(2, SOON);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| connect(&at).map(drop));
+        let mut other = loop {
+            match TcpStream::connect((&*at.host, at.port)) {
+                Ok(stream) => break stream,
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let mut hello = [0; 36];
+        hello[..8].copy_from_slice(b"foveate9");
+        other.write_all(&hello).unwrap();
+        let mut answer = Vec::new();
+        other.read_to_end(&mut answer).unwrap();
+        let said = String::from_utf8_lossy(&answer[5..]);
+        assert_eq!((answer[0], said.contains("another version of foveate")), (1, true), "{said}");
+        assert!(connect(&Meeting { rank: 1, ..at.clone() }).is_ok());
+        assert!(first.join().unwrap().is_ok());
+    });
 }

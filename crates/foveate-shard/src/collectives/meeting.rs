@@ -40,8 +40,9 @@ pub struct Meeting {
     pub silence: Duration,
 }
 
-/// What opens every connection; another version of what is said has another.
+/// What opens every connection: whose it is, and the version of what is said.
 const MAGIC: [u8; 8] = *b"foveate1";
+const OURS: &[u8] = b"foveate";
 const HELLO: usize = 36;
 
 /// How long somebody who connects has to say who it is.
@@ -72,7 +73,8 @@ impl Hello {
         out
     }
 
-    /// What somebody who connected says; none when it is no rank of this program.
+    /// What somebody who connected says; none when it is no rank of this program. A rank of another version
+    /// of it is told so.
     fn read(stream: &mut TcpStream) -> Option<Self> {
         let mut said = [0; HELLO];
         stream.set_read_timeout(Some(GREETING)).ok()?;
@@ -80,6 +82,10 @@ impl Hello {
         stream.read_exact(&mut said).ok()?;
         let word = |at: usize| u64::from_le_bytes(said[at..at + 8].try_into().expect("a word"));
         let half = |at: usize| u32::from_le_bytes(said[at..at + 4].try_into().expect("a half"));
+        if said[..8] != MAGIC && said.starts_with(OURS) {
+            let why = "another version of foveate meets here; run the same binary on all ranks";
+            let _ = Answer::Refused(why.to_owned()).write(stream);
+        }
         (said[..8] == MAGIC).then(|| Self {
             run: word(8),
             attempt: word(16),
