@@ -1,7 +1,8 @@
 //! Training on several ranks as a user starts them: by `foveate launch`, by flags, by a launcher's
-//! variables; ranks that are killed, and wrong input.
+//! variables; ranks that are killed, and (`refused`) wrong input.
 
 mod place;
+mod refused;
 
 use std::fs::DirEntry;
 use std::net::TcpListener;
@@ -401,60 +402,6 @@ fn sigterm_ends_a_rank_that_waits_for_others() {
     assert!(began.elapsed() < Duration::from_secs(20), "it waits on");
 }
 
-/// Runs rank 0 and rank 1, each with its folder and arguments; status and errors of both.
-fn pair(ranks: [(&Place, &[&str]); 2]) -> [(Option<i32>, String); 2] {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let meet = format!("127.0.0.1:{port}");
-    let start = |(rank, (place, more)): (usize, (&Place, &[&str]))| {
-        let rank = rank.to_string();
-        let args = ["train", "recipe.toml", "--rank", &rank, "--ranks", "2", "--meet", &meet];
-        let mut command = place.command(&[&args[..], more].concat());
-        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
-    };
-    let both: Vec<_> = ranks.into_iter().enumerate().map(start).collect();
-    let ends = both.into_iter().map(|rank| rank.wait_with_output().unwrap());
-    let ends: Vec<_> = ends.map(|done| (done.status.code(), text(done.stderr))).collect();
-    ends.try_into().unwrap()
-}
-
-/// Who has something else is named, once, and no rank has begun.
-#[test]
-fn ranks_with_other_recipes_data_or_folders_end_all_with_one_line() {
-    let (place, other) = (place(), place());
-    let run = format!("run.dir={}", place.path("run").display());
-    std::fs::write(other.path("03.txt"), "another document").unwrap();
-    let same: &[&str] = &["--set", &run];
-    let rate: &[&str] = &["--set", &run, "--set", "optimizer.lr=0.5"];
-    for (first, second, what) in [
-        ((&place, same), (&place, rate), "recipe"),
-        ((&place, same), (&other, same), "set of documents"),
-    ] {
-        let ends = pair([first, second]);
-        let said: String = ends.iter().map(|(_, said)| said.as_str()).collect();
-        assert!(ends.iter().all(|(status, _)| *status == Some(1)), "{said}");
-        let why = format!(
-            "error: ranks [1] have another {what} than rank 0; give every rank the same recipe, data and \
-             binary"
-        );
-        assert_eq!(errors(&said), [why]);
-        assert!(!place.path("run").exists());
-    }
-    // A run that is there keeps its folder, and what it has.
-    let long = ["train", "recipe.toml", "--ranks", "2", "--set", "train.steps=4000"];
-    let mut first = place.command(&long).stderr(Stdio::null()).spawn().unwrap();
-    while !saved(&place) {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let second =
-        place.run(&["launch", "--ranks", "2", "--", "train", "recipe.toml", "--start-over"]);
-    let said = text(second.stderr);
-    assert_eq!(second.status.code(), Some(1), "{said}");
-    assert!(matches!(errors(&said)[..], [one] if one.contains("another process is training here")));
-    assert!(first.try_wait().unwrap().is_none() && saved(&place));
-    signal("-TERM", &first);
-    assert_eq!(first.wait().unwrap().code(), Some(130));
-}
-
 /// As torchrun's agent starts ranks, and starts them again when one is killed.
 #[cfg(unix)]
 #[test]
@@ -488,86 +435,6 @@ fn torchrun_starts_ranks_and_starts_them_again() {
         "{said}"
     );
     assert_eq!(place.steps("run").last().unwrap().0, 400);
-}
-
-#[test]
-fn a_rank_says_that_it_waits_for_a_rank_0_that_does_not_come() {
-    let place = place();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let at = format!("127.0.0.1:{port}");
-    let args = ["train", "recipe.toml", "--rank", "1", "--ranks", "2", "--meet", &at];
-    let done = place.command(&args).env("FOVEATE_ARRIVAL", "12").output().unwrap();
-    let said = text(done.stderr);
-    assert_eq!(done.status.code(), Some(75), "{said}");
-    assert!(said.starts_with(&format!("waiting for rank 0 at {at} ...")), "{said}");
-}
-
-#[test]
-fn wrong_input_gets_one_line_on_one_rank() {
-    let place = place();
-    for (set, says) in [
-        ("train.batch_rows=2", "train.batch_rows: is 2, and 3 ranks share the rows of a batch"),
-        ("data.files=none.txt", "data.files"),
-        ("optimizer.lr=-1", "optimizer.lr"),
-        ("mesh.strategy=fast", "\"fast\" is no strategy"),
-        ("precision.state=exact", "precision.state: is \"exact\", but the CPU keeps f32"),
-        ("mesh={ shard = 2 }", "mesh `shard=2` has 2 ranks, but 3 run"),
-        ("mesh={ tensor = 3 }", "which cannot be cut over 3 ranks of tensor; use 1 to 2 of them"),
-        ("mesh={ context = 3 }\ndata.len=2", "a row of 2 tokens is 2 chunks of 1, and 3 ranks"),
-    ] {
-        let sets: Vec<&str> = set.split('\n').flat_map(|set| ["--set", set]).collect();
-        let launched = ["launch", "--ranks", "3", "--", "train", "recipe.toml"];
-        let threads = ["train", "recipe.toml", "--ranks", "3"];
-        for args in [&launched[..], &threads] {
-            let done = place.run(&[args, &sets].concat());
-            let said = text(done.stderr);
-            assert_eq!(done.status.code(), Some(1), "{said}");
-            assert!(matches!(errors(&said)[..], [one] if one.contains(says)), "{said}");
-            assert!(!place.path("run").exists());
-        }
-    }
-    // A rank whose recipe is not there ends the others at once.
-    let other = Place::new();
-    std::fs::remove_file(other.path("recipe.toml")).unwrap();
-    let ends = pair([(&place, &[]), (&other, &[])]);
-    let said: String = ends.iter().map(|(_, said)| said.as_str()).collect();
-    assert!(ends.iter().all(|(status, _)| *status == Some(1)), "{said}");
-    let one = errors(&said);
-    assert!(one.len() == 1 && one[0].contains("recipe.toml: could not be read"), "{said}");
-    for (args, says) in [
-        (&["train", "recipe.toml", "--rank", "0"][..], "--ranks"),
-        (&["train", "recipe.toml", "--rank", "2", "--ranks", "2", "--meet", "a:1"], "rank 2 of 2"),
-        (&["train", "recipe.toml", "--rank", "0", "--ranks", "2"], "give all three"),
-        (&["train", "recipe.toml", "--ranks", "0"], "--ranks 0: give 1 to 256 threads"),
-        (&["train", "recipe.toml", "--ranks", "1000000000"], "give 1 to 256 threads"),
-        (
-            &["train", "recipe.toml", "--rank", "0", "--ranks", "1000000000", "--meet", "a:1"],
-            "1000000000 ranks by flags; give at most 65536",
-        ),
-        (&["launch", "--ranks", "0", "--", "train"], "--ranks"),
-        (&["launch", "--ranks", "1000000000", "--", "train"], "1000000000 is not in 1..=1024"),
-        (&["launch", "--ranks", "2"], "COMMAND"),
-        (&["launch", "--ranks", "2", "--", "launch", "--ranks", "2", "--", "doctor"], "no ranks"),
-    ] {
-        let done = place.run(args);
-        let said = text(done.stderr);
-        assert_eq!(done.status.code(), Some(2), "{said}");
-        assert!(said.contains(says), "{said}");
-    }
-    // Said once, not by every rank.
-    let done = place.run(&["launch", "--ranks", "3", "--", "trian", "recipe.toml"]);
-    assert_eq!(done.status.code(), Some(2));
-    assert_eq!(errors(&text(done.stderr)), ["error: unrecognized subcommand 'trian'"]);
-    let mut both = place.command(&["train", "recipe.toml", "--ranks", "2"]);
-    let done = both.env("RANK", "0").env("WORLD_SIZE", "2").output().unwrap();
-    assert_eq!(done.status.code(), Some(2));
-    assert!(text(done.stderr).contains("which is rank 0 of 2 by RANK and WORLD_SIZE"));
-    let mut half = place.command(&["train", "recipe.toml"]);
-    let done = half.env("WORLD_SIZE", "2").output().unwrap();
-    assert_eq!(
-        text(done.stderr).trim(),
-        "error: WORLD_SIZE is set and RANK is not; set both, or neither"
-    );
 }
 
 #[test]
