@@ -1,0 +1,96 @@
+//! Attention over `context`: keys that arrive by stage, and gradients of keys that return.
+
+use foveate_shard::simulate::{Queue, Span, TaskId};
+use foveate_shard::{Part, Strategy};
+
+use super::run::Run;
+
+impl Run<'_> {
+    /// Sends parts over `context`, when all ranks have what they send.
+    fn exchange(
+        &mut self,
+        name: String,
+        parts: impl Fn(usize) -> Vec<(usize, f64)>,
+    ) -> Option<TaskId> {
+        let step = self.step;
+        let mut taken = (0.0, Span::Host);
+        for &rank in step.reps {
+            let (seconds, span) = step.machine.exchange_seconds(rank, &parts(rank));
+            let span = if span == Span::Network { span } else { taken.1 };
+            taken = (seconds.max(taken.0), span);
+        }
+        let after = self.before.concat();
+        self.together(name, Queue::Keys, taken, after)
+    }
+
+    /// Seconds of a layer's attention on a rank.
+    fn attention_seconds(&self, rank: usize, backward: bool) -> f64 {
+        let step = self.step;
+        let own = &step.proven.plan().ranks[step.reps[rank]];
+        let entries = step.proven.proof().loads[step.reps[rank]] as f64 / step.layers as f64;
+        let cells = &own.stages[0].compute;
+        let queries = (cells.batch.len() * cells.heads.len() * cells.q.len()).max(1) as f64;
+        let work = [entries, entries / queries];
+        step.machine.attention_seconds(work, step.config.dim(), backward)
+    }
+
+    /// Attention forward, stage by stage.
+    pub(super) fn attention(&mut self, name: &str) {
+        let (step, plan) = (self.step, self.step.proven.plan());
+        let stages = plan.ranks[0].stages.len();
+        let arrive: Vec<Option<TaskId>> = (0..stages)
+            .map(|stage| {
+                self.exchange(format!("{name}: keys of stage {stage}"), |rank| {
+                    pairs(&plan.ranks[rank].stages[stage].receives)
+                })
+            })
+            .collect();
+        for rank in self.ranks() {
+            let all: u64 = step.tiles[rank].iter().sum();
+            let seconds = self.attention_seconds(rank, false);
+            let mut after = std::mem::take(&mut self.before[rank]);
+            for (stage, &tiles) in step.tiles[rank].iter().enumerate() {
+                after.extend(arrive[stage]);
+                let part = seconds * tiles as f64 / all.max(1) as f64;
+                let name = format!("{name}, stage {stage}");
+                after = vec![self.compute(rank, &name, part, after)];
+            }
+            self.before[rank] = after;
+        }
+        self.swap_back(name);
+    }
+
+    pub(super) fn attention_backward(&mut self, name: &str) {
+        let plan = self.step.proven.plan();
+        self.swap_back(name);
+        for rank in self.ranks() {
+            let seconds = self.attention_seconds(rank, true);
+            let after = std::mem::take(&mut self.before[rank]);
+            self.before[rank] = vec![self.compute(rank, name, seconds, after)];
+        }
+        let returned = self.exchange(format!("{name}: gradients of keys"), |rank| {
+            pairs(&plan.ranks[rank].returned)
+        });
+        self.all_after(returned);
+    }
+
+    /// With heads for tokens, results and their gradients move as queries do.
+    fn swap_back(&mut self, name: &str) {
+        let (step, plan) = (self.step, self.step.proven.plan());
+        if plan.strategy != Strategy::HeadsForTokens {
+            return;
+        }
+        let moved = self.exchange(format!("{name}: results"), |rank| {
+            let own = &plan.ranks[rank].own;
+            let rows = own.batch.len() * own.q.len() * own.heads.len() / step.reps.len();
+            let bytes = (rows * plan.shape.dim_v * plan.shape.element.bytes()) as f64;
+            let peers = step.reps.iter().filter(|&&peer| peer != rank);
+            peers.map(|&peer| (peer, bytes)).collect()
+        });
+        self.all_after(moved);
+    }
+}
+
+fn pairs(parts: &[Part]) -> Vec<(usize, f64)> {
+    parts.iter().map(|part| (part.peer, part.bytes as f64)).collect()
+}
