@@ -135,8 +135,7 @@ impl AttentionPlan {
             .kv(kv?)
             .lengths(count(all), count(all));
         let attention = program.attention().deterministic(deterministic);
-        let attention =
-            attention.coordinates(coordinates).mean_kv_len(Self::expected_keys(plan));
+        let attention = attention.coordinates(coordinates).mean_kv_len(Self::expected_keys(plan));
         let kv = [rows, heads_kv, all, dim];
         let problem = Problem::shaped(dtype, [rows, heads_q, len, dim], kv, kv)?;
         let planned = attention.plan(&problem, &Device::cuda(ordinal))?;

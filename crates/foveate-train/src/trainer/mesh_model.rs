@@ -1,7 +1,7 @@
 //! A model on the ranks of a mesh without a run: no documents, logs or checkpoints. Benchmarks step it.
 
 use foveate_nn::{
-    AttentionConfig, Blocks, Gradients, Model, ModelConfig, Queued, Recomputation, Recording,
+    AttentionConfig, Batch, Blocks, Gradients, Model, ModelConfig, Queued, Recomputation, Recording,
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{Mesh, MeshAxis};
@@ -97,18 +97,18 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
     /// Those of [`Model::accumulate`], ranks that planned it in other ways, and those of transfers.
     pub fn accumulate(
         &mut self,
-        batch: &MeshBatch,
+        part: &MeshBatch,
         gradients: &mut Gradients<B::Array>,
         recompute: Recomputation,
         totals: &mut B::Totals,
     ) -> Result<Queued, TrainError> {
-        let MeshBatch { own, context } = batch;
+        let MeshBatch { own, context } = part;
         let context = match (&mut self.context, context) {
             (Some(of_run), Some(part)) => Some(of_run.take(self.ranks, part.clone())?),
             _ => None,
         };
         let context = context.map(ContextBatch::attention);
-        let batch = super::batch(own);
+        let batch = batch(own);
         Ok(self.model.accumulate_over(&batch, context, gradients, recompute, totals)?)
     }
 
@@ -132,4 +132,17 @@ pub(super) fn sum_replicas<B: Blocks>(
         model.reduce(gradients, |values| Ok::<_, TrainError>(replicas.all_reduce(values)?))?;
     }
     Ok(())
+}
+
+/// Packed rows as the model takes them.
+pub fn batch(packed: &Packed) -> Batch<'_> {
+    Batch {
+        rows: packed.rows,
+        len: packed.len,
+        tokens: &packed.tokens,
+        labels: &packed.labels,
+        documents: &packed.documents,
+        positions: &packed.positions,
+        mean_kv_len: packed.mean_kv_len(),
+    }
 }

@@ -1,9 +1,11 @@
 use std::collections::BTreeMap;
 
-use foveate_nn::{AttentionConfig, LearnedBuffer, ProgramConfig};
+use foveate_nn::{AttentionConfig, LearnedBuffer, Model, ProgramConfig};
 
 use super::*;
+use crate::error::TrainErrorKind;
 use crate::metrics::JsonlLog;
+use crate::pack::Packed;
 
 mod folder;
 mod meshes;
