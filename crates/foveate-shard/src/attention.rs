@@ -72,12 +72,17 @@ impl Statement {
     /// When ranks differ in a plan, a mask, a score or dropout, or the group has another number of ranks
     /// than a plan.
     pub fn agree(all: &[Self], world: &dyn Collectives) -> Result<(), ShardError> {
-        if let Some(other) = all.iter().find(|statement| statement.ranks != world.ranks()) {
-            let (runs, planned) = (world.ranks(), other.ranks);
-            return refused(format!("{runs} ranks run a plan of {planned}; start {planned}"));
-        }
+        all.iter().try_for_each(|statement| runs_all(world, statement.ranks))?;
         let fields: Vec<_> = all.iter().flat_map(|of| of.fields.iter().copied()).collect();
         agree(world, &fields)
+    }
+}
+
+/// Whether `world` has as many ranks as a plan.
+fn runs_all(world: &dyn Collectives, planned: usize) -> Result<(), ShardError> {
+    match world.ranks() {
+        runs if runs == planned => Ok(()),
+        runs => refused(format!("{runs} ranks run a plan of {planned}; start {planned}")),
     }
 }
 
@@ -145,7 +150,9 @@ impl PlannedAttention {
         let plan = proven.plan();
         let Some(own) = plan.ranks.get(rank) else {
             let planned = plan.ranks.len();
-            return refused(format!("rank {rank} runs a plan of {planned}; start {planned}"));
+            return refused(format!(
+                "a plan of {planned} ranks has no rank {rank}; start {planned}"
+            ));
         };
         let dtype = dtype_of(plan.shape.element)?;
         let compiled = |stage: &Stage, cells: &Cells, sink: Option<&[f32]>| {
@@ -205,6 +212,7 @@ impl RankAttention {
         program: &Attention,
         sink: Option<&[f32]>,
     ) -> Result<Self, ShardError> {
+        runs_all(world, proven.plan().ranks.len())?;
         let planned = PlannedAttention::new(proven, world.rank(), program, sink)?;
         Ok(Self::of(&[planned], world)?.remove(0))
     }

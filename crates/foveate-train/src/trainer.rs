@@ -113,7 +113,8 @@ pub trait Observer {
     fn begins(&mut self, _what: &'static str) {}
     /// Asked after every step: true saves a checkpoint and ends the run, to be resumed. Asked, too,
     /// before each batch of an evaluation, which true leaves unfinished, and before each document is
-    /// looked at: true ends a run that has not begun, as [`TrainErrorKind::Interrupted`].
+    /// looked at: true ends a run that has not begun, as
+    /// [`TrainErrorKind::Interrupted`](crate::TrainErrorKind::Interrupted).
     fn interrupted(&mut self) -> bool {
         false
     }
