@@ -159,13 +159,15 @@ struct Scores {
 #endif
     }
 
-    // From plain scores S to the exponents of P, and in the first POWERS columns of accumulators, now and not later, to P.
-    // compute_p<POWERS> goes on from there.
+    // From plain scores S to the exponents of P, of columns from .. to of accumulators; and of those in the first POWERS
+    // columns, now and not later, to P. compute_p<POWERS> goes on from there.
     template <int POWERS>
-    __device__ void subtract(float scale, const float (&lse)[QUERIES_HELD]) {
-        for_each_score([&](int m, int n, int i) { g[m][n][i] = fmaf(g[m][n][i], scale * LOG2_E, -lse[query_held(m, n, i)]); });
+    __device__ void subtract(float scale, const float (&lse)[QUERIES_HELD], int from = 0, int to = WARPS_S.columns) {
         for_each_score([&](int m, int n, int i) {
-            if (n >= POWERS) return;
+            if (n >= from && n < to) g[m][n][i] = fmaf(g[m][n][i], scale * LOG2_E, -lse[query_held(m, n, i)]);
+        });
+        for_each_score([&](int m, int n, int i) {
+            if (n < from || n >= to || n >= POWERS) return;
             g[m][n][i] = exp2_score(g[m][n][i]);
             asm volatile("" : "+f"(g[m][n][i]) :: "memory");
         });

@@ -39,6 +39,22 @@
 // What is slow beside products, and so is done before or after them: an access of smem waits until the products
 // that were started before it have been issued; a fence for the copy engine waits for the thread's stores.
 
+// A consumer's place in the ring of steps; in one register, counted on, where registers are short.
+template <bool COUNTED>
+struct StepPlace {
+    Ring<STEPS> ring;
+
+    __device__ Ring<STEPS> now() const { return ring; }
+    __device__ void advance() { ring.advance(); }
+};
+template <>
+struct StepPlace<true> {
+    u32 number = 0;
+
+    __device__ Ring<STEPS> now() const { return {int(number % STEPS), int(number / STEPS)}; }
+    __device__ void advance() { ++number; }
+};
+
 // Writes lse and delta of one step after the other to smem. All lanes of a warp call it.
 struct RowWriter {
     const BackwardParams& p;
@@ -159,12 +175,12 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     const u32 rows_at = pinned(base + Spot::of_lane().query * 4);
     const u32 ds_at = pinned(base + AT_DS + consumer * FV_BM * PANEL_ROW + ds_place());
     const u32 dq_at = pinned(base + AT_DQ + dq_offset() * 4 + threadIdx.x % 32 * 16);
-    const int dq_to = pinned(dq_offset());
-    const int first_row = pinned(dq_row()), bytes_of_dq = SPLIT_DQ_ROWS || N_Q * CONSUMERS == N_K ? N_Q * 512 : pinned(dq_bytes());
+    const int dq_to = SUBTRACTS_FIRST ? 0 : pinned(dq_offset()), first_row = SUBTRACTS_FIRST ? 0 : pinned(dq_row());
+    const int bytes_of_dq = SPLIT_DQ_ROWS || N_Q * CONSUMERS == N_K ? N_Q * 512 : pinned(dq_bytes());
     auto leads = [&] { return thread % 128 == 0; };
     auto leads_warp = [&] { return thread % 32 == 0; };
 
-    Ring<STEPS> place;
+    StepPlace<SUBTRACTS_FIRST> place;
     Ring<FV_STAGES> stage;
     int item = -1, number = 0;                 // of the CTA's items and steps
     Scores scores;
@@ -249,7 +265,14 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     };
     auto release_step = [&] {
         __syncwarp();
-        if (leads_warp()) barriers.step_empty(place.stage).arrive();
+        if (leads_warp()) barriers.step_empty(place.now().stage).arrive();
+    };
+    // Where the warp's dQ of a step goes in dq_accum; null if none of its queries exists. Where registers are short, from dq_at
+    // of its first lane, which is the one to send it.
+    auto target_of = [&](const Step& step) -> float* {
+        const int to = SUBTRACTS_FIRST ? int(dq_at - base - AT_DQ) / 4 : dq_to;
+        const int row = SUBTRACTS_FIRST ? to / (16 * FV_DP) * 16 : first_row;
+        return bytes_of_dq > 0 && row < step.queries ? p.dq_accum + step.dq + to : nullptr;
     };
     auto finish_dq = [&] {
         if constexpr (FV_SEPARATE_DQ) return;
@@ -278,7 +301,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
 
     #pragma unroll 1
     for (;; place.advance()) {
-        int kind = uniform(kind_at(place));
+        int kind = uniform(kind_at(place.now()));
         if (kind == Step::STOP) break;
         clear(dk);
         clear(dv);
@@ -288,13 +311,13 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             ++item;
             barriers.k_full().wait(item);
             barriers.v_full().wait(item);
-            const int keys = step_in(shared, place).keys;
+            const int keys = step_in(shared, place.now()).keys;
             if (kind & Step::EVALUATES && keys < FV_BN) clear_rows(shared, FV_BN, panels(FV_D), keys);
             barriers.full(stage.stage).wait(stage.round);
         }
         #pragma unroll 1
         while (!empty) {
-            const Step& step = step_in(shared, place);
+            const Step& step = step_in(shared, place.now());
             const int together = uniform(kind | stage.stage << 8 | (number & 1) << 16);
             kind = together & 0xff;
             stage.stage = together >> 8 & 0xff;
@@ -303,15 +326,18 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             if (FV_OVERLAP && (kind & ~Step::LAST) == 0) {
                 start_s(stage);
                 start_pending(stage.before(), 1 - parity);
-                if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
+                if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity), 0, SUBTRACTS_FIRST ? 2 * FIRST_POWERS : QUERIES_HELD);
                 if constexpr (SUBTRACTS_FIRST) {
                     product_wait<2>();
                     pin(scores.g[0]);
-                    scores.subtract<FIRST_POWERS>(p.scale, lse);
+                    scores.subtract<FIRST_POWERS>(p.scale, lse, 0, FIRST_POWERS);
+                    keep_before(sign_of_weights(scores, FIRST_POWERS), base);
                 }
                 product_wait<1>();
-                if (!SUBTRACTS_FIRST) pin(scores.g[0]);
+                if (SUBTRACTS_FIRST) load_rows(lse, rows_at + AT_LSE + rows_place(parity), 2 * FIRST_POWERS);
+                else pin(scores.g[0]);
                 finish_dq();
+                if constexpr (SUBTRACTS_FIRST) scores.subtract<FIRST_POWERS>(p.scale, lse, FIRST_POWERS);
                 if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
                 if (DP_EARLY) start_dp(stage);
                 compute_weights(step, lse, false);
@@ -373,7 +399,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             // What the next step begins with, read while the fence waits.
             const Ring<FV_STAGES> stage_before = stage;
             const bool last = kind & Step::LAST;
-            float* const next_target = bytes_of_dq > 0 && first_row < step.queries ? p.dq_accum + step.dq + dq_to : nullptr;
+            float* const next_target = target_of(step);
             fence_async_proxy();
             __syncwarp();
             if (leads_warp()) {
@@ -391,7 +417,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             if (!last) {
                 release_step();
                 place.advance();
-                kind = kind_at(place);
+                kind = kind_at(place.now());
                 barriers.full(stage.stage).wait(stage.round);
             }
             product_wait<0>();
@@ -410,7 +436,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             if (leads()) barriers.k_empty().arrive();
         }
         if constexpr (FV_CAPTURES) held.add_held(mods);
-        const Step done = step_in(shared, place);
+        const Step done = step_in(shared, place.now());
         auto first_of = [&](const View& view) { return view.at(done.k_batch, done.head_kv, done.k_row); };
         store_gradient(p.dk, first_of(p.dk), done.keys, FV_D, dk, p.scale, p.accumulate);
         store_gradient(p.dv, first_of(p.dv), done.keys, FV_DV, dv, 1.f, p.accumulate);

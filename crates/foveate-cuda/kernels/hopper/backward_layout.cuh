@@ -40,7 +40,8 @@ constexpr bool WIDE_SUMS = FV_DP + FV_DVP > 128, DP_EARLY = !WIDE_SUMS;
 // Where scores are plain, lse is subtracted from S at once, and such a dP starts from -delta in its accumulators: neither
 // is in a register beside P and dP.
 constexpr bool SUBTRACTS_FIRST = DP_EARLY && !FV_SCORE && !FV_DROPOUT;
-// And where there are registers for it, lse is read before S has come.
+// And where there are registers for it, lse is read before S has come: where it is subtracted first, that of the columns
+// whose powers stand beside dQ.
 constexpr bool LSE_EARLY = FV_BM == 64 || SUBTRACTS_FIRST;
 
 // Where registers are short, the first and the last of the products that make dV of a step run with dP and with S of the

@@ -204,10 +204,12 @@ __device__ void clear(float (&sums)[COUNT][4]) {
     for (int i = 0; i < COUNT * 4; ++i) sums[i / 4][i % 4] = 0.f;
 }
 
-// Not negative; of all weights of a lane (see keep_before).
-__device__ float sign_of_weights(const Scores& scores) {
+// Not negative; of all weights of a lane in so many columns of accumulators (see keep_before).
+__device__ float sign_of_weights(const Scores& scores, int columns = WARPS_S.columns) {
     u32 bits = 0;
-    for_each_score([&](int m, int n, int i) { bits |= __float_as_uint(scores.p(m, n, i)); });
+    for_each_score([&](int m, int n, int i) {
+        if (n < columns) bits |= __float_as_uint(scores.p(m, n, i));
+    });
     return __uint_as_float(bits);
 }
 
@@ -222,12 +224,13 @@ __device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& m
     scores.compute_p<POWERS>(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
 }
 
-// One f32 of each of the lane's queries: lse, or delta; `first` is the smem address of that of its first.
+// One f32 of each of the lane's queries, or of those from .. to: lse, or delta; `first` is the smem address of that of
+// its first.
 template <int HELD>
-__device__ void load_rows(float (&rows)[HELD], u32 first) {
+__device__ void load_rows(float (&rows)[HELD], u32 first, int from = 0, int to = HELD) {
     static_assert(HELD % 2 == 0);
     #pragma unroll
-    for (int h = 0; h < HELD; h += 2) {
+    for (int h = from; h < to; h += 2) {
         const u32 at = first + held_query(h) * 4;
         if constexpr (KEYS_DOWN) {
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(rows[h]), "=f"(rows[h + 1]) : "r"(at));

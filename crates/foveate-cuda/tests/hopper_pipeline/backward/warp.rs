@@ -194,6 +194,9 @@ impl Warp {
                 self.wait(2);
             }
             self.wait(1);
+            if sums == Sums::Plain {
+                self.push(lse);
+            }
             self.finish_dq();
             if !lse_early {
                 self.push(lse);
