@@ -3,12 +3,13 @@
 What a function reads may have changed since its last call, so it is traced in each. Of one whose code can do nothing
 but compute, all that its trace depends on is known without running it: the code, the numbers that it captures, and
 dtype, shape and place of the tensors. It is traced once for each of these, and a later call takes that trace with the
-tensors of now. Which code this is, its instructions say: operators, functions of torch that the tracer knows, and
+tensors of now. Which code this is, its instructions say: operators, functions of torch that the tracer knows, loops, and
 other functions of the kind. With any other instruction, a new one of Python's too, it is traced in each call.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
 import functools
@@ -27,10 +28,10 @@ _PURE = frozenset(
     """
     BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MODULO BINARY_MULTIPLY BINARY_OP BINARY_OR
     BINARY_POWER BINARY_RSHIFT BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR BUILD_TUPLE CACHE COMPARE_OP
-    COPY COPY_FREE_VARS DUP_TOP EXTENDED_ARG LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_BORROW
-    LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST LOAD_SMALL_INT NOP PUSH_NULL RESUME RETURN_CONST RETURN_VALUE
-    ROT_THREE ROT_TWO STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST SWAP UNARY_INVERT UNARY_NEGATIVE
-    UNARY_POSITIVE
+    COPY COPY_FREE_VARS DUP_TOP END_FOR EXTENDED_ARG FOR_ITER GET_ITER JUMP_ABSOLUTE JUMP_BACKWARD LOAD_CONST LOAD_DEREF
+    LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST LOAD_SMALL_INT NOP POP_ITER POP_TOP
+    PUSH_NULL RESUME RETURN_CONST RETURN_VALUE ROT_THREE ROT_TWO STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST SWAP
+    UNARY_INVERT UNARY_NEGATIVE UNARY_POSITIVE UNPACK_SEQUENCE
     """.split()
 )
 #: Calls: what may be called is what may be named or captured.
@@ -39,6 +40,9 @@ _CALLS = frozenset("CALL CALL_FUNCTION CALL_FUNCTION_KW CALL_KW CALL_METHOD KW_N
 #: ``table[table > 0]``; and ``rand`` of torch draws.
 _ATTRIBUTES = frozenset(OPERATIONS) - {"item", "numel", "rand", "size"} | {"dtype", "ndim"}
 _ATTRIBUTES |= {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+#: Functions of Python's own that only compute.
+_BUILTINS = (enumerate, range, zip)
 
 #: Values whose reads are followed at most.
 _MOST_READ = 64
@@ -130,6 +134,8 @@ class Reads:
         elif "_reads" in vars(kind):  # A mask, and no class made of it, which may compute something else.
             self.key.append(len(value._reads))
             return all(map(self._value, value._reads))
+        elif any(value is known for known in _BUILTINS):
+            self.key.append(value)
         else:
             return value is torch
         return True
@@ -142,7 +148,12 @@ class Reads:
         self.key += (code, len(defaults))
         try:
             read = [cell.cell_contents for cell in function.__closure__ or ()]
-            read += [function.__globals__[name] for name in names]
+            read += [_global(function, name) for name in names]
         except (ValueError, KeyError):
             return False
         return all(map(self._value, read)) and all(map(self._value, defaults))
+
+
+def _global(function: types.FunctionType, name: str) -> Any:
+    known = function.__globals__
+    return known[name] if name in known else vars(builtins)[name]

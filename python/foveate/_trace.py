@@ -34,7 +34,7 @@ class Trace(Reader):
         self.kind, self.function, self.extents = kind, function, extents
         self.captures: dict[int, _native.Capture] = {}
         self.held: list[torch.Tensor] = []
-        #: Whether an element of a captured tensor became a number.
+        #: Whether elements of a captured tensor became a number, or decided how many there are in another one.
         self.read_elements = False
         _native.begin(kind == "mask", constants)
 
@@ -86,6 +86,7 @@ class Trace(Reader):
             if type(index) is Expr and type(of) is torch.Tensor and of.dim() == 1:
                 return self.capture(of).at([index])
             if not _traced(of) and not _traced(index):
+                self.read_elements |= _selects(index)
                 return func(of, index)
             return self.read(of, index)
         if not kwargs:
@@ -97,15 +98,15 @@ class Trace(Reader):
                 if operation is not None:
                     return applied(func.__name__, operation, args, {})
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
         if not any(map(_traced, args)) and not any(map(_traced, kwargs.values())):
-            if getattr(func, "__name__", None) in _RANDOM:
+            if name in _RANDOM:
                 raise TraceError(
-                    f"`{func.__name__}` would draw the same numbers for all indices: draw a tensor outside of the function "
+                    f"`{name}` would draw the same numbers for all indices: draw a tensor outside of the function "
                     "and read it by index, as in `noise[q_idx]`"
                 )
-            self.read_elements |= getattr(func, "__name__", None) in _NUMBERS
+            self.read_elements |= name in _NUMBERS or (name == "where" and len(args) + len(kwargs) == 1)
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
         if name.endswith("_") and not name.endswith("__"):
             raise unknown(name)  # It would have to write.
         return called(name.strip("_"), *args, **kwargs)
@@ -129,6 +130,13 @@ def _traced(x: Any) -> bool:
     if type(x) is Expr or isinstance(x, Many):
         return True
     return isinstance(x, (tuple, list)) and any(map(_traced, x))
+
+
+def _selects(index: Any) -> bool:
+    """Whether an index has elements that say which others to take."""
+    if isinstance(index, (tuple, list)):
+        return any(map(_selects, index))
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def literals() -> list[Any]:
