@@ -2,13 +2,12 @@
 
 import functools
 import math
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 from compiled import Backend, needs_compiler
+from processes import run
 from reference import UNREAD
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -676,49 +675,6 @@ def test_a_block_mask_made_inside_a_compiled_function_is_a_block_mask():
 
     q = torch.randn(1, 2, 16, 8)
     torch.testing.assert_close(torch.compile(model, backend="eager")(q), model(q))
-
-
-IMPORT = """
-import os, sys, time, torch
-before = len(os.listdir("/proc/self/task"))
-start = time.perf_counter()
-import foveate
-took = time.perf_counter() - start
-assert len(os.listdir("/proc/self/task")) == before, "a thread was started"
-assert "torch._dynamo" not in sys.modules, "dynamo was imported"
-assert not torch.cuda.is_initialized()
-print(took)
-"""
-
-
-def run(code, **environment):
-    import os
-
-    return subprocess.run(
-        [sys.executable, "-B", "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
-    )
-
-
-def test_importing_starts_no_thread_and_imports_no_compiler():
-    done = run(IMPORT)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("torch_module, words", [
-    ("raise ModuleNotFoundError('none', name='torch')", "there is none"),
-    ("__version__ = '2.9.1+cpu'", "this is 2.9.1"),
-])
-def test_without_a_torch_that_is_new_enough_the_import_says_so(tmp_path, torch_module, words):
-    import os
-    from pathlib import Path
-
-    import foveate
-
-    (tmp_path / "torch.py").write_text(torch_module)
-    package = Path(foveate.__file__).parents[1]
-    done = run("import foveate", PYTHONPATH=os.pathsep.join([str(tmp_path), str(package)]))
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode != 0 and last.startswith("ImportError: foveate needs PyTorch 2.10") and words in last
 
 
 @needs_compiler
