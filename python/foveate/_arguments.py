@@ -42,6 +42,8 @@ def integer(name: str, given: Any, least: int | None = None) -> int:
 
 def number(name: str, given: Any) -> float:
     """A real number, also of a tensor of one element."""
+    if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} gets no gradient, and this tensor requires one: give {name}.item(), or multiply an operand by it")
     try:
         math.isfinite(given)
         return float(given)

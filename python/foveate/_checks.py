@@ -52,6 +52,8 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, e
     for name, given in (("query", query), ("key", key), ("value", value)):
         if not given.dtype.is_floating_point:
             raise ValueError(f"Expected {name} to be a float tensor, got {name}.dtype: {given.dtype}")
+        if given.layout == torch.jagged:
+            raise ValueError(f"{name} is a nested tensor, of the layout that foveate.varlen takes: [n, j, heads, dim]")
         if given.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got {name}.layout: {given.layout}; {name}.to_dense() is one")
     if query.dtype not in _DTYPES:

@@ -133,7 +133,7 @@ class _GraphTrace(_trace.Trace):
         symbolic = self.symbolic.get(id(tensor), [False] * len(index))
         return [long for long, i in zip(symbolic, index) if i is None]
 
-    def capture(self, tensor: torch.Tensor) -> _native.Capture:
+    def capture(self, tensor: torch.Tensor, name: str = "") -> _native.Capture:
         found = self.captures.get(id(tensor))
         if found is None:
             raise TraceError(f"a tensor of shape {tuple(tensor.shape)} is computed of captured ones, or a constant")

@@ -173,6 +173,6 @@ def _parsed(text: str, names: dict[str, Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _region.parsed(text, names)
     trace = _trace.running()
-    tensors = [(name, trace.capture(t)) for name, t in names.items() if isinstance(t, Tensor)]
+    tensors = [(name, trace.capture(t, f"`{name}`")) for name, t in names.items() if isinstance(t, Tensor)]
     numbers = [(name, n) for name, n in names.items() if not isinstance(n, Tensor)]
     return _native.parse(text, tensors, numbers, trace.extents[1], max(trace.extents[2:]))

@@ -38,13 +38,15 @@ class Trace(Reader):
         self.read_elements = False
         _native.begin(kind == "mask", constants)
 
-    def capture(self, tensor: torch.Tensor) -> _native.Capture:
+    def capture(self, tensor: torch.Tensor, name: str = "a captured tensor") -> _native.Capture:
         """The buffer that ``tensor`` is in the program."""
         found = self.captures.get(id(tensor))
         if found is not None:
             return found
         if torch._C._functorch.is_batchedtensor(tensor):
             raise TraceError("a captured tensor is a batch of torch.vmap; pass it to attention as an operand")
+        if tensor.layout is not torch.strided:
+            raise TraceError(f"{name} must be dense, got one of {tensor.layout}; capture its .to_dense()")
         wanted = tensor.requires_grad and torch.is_grad_enabled()
         if wanted and self.kind == "mask":
             raise ValueError(
@@ -146,6 +148,10 @@ def literals() -> list[Any]:
 
 
 def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
+    def said_of(what: Any, error: Exception) -> str:
+        at = place(error)
+        return f"{trace.kind}_mod `{name_of(function)}`: {what}" + (f";{at}" if at else "")
+
     try:
         with trace:
             result = function(*values)
@@ -154,8 +160,15 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
             return result
     except TraceError as error:
         what = f"{trace.kind}_mod `{name_of(function)}`: {error}"
-        raise TraceError(what + (";" + place(error) if "File" not in what else "")) from error
+        raise TraceError(what if "File" in what else said_of(error, error)) from error
+    except KeyError as error:
+        if not any(isinstance(key, Expr) for key in error.args):
+            raise
+        raise TraceError(said_of("a dict cannot be read at a traced value; capture a tensor and index it", error)) from error
     except TypeError as error:
+        if " received an invalid combination of arguments" in str(error):
+            # In further lines torch says what it would have taken.
+            raise TypeError(said_of(str(error).split(", but expected")[0], error)) from error
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
         raise TypeError(f"{trace.kind}_mod `{name_of(function)}` is called with {len(values)} values: {error}") from None
@@ -163,7 +176,7 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
         if "numpy" not in str(error):
             raise
         what = "an array of NumPy cannot be read at a traced index; capture `torch.from_numpy(array)`"
-        raise TraceError(f"{trace.kind}_mod `{name_of(function)}`: {what};{place(error)}") from error
+        raise TraceError(said_of(what, error)) from error
 
 
 def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) -> _native.Traced:

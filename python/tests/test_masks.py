@@ -92,7 +92,7 @@ def test_one_mask_serves_all_lengths():
     (lambda: Mask("kv < n"), ValueError, "n"),
     (lambda: Mask("score > 0"), ValueError, "score"),
     (lambda: Mask("kv < n", n=2**40), ValueError, "32 bits"),
-    (lambda: Mask("kv < n", n="x"), ValueError, "no number"),
+    (lambda: Mask("kv < n", n="x"), ValueError, "`n` must be a number or a tensor, got 'x'"),
     (lambda: Mask(3), TypeError, "text"),
     (lambda: Mask.causal() & 3, TypeError, "operand"),
     (lambda: Mask.from_cu_seqlens(torch.tensor([0, 5, 3])), ValueError, "decrease"),

@@ -12,6 +12,8 @@ from foveate import AuxRequest, Mask, _native, create_block_mask, create_mask, e
 LEARNED = torch.zeros(12, requires_grad=True)
 ELSEWHERE = torch.zeros(12, device="meta")
 TABLE = LEARNED.detach().numpy()
+SPARSE = torch.eye(12).to_sparse()
+NESTED = torch.nested.nested_tensor([torch.ones(5, 4, 8), torch.ones(6, 4, 8)], layout=torch.jagged)
 ENDS = torch.tensor([0, 5, 10]), torch.tensor([0, 7, 12])
 
 
@@ -96,6 +98,11 @@ WRONG = [
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + wrapped(LEARNED)[j]), TypeError, "a `TwoTensor` has no"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + TABLE[j]), RuntimeError, "torch.from_numpy"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.rand(())), RuntimeError, "`rand` would draw"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + {0: 1.0}[h]), RuntimeError, "a dict cannot be read.*<lambda>"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i > j, s, "-inf")), TypeError, "where.*str.*File"),
+    (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + SPARSE[i, j]), RuntimeError, "must be dense.*to_dense"),
+    (lambda q, k, v: flex_attention(q, k, v, scale=LEARNED.sum()), ValueError, "scale gets no gradient.*scale.item"),
+    (lambda q, k, v: flex_attention(*[NESTED] * 3), ValueError, "query is a nested tensor.*foveate.varlen"),
     (masked(lambda b, h, i, j: i - j), ValueError, "bool"),
     (masked(lambda b, h, i, j: True), ValueError, "must return"),
     (masked(lambda b, h, i: i > 0), TypeError, "4 values"),
@@ -109,7 +116,9 @@ WRONG = [
     (lambda q, k, v: create_block_mask(causal, 1, 1, 8.0, 8), TypeError, "Q_LEN must be an integer, got 8.0"),
     (lambda q, k, v: create_block_mask(causal, 1, 1, 8, 8, "meta"), NotImplementedError, "meta"),
     (lambda q, k, v: create_block_mask(causal, 1, 1, 2**22, 2**22, BLOCK_SIZE=1), RuntimeError, "memory"),
-    (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask("causl")), ValueError, "causl"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask("causl")), ValueError, "causl.*at column 1$"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask("causal\n& q <")), ValueError, "mask `causal & q <`: .*at line 2, column 6$"),
+    (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.prefix(None)), ValueError, "`n` must be a number or a tensor, got None"),
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.document(torch.zeros(3).int())), IndexError, "`ids`"),
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.document(torch.zeros(12))), ValueError, "`ids` cannot be bound"),
     (lambda q, k, v: Mask.from_cu_seqlens(torch.tensor([0, 9, 3])), ValueError, "decrease"),

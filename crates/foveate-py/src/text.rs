@@ -22,6 +22,10 @@ pub fn parse(
     heads: usize,
     positions: usize,
 ) -> PyResult<Expr> {
+    let wrong = |what: &str| {
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        PyValueError::new_err(format!("mask `{text}`: {what}"))
+    };
     let mut names = Names::new().heads(heads).positions(positions);
     for (name, capture) in &tensors {
         names = names.buffer_as(name, capture.get().buffer());
@@ -29,23 +33,25 @@ pub fn parse(
     for (name, number) in &numbers {
         let value = match value::number(number)? {
             Some(Number::Bool(v)) => ScalarValue::Bool(v),
-            Some(Number::Int(v)) => ScalarValue::I32(v.try_into().map_err(|_| {
-                PyValueError::new_err(format!("`{name}` is {v}, which does not fit 32 bits"))
-            })?),
+            Some(Number::Int(v)) => ScalarValue::I32(
+                v.try_into()
+                    .map_err(|_| wrong(&format!("`{name}` is {v}, which does not fit 32 bits")))?,
+            ),
             Some(Number::Float(v)) => ScalarValue::F32(v as f32),
             None => {
-                return Err(PyValueError::new_err(format!("`{name}` is no number and no tensor")));
+                let got = number.repr()?;
+                return Err(wrong(&format!("`{name}` must be a number or a tensor, got {got}")));
             }
         };
         names = names.scalar(name, value);
     }
     let mask = parse_mask(text, &names).map_err(|e| {
-        let mut said = one_line(&e.to_string());
+        let mut said = in_short(&e.to_string());
         for (name, capture) in &tensors {
             said =
                 said.replace(&format!("`{}`", capture.get().buffer().name()), &format!("`{name}`"));
         }
-        PyValueError::new_err(format!("mask `{text}`: {said}"))
+        wrong(&said)
     })?;
     Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None, learns: false }))
 }
@@ -75,12 +81,12 @@ pub fn program(
         true => parse_mask(text, &names).map(|m| Traced::new(py, m.program(), &captures, None)),
         false => parse_score(text, &names).map(|s| Traced::new(py, s.program(), &captures, None)),
     }
-    .map_err(|e| PyValueError::new_err(format!("program `{text}`: {}", one_line(&e.to_string()))))?
+    .map_err(|e| PyValueError::new_err(format!("program `{text}`: {}", in_short(&e.to_string()))))?
 }
 
-/// Errors of the text form show the place below the text; here they take one line.
-fn one_line(message: &str) -> String {
-    message.split_whitespace().collect::<Vec<_>>().join(" ")
+/// The first line of an error of the text form: below it the others show the text, which is said already.
+fn in_short(message: &str) -> String {
+    message.lines().next().unwrap_or_default().to_owned()
 }
 
 /// The mask with run-time scalars of this trace: two named masks may have one of the same name, and
