@@ -7,12 +7,14 @@ here, of which only shapes and dtypes are known; captured integers that are symb
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import _blocks, _calls, _native, _trace
 from ._native import Expr, TraceError
@@ -128,7 +130,6 @@ class _GraphTrace(_trace.Trace):
         self.held.append(tensor)
 
     def left_symbolic(self, x: Any) -> list[bool]:
-        """Whether each axis of ``x`` that is left over is of symbolic length."""
         tensor, index = (x.tensor, x.index) if isinstance(x, _calls.Rows) else (x, [None] * x.dim())
         symbolic = self.symbolic.get(id(tensor), [False] * len(index))
         return [long for long, i in zip(symbolic, index) if i is None]
@@ -151,7 +152,39 @@ class _GraphTrace(_trace.Trace):
             return _native.constant(x.item(), x.dtype)
 
 
-def _interpreted(trace: _GraphTrace, module: fx.GraphModule, given: tuple[Any, ...]) -> Any:
+def decomposed(trace: _trace.Trace, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator of ``torch.ops`` gives for traced values and numbers, by the operations that it consists of."""
+    given = [*args, *kwargs.values()]
+    if any(isinstance(x, (torch.Tensor, _calls.Many, tuple, list)) for x in given):
+        raise TraceError(f"`{op}` is given a tensor or a list in a mask or score; traced values and numbers can be")
+    form = tuple(x.dtype if isinstance(x, Expr) else (type(x), repr(x), x) for x in given)
+    module = _decomposition(op, len(args), tuple(kwargs), form)
+    return _interpreted(trace, module, tuple(x for x in given if isinstance(x, Expr)))
+
+
+@functools.lru_cache(maxsize=256)
+def _decomposition(op: Any, positional: int, names: tuple[str, ...], form: tuple[Any, ...]) -> fx.GraphModule:
+    """The graph of an operator for values of these dtypes and these numbers: type, text that tells ``-0.0``, and value."""
+
+    def call(*values: torch.Tensor) -> Any:
+        given = iter(values)
+        all_given = [next(given) if isinstance(x, torch.dtype) else x[2] for x in form]
+        return op(*all_given[:positional], **dict(zip(names, all_given[positional:])))
+
+    examples = [torch.zeros((), dtype=x) for x in form if isinstance(x, torch.dtype)]
+    try:
+        module = make_fx(call, tracing_mode="fake")(*examples)
+    except Exception as error:  # Whatever its body, which knows nothing of tensors without elements, makes of them.
+        raise TraceError(f"`{op}` does not decompose for traced values: {str(error).splitlines()[0]}") from None
+    for node in module.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "namespace", "aten") not in ("aten", "prims"):
+            raise TraceError(f"`{node.target}` has no decomposition that a mask or score could be traced through; call what it computes")
+        if node.op == "output" and not isinstance(node.args[0], fx.Node):
+            raise TraceError(f"`{op}` gives several tensors, or none, in a mask or score")
+    return module
+
+
+def _interpreted(trace: _trace.Trace, module: fx.GraphModule, given: tuple[Any, ...]) -> Any:
     values: dict[fx.Node, Any] = {}
     waiting = iter(given)
     for node in module.graph.nodes:
@@ -170,7 +203,7 @@ def _interpreted(trace: _GraphTrace, module: fx.GraphModule, given: tuple[Any, .
     raise TraceError("a graph of a mask or score has no result")
 
 
-def _operation(trace: _GraphTrace, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _operation(trace: _trace.Trace, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, torch._ops.OpOverload):
         # Arithmetic on captured integers.
         return target(*args, **kwargs)
@@ -189,43 +222,43 @@ def is_reading(target: torch._ops.OpOverload) -> bool:
     return target._schema.name.split("::")[1] in _SPECIAL
 
 
-def _index(trace: _GraphTrace, of: Any, indices: Sequence[Any]) -> Any:
+def _index(trace: _trace.Trace, of: Any, indices: Sequence[Any]) -> Any:
     return trace.read(of, tuple(slice(None) if i is None else i for i in indices))
 
 
-def _select(trace: _GraphTrace, of: Any, dim: int, index: Any) -> Any:
+def _select(trace: _trace.Trace, of: Any, dim: int, index: Any) -> Any:
     rank = len(of.shape)
     return trace.read(of, (slice(None),) * (dim % rank) + (index,))
 
 
-def _constant(trace: _GraphTrace, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+def _constant(trace: _trace.Trace, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
     *size, value = args
     if any(size):
         raise TraceError(f"a tensor of shape {tuple(size[0])} is made in a mask or score")
     return cast(value, dtype or (value.dtype if isinstance(value, Expr) else torch.tensor(value).dtype))
 
 
-def _converted(trace: _GraphTrace, x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+def _converted(trace: _trace.Trace, x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
     x = trace.operand("to", x)
     return x if dtype is None else _calls.call("to", OPERATIONS["to"], x, dtype)
 
 
-def _same(trace: _GraphTrace, x: Any, *_: Any, **__: Any) -> Any:
+def _same(trace: _trace.Trace, x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 
-def _detached(trace: _GraphTrace, x: Any) -> Any:
+def _detached(trace: _trace.Trace, x: Any) -> Any:
     return OPERATIONS["detach"](x) if isinstance(x, Expr) else x
 
 
-def _shaped(trace: _GraphTrace, x: Any, size: Sequence[int], **_: Any) -> Any:
+def _shaped(trace: _trace.Trace, x: Any, size: Sequence[int], **_: Any) -> Any:
     if len(size) or isinstance(x, (torch.Tensor, _calls.Rows, _calls.Vector)):
         raise TraceError("a tensor is given another shape in a mask or score")
     return x
 
 
 def _text(
-    trace: _GraphTrace,
+    trace: _trace.Trace,
     text: str,
     tensor_names: Sequence[str],
     tensors: Sequence[torch.Tensor],

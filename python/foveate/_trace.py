@@ -72,6 +72,10 @@ class Trace(Reader):
             return _native.constant(x.item(), x.dtype)
         return x
 
+    def left_symbolic(self, x: Any) -> list[bool]:
+        """Whether each axis of a captured tensor, or of its rows, that is left over is of symbolic length."""
+        return []
+
     def element(self, tensor: torch.Tensor, index: list[Any]) -> Expr:
         return self.capture(tensor).at(index)
 
@@ -97,7 +101,7 @@ class Trace(Reader):
                     break
             else:
                 operation = OPERATIONS.get(func.__name__)
-                if operation is not None:
+                if operation is not None and not isinstance(func, _OPERATORS):  # Another library's may have its name.
                     return applied(func.__name__, operation, args, {})
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
@@ -109,11 +113,19 @@ class Trace(Reader):
                 )
             self.read_elements |= name in _NUMBERS or (name == "where" and len(args) + len(kwargs) == 1)
             return func(*args, **kwargs)
+        if isinstance(func, _OPERATORS):
+            namespace, name = str(func).split(".")[:2]
+            if namespace not in ("aten", "prims"):
+                from . import _graph
+
+                return _graph.decomposed(self, func, args, kwargs)
         if name.endswith("_") and not name.endswith("__"):
             raise unknown(name)  # It would have to write.
         return called(name.strip("_"), *args, **kwargs)
 
 
+#: What ``torch.ops`` has.
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _GETITEM = torch.Tensor.__getitem__
 _PLAIN = frozenset((Expr, bool, int, float))
 #: What Python asks a tensor for by itself, as for the index in `(3, 9)[t]`.

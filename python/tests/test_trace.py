@@ -564,3 +564,58 @@ def test_an_index_outside_names_the_variable(score_mod, words):
 
 
 _SHORT = torch.zeros(3)
+
+
+SCALES = torch.tensor([0.5, 2.0])
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Operators of a library: one that consists of torch's, one that has the name of another of torch's, one that reads a
+    tensor of its own, one that looks at its argument, one that nothing is known of, and one of two results."""
+    library = torch.library.Library("foveate_test", "DEF")
+    bodies = {
+        "cap(Tensor x, float most, *, bool twice=False) -> Tensor": lambda x, most, twice=False: torch.tanh(x / most) * most * (1 + twice),
+        "relu(Tensor x) -> Tensor": lambda x: x * 0.25 + 1,
+        "scaled(Tensor x) -> Tensor": lambda x: x * SCALES[1],
+        "choose(Tensor x) -> Tensor": lambda x: x if x > 0 else -x,
+        "two(Tensor x) -> (Tensor, Tensor)": lambda x: (x + 1, x - 1),
+    }
+    for schema, body in bodies.items():
+        library.define(schema)
+        library.impl(schema.split("(")[0], body, "CompositeImplicitAutograd")
+    library.define("opaque(Tensor x) -> Tensor")
+    library.impl("opaque", lambda x: x + 1, "CPU")
+    library.impl("opaque", torch.empty_like, "Meta")
+    yield torch.ops.foveate_test
+    library._destroy()
+
+
+def test_operators_that_consist_of_others_are_traced_through(library):
+    q = torch.randn(2, 4, 10, 8, requires_grad=True)
+    pairs = (
+        (lambda s, b, h, i, j: library.cap(s, 2.0), lambda s, b, h, i, j: torch.tanh(s / 2.0) * 2.0),
+        (lambda s, b, h, i, j: library.cap(s, -0.5, twice=True), lambda s, b, h, i, j: torch.tanh(s / 0.5)),
+        (lambda s, b, h, i, j: library.cap.default(s + i, 3.0), lambda s, b, h, i, j: torch.tanh((s + i) / 3.0) * 3.0),
+        (lambda s, b, h, i, j: library.relu(s), lambda s, b, h, i, j: s * 0.25 + 1),
+        (lambda s, b, h, i, j: s + library.relu(i - j), lambda s, b, h, i, j: s + (i - j) * 0.25 + 1),
+        (lambda s, b, h, i, j: torch.ops.aten.tanh.default(s), lambda s, b, h, i, j: torch.tanh(s)),
+    )
+    for by_operator, plain in pairs:
+        outs = [flex_attention(q, q, q, score) for score in (by_operator, plain)]
+        torch.testing.assert_close(*outs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), q)[0] for out in outs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("choose", "`foveate_test.choose` does not decompose"),
+    ("opaque", "`foveate_test.opaque.default` has no decomposition"),
+    ("two", "gives several tensors"),
+    ("scaled", "does not decompose"),
+])
+def test_an_operator_that_cannot_be_traced_through_is_named(library, name, words):
+    q = torch.randn(1, 1, 4, 8)
+    for _ in range(2):
+        with pytest.raises(TraceError, match=words) as raised:
+            flex_attention(q, q, q, lambda s, b, h, i, j: getattr(library, name)(s))
+        assert "\n" not in str(raised.value)
