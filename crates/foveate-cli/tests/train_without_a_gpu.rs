@@ -107,3 +107,17 @@ fn a_run_says_whether_its_passes_are_recorded() {
         assert_eq!(place.steps("run").len(), 4);
     }
 }
+
+#[test]
+fn weights_are_updated_in_the_backward_pass_whatever_is_kept_of_them() {
+    let place = place();
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    for state in ["exact", "int8_moments", "bf16"] {
+        let state = format!("precision.state={state}");
+        let sets =
+            ["optimizer.in_backward=true", "optimizer.clip_norm=0", "train.accumulate=1", &state];
+        let (code, said) = train(&place, folder.path(), &[PLENTY], &sets);
+        assert_eq!(code, Some(0), "{state}: {said}");
+        assert_eq!(place.steps("run").len(), 4, "{state}");
+    }
+}

@@ -35,7 +35,7 @@ fv_update(const __grid_constant__ UpdateParams p) {
         u32 of_means[VECTOR], of_squares[VECTOR], of_weights[VECTOR];
         Moment* const means = reinterpret_cast<Moment*>(p.means) + at;
         Moment* const squares = reinterpret_cast<Moment*>(p.squares) + at;
-        load<GRADIENT_DTYPE>(g, reinterpret_cast<const Gradient*>(p.gradients) + at);
+        load_gradients(g, p, at);
         load<MOMENT_DTYPE>(m, means);
         if constexpr (FV_RULE == 0) load<MOMENT_DTYPE>(v, squares);
         weights.load(w, at);

@@ -68,7 +68,7 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
             shift = piece.shift;
             float w[VECTOR], g[VECTOR];
             u32 bits[VECTOR] = {};
-            load<GRADIENT_DTYPE>(g, reinterpret_cast<const Gradient*>(p.gradients) + at);
+            load_gradients(g, p, at);
             weights.load(w, at);
             #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {

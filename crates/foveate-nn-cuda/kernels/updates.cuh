@@ -48,13 +48,18 @@ struct Totals {
 struct UpdateParams {
     u64 weights;                // f32 or bf16
     u64 remainders;             // u16, with FV_WEIGHTS 1
-    u64 gradients, means, squares;  // gradients: as if one lay beside every weight
+    u64 gradients, means, squares;  // gradients: of weights from first_gradient on
     u64 pieces;                 // PieceParams [piece_count]
     u64 constants, totals;
     i64 elems;                  // that moments are kept of
+    i64 first_gradient;
     int piece_count;
     float beta1, beta2, eps, weight_decay;
 };
+
+__device__ void load_gradients(float (&g)[VECTOR], const UpdateParams& p, i64 at) {
+    load<GRADIENT_DTYPE>(g, reinterpret_cast<const Gradient*>(p.gradients) + (at - p.first_gradient));
+}
 
 struct SquaresParams {
     u64 gradients;

@@ -309,11 +309,13 @@ impl Update<'_> {
         accesses.read_array("totals", &self.totals)
     }
 
-    /// Where arrays start, as the kernel is told, with bytes of their elements.
+    /// Where what belongs to weight 0 lies, or would, with bytes of its elements.
     fn starts(&self, told: &UpdateParams, moment_bytes: usize) -> Vec<(Address, usize)> {
+        let gradient_bytes = self.gradients.dtype.bytes();
+        let before = (self.first_gradient * gradient_bytes) as Address;
         let mut starts = vec![
             (told.weights, self.weights.dtype.bytes()),
-            (told.gradients, self.gradients.dtype.bytes()),
+            (told.gradients.wrapping_sub(before), gradient_bytes),
             (told.means, moment_bytes),
         ];
         starts.extend(self.squares.map(|_| (told.squares, moment_bytes)));
@@ -322,8 +324,6 @@ impl Update<'_> {
     }
 
     fn parameters(&self) -> Result<UpdateParams, GpuError> {
-        // The address that the gradient of weight 0 would have: none is read before the first piece.
-        let before = (self.first_gradient * self.gradients.dtype.bytes()) as Address;
         let ([beta1, beta2], eps) = match self.rule {
             Rule::AdamW { betas, eps } => (betas, eps),
             Rule::Momentum(momentum) => ([momentum, 0.0], 0.0),
@@ -331,13 +331,14 @@ impl Update<'_> {
         Ok(UpdateParams {
             weights: self.weights.start(),
             remainders: self.remainders.map_or(0, |remainders| remainders.address),
-            gradients: self.gradients.start().wrapping_sub(before),
+            gradients: self.gradients.start(),
             means: self.means.start(),
             squares: self.squares.map_or(0, |squares| squares.start()),
             pieces: self.piece_table.address,
             constants: self.constants.address,
             totals: Totals::check(&self.totals)?,
             elems: self.trained as i64,
+            first_gradient: self.first_gradient as i64,
             piece_count: count("pieces", self.pieces.entries.len())?,
             beta1,
             beta2,

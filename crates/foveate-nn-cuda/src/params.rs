@@ -376,7 +376,7 @@ abi_structs! {
         pub weights: Address,
         /// 16 bits each, or null.
         pub remainders: Address,
-        /// f32 or bf16, as if one lay beside every weight.
+        /// f32 or bf16, of weights from `first_gradient` on.
         pub gradients: Address,
         /// f32 or bf16, or codes of 8 bits and their scales.
         pub means: Address,
@@ -390,6 +390,8 @@ abi_structs! {
         pub totals: Address,
         /// Elements that moments are kept of.
         pub elems: i64,
+        /// The weight whose gradient is the first.
+        pub first_gradient: i64,
         /// Pieces.
         pub piece_count: i32,
         /// β₁.
