@@ -283,7 +283,8 @@ pub fn choose(
         let ordered_dq = asked.ordered_dq.unwrap_or(tiles.ordered_dq);
         Tiles { ordered_dq, ..tiles }
     });
-    let first = measured(hopper).or_else(|| measured(portable));
+    let packed = at(table::of_packed(profile, class, sizes, kernel));
+    let first = packed.or_else(|| measured(hopper)).or_else(|| measured(portable));
     let tile = at(hopper).map(|at| &fitting[at].config);
     let passed = match (hopper, tile) {
         (None, _) => Passed::Slower,

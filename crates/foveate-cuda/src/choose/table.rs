@@ -65,6 +65,13 @@ const BACKWARD_FEW: &[Few] = &[
     (96, 800, tiles(64, 64, 4, 2)),
 ];
 const BACKWARD_DQ: &[Known] = &[(128, tiles(64, 64, 4, 2))];
+/// Where the query heads of a group share a tile, as of few queries on a cache: up to so many rows. Measured
+/// with 32 heads on 8 and 131,072 keys in all, at exactly these head dims.
+const FORWARD_PACKED: &[(usize, usize, Tiles)] = &[
+    (64, 16, tiles(16, 128, 1, 1)),
+    (128, 16, tiles(16, 64, 1, 2)),
+    (128, 64, tiles(64, 64, 4, 2)),
+];
 /// On f32 operands.
 const BACKWARD_F32: &[Known] = &[(64, tiles(64, 128, 8, 2)), (128, tiles(64, 96, 8, 1))];
 
@@ -162,9 +169,23 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
     tiles.map(|tiles| Tiles { ordered_dq: class.orders_dq(kernel, sizes), ..tiles })
 }
 
+/// The measured choice where the query heads of a group share a tile. KV splits fill the SMs, however few
+/// tiles there are.
+pub fn of_packed(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
+    let packed = class.packs_gqa(kernel, sizes, None) && class.dtype != Elem::F32;
+    let (dim, rows) = (class.dim.max(class.dim_v), sizes.queries * class.group);
+    let known = FORWARD_PACKED.iter().find(|(at, up_to, _)| dim == *at && rows <= *up_to);
+    known.filter(|_| packed && is_measured(profile)).map(|(.., tiles)| *tiles)
+}
+
+/// Whether cards of this compute capability are as the one that all was measured on.
+fn is_measured(profile: &Profile) -> bool {
+    profile.capability >= (9, 0) && profile.capability < (11, 0)
+}
+
 /// The measured choice, when there is one.
 pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> {
-    if profile.capability < (9, 0) || profile.capability >= (11, 0) {
+    if !is_measured(profile) {
         return None;
     }
     let f32 = class.dtype == Elem::F32;

@@ -260,6 +260,11 @@ fn the_heads_of_a_group_share_a_tile_for_few_queries() {
     );
     let packs_gqa =
         |class: &Class, queries| plan(class, queries).config(Kernel::Forward).unwrap().pack_gqa;
+    assert_eq!(decode.kernels[0].origin, Origin::Table);
+    let of_cache = plan(&class, 16);
+    let forward = of_cache.config(Kernel::Forward).unwrap();
+    assert!(forward.pack_gqa && forward.tile_q == 64 && forward.queries() == 16, "{forward}");
+    assert_eq!(of_cache.kernels[0].origin, Origin::Table);
     assert!(packs_gqa(&class, 32));
     assert!(!packs_gqa(&class, 512));
     assert!(!packs_gqa(&Class { mask: true, by_head: true, ..class.clone() }, 1));

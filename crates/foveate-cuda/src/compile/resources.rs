@@ -265,9 +265,8 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
         Kernel::RowWeightSum => vec![("q, k", (tile_q + tile_kv) * row_k)],
         Kernel::Sequences => vec![("scans", 4 * warps)],
         Kernel::TransposeValues => vec![("v", 64 * (config.dim_v.div_ceil(4) | 1) * 4)],
-        Kernel::Combine | Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => {
-            vec![]
-        }
+        Kernel::Combine => vec![("shares", warps * config.dim_v.div_ceil(64) * 256)],
+        Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => vec![],
     };
     // Gradients leave through what held tiles, 16 rows of each warp's accumulators at a time.
     let columns = |m, dim| Warps::divide(warps, m, dim, false).map_or(0, |w| w.columns);
