@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from ._arguments import shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,7 +61,7 @@ def offsets(
     made = []
     for name, of in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if not isinstance(of, Tensor) or of.dim() != 1 or of.numel() == 0 or of.is_floating_point():
-            raise ValueError(f"{name} must be a vector of integer offsets, got {of!r}")
+            raise ValueError(f"{name} must be a vector of integer offsets, got {shown(of)}")
         if of.device != query.device:
             raise ValueError(f"{name} must be on {query.device} as the query is, got {of.device}")
         made.append(of.to(torch.int32).contiguous())
@@ -71,6 +72,6 @@ def offsets(
     rows = []
     for name, longest, tensor in (("max_seqlen_q", longest_q, query), ("max_seqlen_k", longest_k, key)):
         if longest is not None and (not isinstance(longest, int) or longest < 0):
-            raise ValueError(f"{name} must be a number of rows or None, got {longest!r}")
+            raise ValueError(f"{name} must be a number of rows or None, got {shown(longest)}")
         rows.append(tensor.size(2) if longest is None else min(longest, tensor.size(2)))
     return made[0], made[1], rows[0], rows[1]

@@ -391,7 +391,7 @@ CACHED = """
 import torch
 from foveate import create_block_mask, flex_attention
 
-mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32)
+mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device="cpu")
 q, k, v = (torch.randn(1, 2, 32, 8, requires_grad=True) for _ in range(3))
 out = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), fullgraph=True, mode=MODE)(q, k, v)
 gold = flex_attention(q, k, v, block_mask=mask)

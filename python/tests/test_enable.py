@@ -23,6 +23,7 @@ def operands():
 kept = functools.partial(flex_attention, scale=0.4)
 
 
+@pytest.mark.cpu("what PyTorch refuses without the package, it refuses on a CPU")
 def test_names_that_were_imported_before_train_uncompiled_and_are_given_back():
     q, k, v = operands()
     bias = torch.randn(2, requires_grad=True)
@@ -59,7 +60,7 @@ def test_a_compiled_model_of_torchs_names_trains_in_one_graph():
     def model(q, k, v, mask):
         return flex_attention(q * 2, k, v, lambda s, b, h, i, j: s * 0.5 - (i - j), mask).cos()
 
-    mask = create_block_mask(lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j), None, None, 40, 40, "cpu", 8)
+    mask = create_block_mask(lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j), None, None, 40, 40, ids.device, 8)
     backend = Backend()
     with foveate.enable():
         out = backend.compile(model)(q, k, v, mask)

@@ -108,6 +108,7 @@ def test_a_wrong_mask_is_one_clear_error(make, kind, words):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.cpu("the words of a plan of the CPU")
 def test_explain_says_what_would_run():
     q, k, v = operands()
     slope = torch.randn(4)
