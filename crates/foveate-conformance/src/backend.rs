@@ -125,11 +125,19 @@ pub fn gpu_backends_that_wait(bounded: bool) -> Result<Vec<Box<dyn Backend>>, St
         let fixed_order = CudaOptions { deterministic: true, ..backward.clone() };
         let mut in_order = fixed_order.clone();
         in_order.kernels.backward.ordered_dq = Some(true);
-        backends.push(cuda("cuda, hopper backward", backward));
-        backends.push(cuda("cuda, deterministic on hopper", fixed_order));
-        backends.push(cuda("cuda, dq in order", in_order));
+        backends.push(cuda("cuda, hopper backward", of_groups(backward.clone(), false)));
+        backends.push(cuda("cuda, hopper backward by query heads", of_groups(backward, true)));
+        backends.push(cuda("cuda, deterministic on hopper", of_groups(fixed_order, false)));
+        backends.push(cuda("cuda, dq in order", of_groups(in_order.clone(), false)));
+        backends.push(cuda("cuda, dq in order by query heads", of_groups(in_order, true)));
     }
     Ok(backends)
+}
+
+/// With dk and dv of query heads that are added up, or not.
+fn of_groups(mut options: CudaOptions, split_gqa: bool) -> CudaOptions {
+    options.kernels.backward.split_gqa = Some(split_gqa);
+    options
 }
 
 struct Cuda {

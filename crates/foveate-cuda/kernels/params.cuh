@@ -111,11 +111,13 @@ struct PersistentParams {
 
 struct BackwardParams {
     View q, k, v, out, d_out, dq, dk, dv;
+    // dk and dv of each query head, f32: [batch of k, heads_q, rows of k, columns]; with FV_SPLIT_GQA.
+    View head_dk, head_dv;
     RowView lse, d_lse, delta;   // d_lse.data may be null; delta[row] = sum(out * d_out) - d_lse
     const float* sink;
     float* d_sink;               // [heads_q], or null
     const Sequence* sequences;
-    const Tile* tiles;           // fv_backward: of FV_BN keys; every other kernel: of FV_BM queries
+    const Tile* tiles;           // fv_backward, fv_group_sums: of FV_BN keys; every other kernel: of FV_BM queries
     Lists lists;                 // for a tile, the tiles of the other axis
     // dq before scale and rounding, zeroed by the host: [heads_q, sum_rows, FV_DP] f32 in the order of
     // accumulators: 16 rows x 8 columns at a time, see dq_accum_fragment in backward_device.cuh.
@@ -132,7 +134,7 @@ struct BackwardParams {
     // The sum of e^(score - lse) of rows whose lse is too large to hold it (see HUGE_LSE),
     // with the strides of delta. Null unless HAS_ROW_WEIGHT_SUM.
     float* row_weight_sum;
-    int interleaved_heads;       // KV heads that take turns at each tile of keys; see KeysItem
+    int interleaved_heads;       // heads that take turns at each tile of keys; see KeysItem
     // Where dq is added in a fixed order: for each row of the lists and tile of queries, how many tiles of keys add to
     // it before; null without a mask, where that is the tile's number.
     int dq_rank_columns;

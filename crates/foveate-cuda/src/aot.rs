@@ -117,13 +117,13 @@ pub fn kernels<'a>(
     let Planned { class, plan, gradient, .. } =
         plan(profile, spec, dims, dtype, run, &options, records)?;
     let forward = Pass::Forward { kv_split: plan.kv_splits > 1 };
-    let backward = Pass::backward(&class, plan.separates_dq());
+    let backward = plan.config(Kernel::Backward).map(|keys| Pass::backward(&class, keys));
     let of_forward = forward.kernels();
     let aot_kernel = |choice: Choice| AotKernel {
         profile: profile.clone(),
         pass: match of_forward.contains(&choice.chosen.config.kernel) {
             true => forward,
-            false => backward,
+            false => backward.expect("a kernel that is not the forward's is the backward's"),
         },
         choice,
         spec,

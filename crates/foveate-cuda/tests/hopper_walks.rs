@@ -24,6 +24,7 @@ int main() {
         BackwardParams p = {};
         std::vector<Sequence> sequences(number());
         p.heads_kv = number();
+        p.heads_q = p.heads_kv * FV_GROUP;
         p.interleaved_heads = number();
         p.sharing = number();
         p.lists.head_stride = number();
@@ -47,11 +48,11 @@ int main() {
         for (Tile& tile : tiles) tile.sequence = number(), tile.tile = number();
         p.sequences = sequences.data(), p.tiles = tiles.data(), p.tile_count = tiles.size();
         p.lists.counts = counts.data(), p.lists.runs = runs.data();
-        for (int number = 0; number < p.tile_count * p.heads_kv; ++number) {
+        for (int number = 0; number < p.tile_count * int(KeysItem::all_heads(p)); ++number) {
             const KeysItem item = KeysItem::number(p, number);
             const Tile tile = p.tiles[item.tile];
-            std::printf(\"%d %d %d: \", tile.sequence, tile.tile, int(item.head_kv));
-            LiveQueries queries = {p, tile, int(item.head_kv)};
+            std::printf(\"%d %d %d: \", tile.sequence, tile.tile, int(item.heads));
+            LiveQueries queries = {p, tile, int(item.heads) * ITEM_HEADS};
             while (queries.next())
                 std::printf(\"%d %d %d %d %d \", queries.sequence, queries.member, queries.tile, int(queries.evaluates), rank(queries));
             std::printf(\"\\n\");
@@ -99,7 +100,7 @@ fn declaration<'a>(file: &'a str, name: &str) -> &'a str {
 
 /// `LiveQueries` and what it takes, as text: up to the scheduler that uses them.
 fn declarations() -> &'static str {
-    let at = KEYS.find("struct KeysItem {").expect("it is declared");
+    let at = KEYS.find("constexpr int ITEM_HEADS").expect("it is declared");
     let end = KEYS[at..].find("#endif").expect("both walks end");
     &KEYS[at..at + end + 7]
 }
@@ -111,17 +112,27 @@ struct Walk {
     mask: bool,
     /// `FV_ORDERED_DQ`.
     ordered: bool,
+    /// `FV_SPLIT_GQA`.
+    split: bool,
+}
+
+impl Walk {
+    /// Query heads of an item.
+    fn item_heads(self) -> usize {
+        if self.split { 1 } else { self.group }
+    }
 }
 
 /// What the walks print for the problems of `input`; nothing without a host compiler.
 fn printed(walk: Walk, input: &str) -> Option<String> {
-    let Walk { group, mask, ordered } = walk;
+    let Walk { group, mask, ordered, split } = walk;
     let macros = [
         ("GROUP", group),
         ("MASK", mask.into()),
         ("BM", TILE_Q),
         ("BN", TILE_KV),
         ("ORDERED_DQ", ordered.into()),
+        ("SPLIT_GQA", split.into()),
     ];
     let rank = match ordered {
         true => "static int rank(const LiveQueries& queries) { return queries.rank(); }",
@@ -167,7 +178,7 @@ fn output(macros: &[(&str, usize)], code: &str, input: &str) -> Option<String> {
 /// Consecutive tiles of queries, and whether the mask is evaluated in them.
 type Run = (usize, usize, bool);
 
-/// An item's step: the sequence, of those that share keys; the head, of its group; the tile of queries;
+/// An item's step: the sequence, of those that share keys; the head, of the item's; the tile of queries;
 /// whether the mask is evaluated; and how many tiles of keys add to it before.
 type Step = (usize, usize, usize, bool, usize);
 
@@ -228,9 +239,9 @@ impl Problem {
         (0..owners).flat_map(|s| (0..self.tiles(s)).map(move |tile| (s, tile))).collect()
     }
 
-    /// Those with a KV head, in the order in which CTAs take them.
+    /// Those with the heads of an item, in the order in which CTAs take them.
     fn items(&self, walk: Walk) -> Vec<(usize, usize, usize)> {
-        let heads: Vec<_> = (0..self.heads_kv).collect();
+        let heads: Vec<_> = (0..self.heads_kv * walk.group / walk.item_heads()).collect();
         let together = if walk.mask || walk.ordered { self.interleaved_heads } else { 1 };
         let turns = heads.chunks(together);
         let of_turn = |heads: &[usize]| -> Vec<_> {
@@ -300,13 +311,13 @@ impl Problem {
 
     /// The steps of each item.
     fn steps(&self, walk: Walk) -> Vec<Vec<Step>> {
-        let Walk { group, mask, ordered } = walk;
-        let of_item = |(first, tile, head_kv): (usize, usize, usize)| {
+        let Walk { mask, ordered, .. } = walk;
+        let of_item = |(first, tile, heads): (usize, usize, usize)| {
             let mut steps = Vec::new();
             for i in 0..self.sharing {
                 let mut of_sequence = Vec::new();
-                for member in 0..group {
-                    let head = head_kv * group + member;
+                for member in 0..walk.item_heads() {
+                    let head = heads * walk.item_heads() + member;
                     let mut live = self.live(mask, first + i, tile, head);
                     if ordered {
                         live.reverse();
@@ -335,12 +346,22 @@ impl Problem {
 const LONGEST_ROW: usize = 4;
 const COLUMNS: usize = 16;
 
-const WALKS: [(usize, bool); 4] = [(1, false), (1, true), (3, false), (3, true)];
+/// Every walk: of one head a group and of three, with a mask and without.
+fn walks() -> impl Iterator<Item = Walk> {
+    let bits = (0..16).map(|bits| [1, 2, 4, 8].map(|bit| bits & bit != 0));
+    let walks = bits.map(|[grouped, mask, ordered, split]| Walk {
+        group: if grouped { 3 } else { 1 },
+        mask,
+        ordered,
+        split,
+    });
+    walks.filter(|walk| walk.group > 1 || !walk.split)
+}
 
 #[test]
 fn items_of_keys_walk_every_live_tile_of_queries_of_every_head_and_sequence() {
-    for ((group, mask), ordered) in WALKS.into_iter().flat_map(|w| [(w, false), (w, true)]) {
-        let walk = Walk { group, mask, ordered };
+    for walk in walks() {
+        let group = walk.group;
         let mut random = Random::new(group as u64);
         let problems: Vec<_> = (0..300).map(|_| Problem::random(&mut random, group)).collect();
         let mut input = format!("{}\n", problems.len());
@@ -349,8 +370,8 @@ fn items_of_keys_walk_every_live_tile_of_queries_of_every_head_and_sequence() {
         let mut lines = text.lines();
         for (number, problem) in problems.iter().enumerate() {
             let items = problem.items(walk).into_iter().zip(problem.steps(walk));
-            for (item, ((sequence, tile, head_kv), steps)) in items.enumerate() {
-                let mut line = format!("{sequence} {tile} {head_kv}: ");
+            for (item, ((sequence, tile, heads), steps)) in items.enumerate() {
+                let mut line = format!("{sequence} {tile} {heads}: ");
                 for (i, member, at, evaluates, rank) in steps {
                     let evaluates = u8::from(evaluates);
                     write!(line, "{i} {member} {at} {evaluates} {rank} ").unwrap();
@@ -429,9 +450,9 @@ fn ctas_that_wait_for_their_rank_never_wait_for_each_other() {
     let mut waited = 0;
     for seed in 0..300 {
         let mut random = Random::new(seed);
-        let (group, mask) = WALKS[random.below(WALKS.len())];
-        let walk = Walk { group, mask, ordered: true };
-        let problem = Problem::random(&mut random, group);
+        let ordered: Vec<_> = walks().filter(|walk| walk.ordered).collect();
+        let walk = ordered[random.below(ordered.len())];
+        let problem = Problem::random(&mut random, walk.group);
         let (items, steps) = (problem.items(walk), problem.steps(walk));
         let mut ctas = vec![(0, 0); 1 + random.below(7)];
         let mut taken = 0;
@@ -450,8 +471,8 @@ fn ctas_that_wait_for_their_rank_never_wait_for_each_other() {
                     can_go.push((number, None));
                     continue;
                 };
-                let (first, _, head_kv) = items[*item];
-                let key = (first + i, head_kv * group + member, at);
+                let (first, _, heads) = items[*item];
+                let key = (first + i, heads * walk.item_heads() + member, at);
                 let before = added.get(&key).map_or(0, Vec::len);
                 assert!(before <= rank, "seed {seed}: item {item} is passed over at {key:?}");
                 if before == rank {

@@ -242,6 +242,42 @@ fn gradients_that_nobody_asks_for_are_not_computed() {
 }
 
 #[test]
+fn gradients_of_keys_of_query_heads_are_added_up_behind_their_kernel() {
+    if !inside("gradients_of_keys_of_query_heads_are_added_up_behind_their_kernel") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let tensors = Tensors::new(&DIMS);
+    let both = DeviceBackward { d_sink: None, ..tensors.backward_alone() };
+    let wide = Dims { dim: 256, dim_v: 256, ..DIMS };
+    let of_wide = Tensors::new(&wide);
+    for deterministic in [false, true] {
+        let mut options = CudaOptions { deterministic, ..CudaOptions::default() };
+        options.kernels.set("backward.split_gqa", "true").unwrap();
+        let plan_of = |dims| plan(&PLAIN, dims, options.clone());
+        let made = |plan: &CudaPlan, args: &DeviceBackward<'_>| {
+            plan.backward_on(&queue, args).unwrap();
+            launches()
+        };
+        let narrow = plan_of(&DIMS);
+        let launched = made(&narrow, &both);
+        let all = ["fv_delta", "fv_backward", "fv_group_sums", "fv_dq"];
+        assert_eq!(names(&launched), all);
+        // Two batch entries of three tiles of 128 keys, for four query heads; and of 19 tiles of 16, for two.
+        assert!(launched[1].starts_with("fv_backward [24, 1, 1] "), "{}", launched[1]);
+        assert!(launched[2].starts_with("fv_group_sums [38, 2, 1] "), "{}", launched[2]);
+        let one = DeviceBackward { dk: None, ..both.clone() };
+        assert_eq!(names(&made(&narrow, &one)), all);
+        let none = DeviceBackward { dv: None, ..one };
+        assert_eq!(names(&made(&narrow, &none)), ["fv_delta", "fv_backward_dq"]);
+        let launched = made(&plan_of(&wide), &of_wide.backward_alone());
+        let all =
+            ["fv_delta", "fv_sink_gradient", "fv_backward", "fv_group_sums", "fv_backward_dq"];
+        assert_eq!(names(&launched), all);
+    }
+}
+
+#[test]
 fn what_was_kept_for_a_queue_goes_with_it() {
     if !inside("what_was_kept_for_a_queue_goes_with_it") {
         return;

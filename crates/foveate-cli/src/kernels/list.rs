@@ -69,6 +69,8 @@ enum Variant {
     Sparse,
     /// Sums in a fixed order.
     Deterministic,
+    /// Hopper's backward with gradients of keys for each query head, and with sums in a fixed order or not.
+    ByQueryHeads { deterministic: bool },
     /// The keys of a tile in several KV splits.
     Split,
     /// Keys in pages.
@@ -196,10 +198,11 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
             listed.push(ListedKernel { arch, mods, printed, profile, choice, queries, sparse });
         }
     };
-    let e4m3 = (profile.capability == (9, 0)).then_some(Elem::E4m3);
+    let has_hopper = profile.capability == (9, 0);
+    let e4m3 = has_hopper.then_some(Elem::E4m3);
     for dtype in [Elem::Bf16, Elem::F32, Elem::F16].into_iter().chain(e4m3) {
         for dims in DIMS {
-            for (mods, variant) in wanted(dtype, dims, few) {
+            for (mods, variant) in wanted(dtype, dims, few, has_hopper) {
                 for (choice, printed) in variant.kernels(&profile, mods, dtype, dims)? {
                     let mods = if printed == PrintedMods::Nothing { Kind::Plain } else { mods };
                     add(choice, printed, mods, variant.queries(), variant == Variant::Sparse);
@@ -219,19 +222,23 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
 }
 
 /// The mods and variants that are listed for a dtype and head dims.
-fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> {
+fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec<(Kind, Variant)> {
     use Kind::*;
     use Variant::*;
     let fixed_order = |mods: &[Kind]| mods.iter().map(|&m| (m, Deterministic)).collect::<Vec<_>>();
     let long = |mods: &[Kind]| mods.iter().map(|&m| (m, Long)).collect::<Vec<_>>();
     let every = [long(&[Plain, Mask, Score, Learned]), fixed_order(&[Mask, Learned])].concat();
     let usual = matches!(dims, (64, 64) | (128, 128));
+    let by_query_heads = |mods: &[(Kind, bool)]| {
+        let variant = |&(mods, deterministic)| (mods, ByQueryHeads { deterministic });
+        mods.iter().filter(|_| has_hopper).map(variant).collect::<Vec<_>>()
+    };
     if few {
         return match (dtype, dims) {
             (Elem::E4m3, (128, 128)) => long(&[Plain, Mask]),
             (Elem::Bf16, (128, 128)) => {
                 let more = [(Plain, Queries(1)), (Mask, Checked), (Plain, Sink)];
-                [every, more.to_vec()].concat()
+                [every, more.to_vec(), by_query_heads(&[(Mask, true)])].concat()
             }
             (Elem::Bf16, (192, 128)) => [long(&[Learned]), fixed_order(&[Learned])].concat(),
             (Elem::Bf16, (256, 256)) | (Elem::F32, (64, 64)) => long(&[Plain]),
@@ -269,6 +276,12 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool) -> Vec<(Kind, Variant)> 
         all.extend([0, 2, 4, 8].map(|bytes| (Plain, Align(bytes))));
         all.push((Mask, Sparse));
     }
+    if dtype == Elem::Bf16 && (usual || dims == (256, 256)) {
+        all.extend(by_query_heads(&[(Plain, false), (Mask, false), (Mask, true)]));
+        all.extend(by_query_heads(
+            &[(Score, false), (Learned, false)][..if usual { 2 } else { 1 }],
+        ));
+    }
     if dims == (64, 64) && dtype == Elem::F32 {
         all.extend([(Plain, Queries(1)), (Plain, Align(0)), (Plain, Sink)]);
     }
@@ -302,12 +315,18 @@ impl Variant {
             mean_kv_len: if self == Self::Sparse { LENGTH / 64 } else { LENGTH },
         };
         let kv_splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
-        let options = KernelOptions { kv_splits, ..KernelOptions::default() };
+        let mut options = KernelOptions { kv_splits, ..KernelOptions::default() };
+        if matches!(self, Self::ByQueryHeads { .. }) {
+            options.backward.split_gqa = Some(true);
+        }
         let forward_only =
             self == Self::Split || class.paged || queries.is_some() || dtype == Elem::E4m3;
         let plan = KernelPlan::new(profile, &class, &sizes, !forward_only, &options)?;
         let mut passes = vec![Pass::Forward { kv_split: plan.kv_splits > 1 }];
-        passes.extend((!forward_only).then(|| Pass::backward(&class, plan.separates_dq())));
+        passes.extend(
+            (!forward_only)
+                .then(|| Pass::backward(&class, &plan.choice(Kernel::Backward).chosen.config)),
+        );
         let mut kernels = Vec::new();
         for launch in passes.into_iter().flat_map(Pass::launches) {
             let mut choice = plan.choice(launch.entry.kernel()).clone();
@@ -331,6 +350,7 @@ impl Variant {
         match self {
             Self::Long | Self::Sparse | Self::Split | Self::Queries(_) => class,
             Self::Deterministic => Class { deterministic: true, ..class },
+            Self::ByQueryHeads { deterministic } => Class { deterministic, ..class },
             Self::Paged | Self::PagedQueries(_) => Class { paged: true, ..class },
             Self::PagedRows => Class { paged: true, unmapped: Unmapped::paged(1), ..class },
             Self::Sink => Class { sink: true, ..class },
@@ -454,20 +474,25 @@ impl Listed for ListedKernel {
             | Kernel::Delta
             | Kernel::Backward
             | Kernel::BackwardDq
-            | Kernel::Dq => vec![format!("{kernel} {} D {}", dtype.name(), HeadDims(dim, dim_v))],
+            | Kernel::Dq
+            | Kernel::GroupSums => {
+                vec![format!("{kernel} {} D {}", dtype.name(), HeadDims(dim, dim_v))]
+            }
         };
         parts.push(self.mods.to_string());
         let flags = [
             (config.deterministic, "deterministic"),
             (!kernel.owns_keys() && config.captures, "captures"),
             (config.kv_split, "split-KV"),
+            (config.split_gqa, "by query heads"),
             (config.pack_gqa, "packed GQA"),
             (config.paged, "paged"),
             (config.copied.any(), "by copies"),
             (config.sink, "sink"),
             (config.checked, "checked"),
             (
-                [config.out_dtype, config.grad_dtype].iter().any(|t| *t != dtype.result()),
+                !config.split_gqa
+                    && [config.out_dtype, config.grad_dtype].iter().any(|t| *t != dtype.result()),
                 "into f32",
             ),
         ];

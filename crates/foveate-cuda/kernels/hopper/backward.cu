@@ -1,7 +1,7 @@
 // Gradients of k and v, and dq_accum, on Hopper: fv_backward<<<CTAs of the device, FV_WARPS * 32>>>
 //
-// Persistent: a CTA computes dK and dV of one tile of FV_BN keys of one KV head after the other, and its part of
-// dQ of every tile of FV_BM queries that sees them:
+// Persistent: a CTA computes dK and dV of one tile of FV_BN keys of one KV head (FV_SPLIT_GQA: the part that one of its
+// query heads gives) after the other, and its part of dQ of every tile of FV_BM queries that sees them:
 //
 //     S^T = K Q^T    P^T = exp(score(scale S^T) - lse)            dV += P^T dO
 //     dP^T = V dO^T  dS^T = P^T (dP^T - delta) dscore/ds          dK += dS^T Q     dQ += dS K
@@ -437,9 +437,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         }
         if constexpr (FV_CAPTURES) held.add_held(mods);
         const Step done = step_in(shared, place.now());
-        auto first_of = [&](const View& view) { return view.at(done.k_batch, done.head_kv, done.k_row); };
-        store_gradient(p.dk, first_of(p.dk), done.keys, FV_D, dk, p.scale, p.accumulate);
-        store_gradient(p.dv, first_of(p.dv), done.keys, FV_DV, dv, 1.f, p.accumulate);
+        store_of_keys(p, p.dk, p.head_dk, done, FV_D, dk, p.scale);
+        store_of_keys(p, p.dv, p.head_dv, done, FV_DV, dv, 1.f);
         release_step();
     }
     if (!FV_ORDERED_DQ && leads_warp()) await_bulk_reads();

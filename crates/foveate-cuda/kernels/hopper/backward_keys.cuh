@@ -1,40 +1,45 @@
 // The items of kernels that own tiles of keys: the scheduler that walks them, and the producers of their tiles.
 
-// A tile of keys and a KV head, as CTAs take them one after the other: where a mask makes some heavier than others,
-// p.interleaved_heads heads take turns at each tile, so that the heaviest items of all of them come first; and where CTAs
-// add dQ in order, so that few of those that start together add to the same.
-struct KeysItem {
-    u32 tile, head_kv;
+// Query heads of an item: all those of a KV head, or with FV_SPLIT_GQA one, whose dK and dV fv_group_sums adds to those of
+// the others.
+constexpr int ITEM_HEADS = FV_SPLIT_GQA ? 1 : FV_GROUP;
 
+// A tile of keys and the heads of an item, as CTAs take them one after the other: where a mask makes some heavier than
+// others, p.interleaved_heads of all that have items take turns at each tile, so that the heaviest items of all of them come
+// first; and where CTAs add dQ in order, so that few of those that start together add to the same.
+struct KeysItem {
+    u32 tile, heads;                    // ITEM_HEADS query heads from heads * ITEM_HEADS on
+
+    __device__ static u32 all_heads(const BackwardParams& p) { return FV_SPLIT_GQA ? p.heads_q : p.heads_kv; }
     __device__ static KeysItem number(const BackwardParams& p, u32 number) {
         if constexpr (!FV_MASK && !FV_ORDERED_DQ) return {number % p.tile_count, number / p.tile_count};
         const u32 together = p.interleaved_heads * p.tile_count, first = number / together * p.interleaved_heads;
-        const u32 heads = min(p.interleaved_heads, p.heads_kv - first), place = number % together;
+        const u32 heads = min(p.interleaved_heads, all_heads(p) - first), place = number % together;
         return {place / heads, first + place % heads};
     }
 };
 
 #if FV_ORDERED_DQ
 // Iterates over the live tiles of queries of an item, from the last to the first: of every sequence that reads its keys,
-// and of every query head of the group, one tile of each in turn where the mask does not tell heads apart. All items
+// and of every query head of the item, one tile of each in turn where the mask does not tell heads apart. All items
 // of a sequence begin with the same tile and go the same way, so each follows those before it at a distance and adds to
 // dq_accum after them without having to wait for long.
 struct LiveQueries {
     const BackwardParams& p;
     const Tile keys;
-    const int head_kv;
-    int sequence = -1, member = FV_GROUP - 1;      // of those that read the keys, and head of the group
+    const int first_head;
+    int sequence = -1, member = ITEM_HEADS - 1;    // of those that read the keys, and of the heads
     i64 row = 0;                        // of the lists
     int runs = 0;                       // that remain
     int tile = 0, first = 0;            // remaining tiles of the current run
     bool evaluates = false;
 
-    // Whether the heads of the group have lists of their own.
+    // Whether heads have lists of their own.
     __device__ bool by_head() const { return FV_MASK && p.lists.head_stride != 0; }
 
     __device__ bool next() {
         if (!by_head()) {
-            if (++member < FV_GROUP) return true;
+            if (++member < ITEM_HEADS) return true;
             member = 0;
         }
         --tile;
@@ -46,7 +51,7 @@ struct LiveQueries {
                 evaluates = run.count_kind & 1;
                 continue;
             }
-            if (!by_head() || ++member == FV_GROUP) {
+            if (!by_head() || ++member == ITEM_HEADS) {
                 member = 0;
                 if (++sequence == p.sharing) return false;
             }
@@ -54,7 +59,7 @@ struct LiveQueries {
             first = 0;
             tile = -1;
             if constexpr (FV_MASK) {
-                row = s.first_row + keys.tile + (head_kv * FV_GROUP + member) * p.lists.head_stride;
+                row = s.first_row + keys.tile + (first_head + member) * p.lists.head_stride;
                 runs = p.lists.counts[row];
             } else {
                 tile = ceil_div(s.q_len, FV_BM) - 1;
@@ -68,13 +73,13 @@ struct LiveQueries {
     __device__ int rank() const { return FV_MASK ? p.dq_ranks[row * p.dq_rank_columns + tile] : keys.tile; }
 };
 #else
-// Iterates over the live tiles of queries of an item: of every sequence that reads its keys, and of every query
-// head of the group.
+// Iterates over the live tiles of queries of an item: of every sequence that reads its keys, and of each of its query
+// heads.
 struct LiveQueries {
     const BackwardParams& p;
     const Tile keys;
-    const int head_kv;
-    int sequence = 0, member = -1;      // of those that read the keys, and head of the group
+    const int first_head;
+    int sequence = 0, member = -1;      // of those that read the keys, and of the heads
     const Run* at = nullptr;            // the remaining runs
     int runs = 0;
     int tile = -1, end = 0;             // remaining tiles of the current run
@@ -84,13 +89,13 @@ struct LiveQueries {
         ++tile;
         while (tile == end) {
             if (runs == 0) {
-                if (++member == FV_GROUP) {
+                if (++member == ITEM_HEADS) {
                     member = 0;
                     if (++sequence == p.sharing) return false;
                 }
                 const Sequence& s = p.sequences[keys.sequence + sequence];
                 if constexpr (FV_MASK) {
-                    const int row = s.first_row + keys.tile + (head_kv * FV_GROUP + member) * p.lists.head_stride;
+                    const int row = s.first_row + keys.tile + (first_head + member) * p.lists.head_stride;
                     runs = p.lists.counts[row];
                     at = p.lists.runs + i64(row) * p.lists.capacity;
                 } else {
@@ -111,9 +116,20 @@ struct LiveQueries {
 };
 #endif
 
+// Writes a consumer's rows of dK or dV of an item, of which `done` is a step: to `view`, or with FV_SPLIT_GQA as that of the
+// query head to `of_head`.
+template <int COLUMNS>
+__device__ void store_of_keys(const BackwardParams& p, const View& view, const View& of_head, const Step& done, int dim,
+                              const float (&sums)[COLUMNS][4], float factor) {
+    if constexpr (FV_SPLIT_GQA)
+        store_gradient(of_head, of_head.at(done.k_batch, done.head, done.k_row), done.keys, dim, sums, factor, false);
+    else
+        store_gradient(view, view.at(done.k_batch, done.head_kv, done.k_row), done.keys, dim, sums, factor, p.accumulate);
+}
+
 // The scheduler: one warp, whose lanes do the same.
 __device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared, StepBarriers barriers) {
-    const u32 items = p.tile_count * p.heads_kv;
+    const u32 items = p.tile_count * KeysItem::all_heads(p);
     Announcer ring = {shared, barriers};
     Step step = {};
     #pragma unroll 1
@@ -121,12 +137,13 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
         const KeysItem item = KeysItem::number(p, number);
         const Tile tile = p.tiles[item.tile];
         const Sequence& own = p.sequences[tile.sequence];
-        step.head_kv = item.head_kv;
+        step.head = item.heads * ITEM_HEADS;
+        step.head_kv = step.head / FV_GROUP;
         step.key = tile.tile * FV_BN;
         step.keys = min(own.k_len - step.key, FV_BN);
         step.k_batch = own.k_batch;
         step.k_row = own.k_start + step.key;
-        LiveQueries queries = {p, tile, step.head_kv};
+        LiveQueries queries = {p, tile, step.head};
         bool more = queries.next();
         if (!more) {
             step.kind = Step::EMPTY | Step::FIRST | Step::LAST;
@@ -139,7 +156,7 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
             step.queries = s.q_len - step.query;
             step.q_batch = s.q_batch;
             step.q_row = s.q_start + step.query;
-            step.head = step.head_kv * FV_GROUP + queries.member;
+            step.head = queries.first_head + queries.member;
             step.b = s.b;
             step.q_len = s.q_len;
             step.k_len = s.k_len;

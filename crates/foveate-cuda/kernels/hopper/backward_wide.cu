@@ -191,7 +191,7 @@ __device__ void consume_values(Consumer c) {
             if (last) break;
         }
         const Step done = c.step();
-        store_gradient(p.dv, p.dv.at(done.k_batch, done.head_kv, done.k_row), done.keys, FV_DV, dv, 1.f, p.accumulate);
+        store_of_keys(p, p.dv, p.head_dv, done, FV_DV, dv, 1.f);
         c.release_step();
     }
 }
@@ -258,7 +258,7 @@ __device__ void consume_keys(Consumer c) {
             if (last) break;
         }
         const Step done = c.step();
-        store_gradient(p.dk, p.dk.at(done.k_batch, done.head_kv, done.k_row), done.keys, FV_D, dk, p.scale, p.accumulate);
+        store_of_keys(p, p.dk, p.head_dk, done, FV_D, dk, p.scale);
         c.release_step();
     }
 }

@@ -195,6 +195,12 @@ impl Class {
         kernel.owns_keys() && wanted && registers && short_waits
     }
 
+    /// Whether the Hopper family's backward can have items of a query head, whose dk and dv are added up: a gradient
+    /// of keys is asked for, and there is more than one head to a key/value head.
+    pub(crate) fn can_split_gqa(&self, kernel: Kernel) -> bool {
+        kernel.owns_keys() && self.group > 1
+    }
+
     /// Whether the mask is as sparse as documents along the loop of `kernel`.
     pub(crate) fn is_sparse(&self, kernel: Kernel, sizes: &Sizes) -> bool {
         self.mask && sizes.mean_loop_len(kernel) < Sizes::FEW
@@ -239,7 +245,8 @@ impl Class {
                 score,
                 checked,
                 dropout: self.dropout,
-                grad_dtype: self.grad_dtype,
+                // Of a query head they are sums, and rounded when these are added up.
+                grad_dtype: if tiles.split_gqa { Elem::F32 } else { self.grad_dtype },
                 dscore: self.dscore,
                 captures: kernel.owns_keys() && self.captures,
                 deterministic: self.deterministic,
@@ -247,6 +254,7 @@ impl Class {
                 ..plain
             },
             Kernel::Dq => Config { grad_dtype: self.grad_dtype, ..plain },
+            Kernel::GroupSums => Config { group, grad_dtype: self.grad_dtype, ..plain },
             Kernel::BlockLists
             | Kernel::RangeTable
             | Kernel::Sequences

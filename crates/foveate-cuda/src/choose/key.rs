@@ -85,6 +85,7 @@ impl RecordKey {
             | Kernel::Delta
             | Kernel::RowWeightSum
             | Kernel::Dq
+            | Kernel::GroupSums
             | Kernel::BlockLists
             | Kernel::RangeTable
             | Kernel::Sequences

@@ -9,7 +9,7 @@
 //! The model is there to rank, within one kernel and one device. It knows nothing of clocks under
 //! load, caches that overflow, or masks.
 
-use super::class::Sizes;
+use super::class::{Class, Sizes};
 use crate::compile::config::{Config, Elem, Family, Kernel};
 use crate::compile::resources::{Resources, Warps};
 use foveate_gpu::profile::Profile;
@@ -46,6 +46,13 @@ const ISSUED: f64 = 200.0;
 /// Cycles of a CTA in its prologue and its epilogue.
 const ENDS: f64 = 3000.0;
 
+/// Microseconds of a launch that does little, behind another.
+const LAUNCH_US: f64 = 3.0;
+/// The part of all pairs from which on a mask is taken to be like a causal one, whose items are of all sizes.
+const LIKE_CAUSAL: f64 = 0.3;
+/// The part of the time of items of whole groups that those of query heads may take to be preferred.
+const WORTH_SPLITTING: f64 = 0.9;
+
 /// Keys of a KV split below which joining costs more than it gains.
 const LEAST_KEYS_OF_SPLIT: usize = 256;
 
@@ -57,14 +64,21 @@ struct Step {
     sums: f64,
 }
 
-/// Whether the tiles of a launch are too few for all SMs while smaller ones are not.
+/// Whether the tiles of a launch are too few for all SMs while smaller ones are not. The Hopper family's backward at
+/// head dims above 64 was measured to be 1.25 times as fast on half of all SMs as the portable one on all of them.
 pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
-    ctas(config, sizes) < profile.sms
+    let of_hopper = config.family == Family::Hopper && config.kernel.owns_keys();
+    let least = match of_hopper && config.dim.max(config.dim_v) > 64 {
+        true => profile.sms * 2 / 5,
+        false => profile.sms,
+    };
+    ctas(config, sizes) < least
 }
 
 /// CTAs of a launch.
 pub fn ctas(config: &Config, sizes: &Sizes) -> usize {
     let tiles = match config.kernel.owns_keys() {
+        true if config.split_gqa => sizes.keys.div_ceil(config.tile_kv) * sizes.heads_q,
         true => sizes.keys.div_ceil(config.tile_kv) * sizes.heads_kv,
         false => sizes.queries.div_ceil(config.queries()) * (sizes.heads_q / config.heads()),
     };
@@ -86,10 +100,7 @@ pub fn kv_splits(profile: &Profile, config: &Config, resident: usize, sizes: &Si
 
 /// Microseconds of a launch without a mask.
 pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes: &Sizes) -> f64 {
-    let steps = match config.kernel.owns_keys() {
-        true => config.group * sizes.queries.div_ceil(config.tile_q),
-        false => sizes.keys.div_ceil(config.tile_kv),
-    };
+    let steps = steps(config, sizes);
     let resident = resources.occupancy(profile).ctas.max(1);
     let kv_splits = match config.kernel.shares_keys() {
         true => kv_splits(profile, config, resident, sizes),
@@ -102,8 +113,64 @@ pub fn time_us(profile: &Profile, config: &Config, resources: &Resources, sizes:
             let cycles = portable_cycles(profile, config, steps, ctas, resident);
             (cycles / profile.clock_mhz).hypot(reading_us(profile, config, sizes))
         }
-        Family::Hopper => hopper_us(profile, config, steps, ctas),
+        Family::Hopper => {
+            let item = hopper_item_us(profile, config, steps);
+            turns(ctas, profile) * item + group_sums_us(profile, config, sizes)
+        }
     }
+}
+
+/// Steps of a CTA, or of an item, without a mask.
+fn steps(config: &Config, sizes: &Sizes) -> usize {
+    let heads = if config.split_gqa { 1 } else { config.group };
+    match config.kernel.owns_keys() {
+        true => heads * sizes.queries.div_ceil(config.tile_q),
+        false => sizes.keys.div_ceil(config.tile_kv),
+    }
+}
+
+/// Whether query heads should have items of their own in the Hopper family's backward of `config`, where those of a
+/// group have one together: where SMs wait for the heaviest of these for longer than it takes to add up what heads
+/// give.
+pub fn splits_gqa(profile: &Profile, config: &Config, class: &Class, sizes: &Sizes) -> bool {
+    if !class.can_split_gqa(config.kernel) || config.family != Family::Hopper {
+        return false;
+    }
+    let split = Config { split_gqa: true, ..config.clone() };
+    let [whole, split] = [config, &split].map(|config| backward_us(profile, config, sizes));
+    split < WORTH_SPLITTING * whole
+}
+
+/// Microseconds of the Hopper family's backward under a mask that leaves [`Sizes::mean_kv_len`], with what adds up
+/// the gradients of query heads.
+fn backward_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
+    let (steps, items) = (steps(config, sizes) as f64, ctas(config, sizes));
+    let live = sizes.mean_kv_len as f64 / sizes.keys.max(1) as f64;
+    let mean = hopper_item_us(profile, config, steps * live);
+    let even = turns(items, profile) * mean;
+    // Under a mask like causal the heaviest items are as without a mask, and light ones fill the gaps at the end.
+    let time = match (LIKE_CAUSAL..1.0).contains(&live) {
+        true => {
+            hopper_item_us(profile, config, steps).max(mean * items as f64 / profile.sms as f64)
+        }
+        false => even,
+    };
+    time + group_sums_us(profile, config, sizes)
+}
+
+/// Microseconds of adding up the gradients of keys that query heads have of their own: they are written and read in f32.
+fn group_sums_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
+    if !config.split_gqa {
+        return 0.0;
+    }
+    let numbers = sizes.batch * sizes.heads_q * sizes.keys * (config.dim + config.dim_v);
+    LAUNCH_US + (2 * 4 * numbers) as f64 / profile.bandwidth_gbs * 1e-3
+}
+
+/// How often an SM takes an item, where all are alike.
+fn turns(items: usize, profile: &Profile) -> f64 {
+    let turns = items as f64 / profile.sms as f64;
+    if turns < 4.0 { turns.ceil() } else { turns }
 }
 
 /// Cycles of `ctas` of the portable family that have `steps` steps each, `resident` of them on an SM
@@ -123,11 +190,11 @@ fn portable_cycles(
         + if left > 0 { a_round(left.div_ceil(profile.sms)) } else { 0.0 }
 }
 
-/// Microseconds of a kernel of the Hopper family whose items have `steps` steps. Consumers of the
+/// Microseconds of an item of the Hopper family that has `steps` steps. Consumers of the
 /// forward take turns, so that most of their powers run beside the products of others; what remains
 /// was fitted to head dims 64, 128 and 256, which it gives to 2 percent. Those of the backward wait
 /// for each other's gradients of scores in every step; fitted to head dims 64 and 128, to 2 percent.
-fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f64 {
+fn hopper_item_us(profile: &Profile, config: &Config, steps: f64) -> f64 {
     let scores = (config.tile_q * config.tile_kv) as f64;
     let (dim, dim_v) = (config.padded_dim(), config.padded_dim_v());
     let dims = match config.kernel {
@@ -139,6 +206,7 @@ fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f6
         | Kernel::Delta
         | Kernel::RowWeightSum
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences
@@ -150,10 +218,7 @@ fn hopper_us(profile: &Profile, config: &Config, steps: f64, items: usize) -> f6
     let mods = u8::from(config.mask) + u8::from(config.score) + u8::from(config.dropout);
     let powers = scores * (1.0 / POWERS_PER_CYCLE + MOD_CYCLES * f64::from(mods));
     let alone = if config.kernel.owns_keys() { SCORES_ALONE } else { POWERS_ALONE };
-    let item = ENDS + steps * (products + alone * powers);
-    let turns = items as f64 / profile.sms as f64;
-    let turns = if turns < 4.0 { turns.ceil() } else { turns };
-    turns * item / profile.clock_mhz
+    (ENDS + steps * (products + alone * powers)) / profile.clock_mhz
 }
 
 /// Microseconds that a forward reads keys and values from device memory, where one tile of queries
@@ -217,6 +282,7 @@ impl Step {
             | Kernel::Delta
             | Kernel::RowWeightSum
             | Kernel::Dq
+            | Kernel::GroupSums
             | Kernel::BlockLists
             | Kernel::RangeTable
             | Kernel::Sequences

@@ -25,6 +25,8 @@ pub struct TileOptions {
     /// Hopper's backward: whether dq is added in a fixed order, where it must be in one; otherwise a
     /// kernel of its own makes it.
     pub ordered_dq: Option<bool>,
+    /// Hopper's backward: whether every query head has items of its own, whose dk and dv are added up.
+    pub split_gqa: Option<bool>,
 }
 
 /// What a user asks of kernels. It is honoured, or refused with the numbers.
@@ -51,6 +53,7 @@ impl KernelOptions {
             | Kernel::Delta
             | Kernel::RowWeightSum
             | Kernel::Dq
+            | Kernel::GroupSums
             | Kernel::BlockLists
             | Kernel::RangeTable
             | Kernel::Sequences
@@ -84,6 +87,7 @@ impl KernelOptions {
             }
             "overlap" => of.overlap = Some(truth(name, value)?),
             "ordered_dq" => of.ordered_dq = Some(truth(name, value)?),
+            "split_gqa" => of.split_gqa = Some(truth(name, value)?),
             "consumers" => of.consumers = Some(number(name, value)?),
             "tile_q" => of.tile_q = Some(number(name, value)?),
             "tile_kv" => of.tile_kv = Some(number(name, value)?),
@@ -104,6 +108,7 @@ impl KernelOptions {
             | Kernel::Delta
             | Kernel::RowWeightSum
             | Kernel::Dq
+            | Kernel::GroupSums
             | Kernel::BlockLists
             | Kernel::RangeTable
             | Kernel::Sequences
@@ -121,7 +126,8 @@ impl TileOptions {
 
     /// Whether what is asked for is the Hopper family's alone.
     pub(super) fn is_of_hopper(&self) -> bool {
-        self.overlap == Some(true) || self.ordered_dq == Some(true) || self.consumers.is_some()
+        let asked = [self.overlap, self.ordered_dq, self.split_gqa];
+        asked.contains(&Some(true)) || self.consumers.is_some()
     }
 
     /// Refuses consumers that make other warps than are asked for.
@@ -144,12 +150,13 @@ impl TileOptions {
 
     /// Asks for these.
     pub fn exactly(tiles: Tiles) -> Self {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = tiles;
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa } =
+            tiles;
         let family = Some(family);
         let [tile_q, tile_kv, warps, stages] = [tile_q, tile_kv, warps, stages].map(Some);
-        let [overlap, ordered_dq] = [overlap, ordered_dq].map(Some);
+        let [overlap, ordered_dq, split_gqa] = [overlap, ordered_dq, split_gqa].map(Some);
         let consumers = None;
-        Self { family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq }
+        Self { family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq, split_gqa }
     }
 }
 
@@ -165,6 +172,7 @@ impl fmt::Display for TileOptions {
             ("consumers", number(self.consumers)),
             ("overlap", self.overlap.map(|overlaps| overlaps.to_string())),
             ("ordered_dq", self.ordered_dq.map(|ordered| ordered.to_string())),
+            ("split_gqa", self.split_gqa.map(|split| split.to_string())),
         ];
         let given =
             parts.iter().filter_map(|(name, value)| Some(format!("{name} {}", value.as_ref()?)));
@@ -183,6 +191,6 @@ fn truth(name: &str, value: &str) -> Result<bool, String> {
 fn unknown(name: &str) -> String {
     format!(
         "there is no kernel option `{name}`; there are kv_splits and, after forward., backward. or \
-         backward_dq., family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq"
+         backward_dq., family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq, split_gqa"
     )
 }

@@ -32,6 +32,8 @@ pub enum Pass {
         deterministic: bool,
         /// dq has a kernel of its own; see [`Config::separate_dq`].
         separate_dq: bool,
+        /// Query heads have dk and dv of their own, which are added up; see [`Config::split_gqa`].
+        split_gqa: bool,
         /// Gradients that are asked for. Of some of them dq has a kernel of its own.
         wanted: Wanted,
     },
@@ -108,13 +110,14 @@ impl PassLaunch {
 }
 
 impl Pass {
-    /// The pass that makes everything a problem of `class` can ask for.
-    pub fn backward(class: &Class, separate_dq: bool) -> Self {
+    /// The pass that makes everything a problem of `class` can ask for, by a [`Kernel::Backward`] of `keys`.
+    pub fn backward(class: &Class, keys: &Config) -> Self {
         Self::Backward {
             row_weight_sum: class.has_row_weight_sum(),
             sink: class.sink,
             deterministic: class.deterministic,
-            separate_dq,
+            separate_dq: keys.separate_dq,
+            split_gqa: keys.split_gqa,
             wanted: Wanted { captures: class.captures, ..Wanted::ALL },
         }
     }
@@ -132,7 +135,14 @@ impl Pass {
                 let combine = of_queries(Entry::Combine, Nothing, false, Grid::TilesByTileHeads);
                 [forward, combine.filter(|_| kv_split)].into_iter().flatten().collect()
             }
-            Self::Backward { row_weight_sum, sink, deterministic, separate_dq, wanted } => {
+            Self::Backward {
+                row_weight_sum,
+                sink,
+                deterministic,
+                separate_dq,
+                split_gqa,
+                wanted,
+            } => {
                 let by_heads = Grid::TilesByHeads;
                 let delta = of_queries(Entry::Delta, Nothing, false, by_heads);
                 let sums = of_queries(Entry::RowWeightSum, Backward, false, by_heads);
@@ -144,6 +154,8 @@ impl Pass {
                     main_loop: true,
                     grid: Grid::TilesByKvHeads,
                 };
+                let of_groups =
+                    PassLaunch { entry: Entry::GroupSums, mods: Nothing, main_loop: false, ..keys };
                 let of_captures = of_queries(
                     Entry::CaptureSums,
                     Backward,
@@ -159,6 +171,7 @@ impl Pass {
                     sums.filter(|_| row_weight_sum),
                     of_sink.filter(|_| sink),
                     Some(keys).filter(|_| wanted.by_keys() || wanted.q && !separate_dq),
+                    Some(of_groups).filter(|_| split_gqa && (wanted.k || wanted.v)),
                     of_captures.filter(|_| deterministic && wanted.captures),
                     dq.filter(|_| wanted.q),
                 ];
@@ -198,12 +211,12 @@ mod tests {
 
     /// The passes that differ.
     fn passes() -> Vec<Pass> {
-        let backward = (0..256).map(|bits| {
-            let [row_weight_sum, sink, deterministic, separate, captures, q, k, v] =
-                [1, 2, 4, 8, 16, 32, 64, 128].map(|bit| bits & bit != 0);
+        let backward = (0..512).map(|bits| {
+            let [row_weight_sum, sink, deterministic, separate, captures, q, k, v, split_gqa] =
+                [1, 2, 4, 8, 16, 32, 64, 128, 256].map(|bit| bits & bit != 0);
             let wanted = Wanted { q, k, v, captures };
             let separate_dq = deterministic || separate;
-            Pass::Backward { row_weight_sum, sink, deterministic, separate_dq, wanted }
+            Pass::Backward { row_weight_sum, sink, deterministic, separate_dq, split_gqa, wanted }
         });
         let forward = [false, true].map(|kv_split| Pass::Forward { kv_split });
         forward.into_iter().chain(backward).collect()
@@ -230,7 +243,7 @@ mod tests {
             for (i, launch) in launches.iter().enumerate() {
                 let again = launches[..i].iter().any(|before| before.entry == launch.entry);
                 assert!(!again, "{pass:?}: {launch:?}");
-                let on_keys = launch.axis == Axis::Keys;
+                let on_keys = launch.axis == Axis::Keys && launch.main_loop;
                 assert_eq!(on_keys, launch.entry.kernel().owns_keys(), "{pass:?}: {launch:?}");
             }
             let made = |wanted: Wanted| wanted.q || wanted.by_keys();

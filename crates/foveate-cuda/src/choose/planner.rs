@@ -158,8 +158,10 @@ impl KernelPlan {
             // What runs in its place leaves dq to the same kernel.
             let separate_dq = keys.chosen.config.separate_dq;
             keys.others.retain(|c| separate_dq || !c.config.separate_dq);
+            let split_gqa = keys.chosen.config.split_gqa;
+            keys.others.retain(|c| split_gqa || !c.config.split_gqa);
             keys.others.iter_mut().for_each(|c| c.config.separate_dq = separate_dq);
-            let all = Pass::backward(class, separate_dq).kernels().into_iter();
+            let all = Pass::backward(class, &keys.chosen.config).kernels().into_iter();
             let mut keys = Some(keys);
             let chosen = all.map(|kernel| match kernel.owns_keys() {
                 true => Ok(keys.take().expect("a pass has a kernel once")),
@@ -177,6 +179,11 @@ impl KernelPlan {
     /// Whether dq of a backward has a kernel of its own: [`Kernel::BackwardDq`].
     pub fn separates_dq(&self) -> bool {
         self.config(Kernel::Backward).is_some_and(|config| config.separate_dq)
+    }
+
+    /// Whether query heads of a backward have dk and dv of their own: for [`Kernel::GroupSums`].
+    pub fn splits_gqa(&self) -> bool {
+        self.config(Kernel::Backward).is_some_and(|config| config.split_gqa)
     }
 
     /// How many of the `heads` of `kernel` take turns at each of the `tiles` that its CTAs own:
@@ -247,6 +254,7 @@ pub fn choose(
         let what = match asked.overlap {
             Some(true) => "overlap of its own",
             _ if asked.consumers.is_some() => "consumers",
+            _ if asked.split_gqa == Some(true) => "gradients of keys for each query head",
             _ => "fixed order for dq",
         };
         let reason = format!("portable: it has no {what}; leave the option out");
@@ -281,7 +289,10 @@ pub fn choose(
     let portable = table::of(profile, class, sizes, kernel);
     let hopper = table::of_hopper(class, sizes, kernel).map(|tiles| {
         let ordered_dq = asked.ordered_dq.unwrap_or(tiles.ordered_dq);
-        Tiles { ordered_dq, ..tiles }
+        let whole = class.config(kernel, tiles);
+        let split_gqa =
+            asked.split_gqa.unwrap_or_else(|| model::splits_gqa(profile, &whole, class, sizes));
+        Tiles { ordered_dq, split_gqa, ..tiles }
     });
     let packed = at(table::of_packed(profile, class, sizes, kernel));
     let first = packed.or_else(|| measured(hopper)).or_else(|| measured(portable));
@@ -449,12 +460,19 @@ fn hopper_candidates(
             return Vec::new();
         }
         let ordered_dq = asked.ordered_dq.unwrap_or_else(|| class.orders_dq(kernel, sizes));
+        let splits = match asked.split_gqa {
+            Some(split) => vec![split],
+            None if class.can_split_gqa(kernel) => vec![false, true],
+            None => vec![false],
+        };
         let mut all = Vec::new();
         for tile_q in pick(asked.tile_q, sides) {
             for stages in pick(asked.stages, &[2, 3]) {
                 let tiles = Tiles::hopper_backward(tile_q, stages);
-                let tiles = Tiles { warps, tile_kv, ordered_dq, ..tiles };
-                all.extend(overlaps.iter().map(|overlap| Tiles { overlap: *overlap, ..tiles }));
+                for split_gqa in splits.clone() {
+                    let tiles = Tiles { warps, tile_kv, ordered_dq, split_gqa, ..tiles };
+                    all.extend(overlaps.iter().map(|overlap| Tiles { overlap: *overlap, ..tiles }));
+                }
             }
         }
         return all;
@@ -515,6 +533,8 @@ pub(super) fn candidates(
         | Kernel::RangeTable
         | Kernel::Sequences
         | Kernel::TransposeValues => return vec![Tiles::portable(row_tile_q, 64, 4, 1)],
+        // Rows of keys: few of them, so that there are CTAs for all SMs.
+        Kernel::GroupSums => return vec![Tiles::portable(row_tile_q, 16, 4, 1)],
     };
     let mut all = Vec::new();
     let shortest = rows.next_multiple_of(16).max(16);

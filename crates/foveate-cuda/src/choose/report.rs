@@ -99,7 +99,8 @@ impl Choice {
                 | Kernel::Combine
                 | Kernel::RowWeightSum
                 | Kernel::Delta
-                | Kernel::Dq,
+                | Kernel::Dq
+                | Kernel::GroupSums,
             ) => {}
         }
         let by = match occupancy.limit {

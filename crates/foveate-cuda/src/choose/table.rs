@@ -160,6 +160,7 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         | Kernel::Delta
         | Kernel::RowWeightSum
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences
@@ -207,6 +208,7 @@ pub fn of(profile: &Profile, class: &Class, sizes: &Sizes, kernel: Kernel) -> Op
         | Kernel::Delta
         | Kernel::RowWeightSum
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences

@@ -117,6 +117,7 @@ impl Family {
                 | Kernel::Delta
                 | Kernel::RowWeightSum
                 | Kernel::Dq
+                | Kernel::GroupSums
                 | Kernel::BlockLists
                 | Kernel::RangeTable
                 | Kernel::Sequences
@@ -230,6 +231,9 @@ pub struct Config {
     pub kv_split: bool,
     /// Packed GQA: the rows of a tile are those of all query heads of a KV head. `FV_PACK_GQA`
     pub pack_gqa: bool,
+    /// Hopper's backward: every query head has dk and dv of its own, which [`Kernel::GroupSums`] adds up, so that
+    /// there are items for more CTAs. `FV_SPLIT_GQA`
+    pub split_gqa: bool,
     /// Keys and values lie in pages. `FV_PAGED`
     pub paged: bool,
     /// Operands of the Hopper family's forward that its producers copy row by row. `FV_COPIED`
@@ -271,6 +275,7 @@ impl Config {
             sink: false,
             kv_split: false,
             pack_gqa: false,
+            split_gqa: false,
             paged: false,
             copied: Copied::default(),
             deterministic: false,
@@ -282,8 +287,9 @@ impl Config {
 
     /// The same kernel with other tiles.
     pub(crate) fn tiled(self, tiles: Tiles) -> Self {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = tiles;
-        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, ..self }
+        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa } =
+            tiles;
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa, ..self }
     }
 
     /// The kernel that makes range tables of captured buffers.
@@ -350,7 +356,7 @@ impl Config {
     }
 
     /// The macros and their values, in the order they are printed.
-    pub fn macros(&self) -> [(&'static str, usize); 27] {
+    pub fn macros(&self) -> [(&'static str, usize); 28] {
         [
             ("FV_DTYPE", self.dtype.number()),
             ("FV_OUT_DTYPE", self.out_dtype.number()),
@@ -374,6 +380,7 @@ impl Config {
             ("FV_SINK", self.sink.into()),
             ("FV_KV_SPLIT", self.kv_split.into()),
             ("FV_PACK_GQA", self.pack_gqa.into()),
+            ("FV_SPLIT_GQA", self.split_gqa.into()),
             ("FV_PAGED", self.paged.into()),
             ("FV_COPIED", self.copied.bits()),
             ("FV_SEPARATE_DQ", self.separate_dq.into()),
@@ -401,6 +408,7 @@ impl Entry {
             | Self::Backward
             | Self::BackwardDq
             | Self::Dq
+            | Self::GroupSums
             | Self::BlockLists
             | Self::DqRanks
             | Self::RangeTable
@@ -464,21 +472,23 @@ pub struct Tiles {
     pub overlap: bool,
     /// See [`Config::ordered_dq`].
     pub ordered_dq: bool,
+    /// See [`Config::split_gqa`].
+    pub split_gqa: bool,
 }
 
 impl Tiles {
     /// Tiles of the portable family.
     pub const fn portable(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Self {
-        let (overlap, ordered_dq) = (false, false);
-        Self { family: Family::Portable, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
+        let (family, [overlap, ordered_dq, split_gqa]) = (Family::Portable, [false; 3]);
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa }
     }
 
     /// Tiles of the Hopper family: 64 queries for each warpgroup that consumes, and one more that
     /// produces.
     pub const fn hopper(consumers: usize, tile_kv: usize, stages: usize) -> Self {
         let (tile_q, warps) = (64 * consumers, 4 * (consumers + 1));
-        let (overlap, ordered_dq) = (true, false);
-        Self { family: Family::Hopper, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
+        let (family, overlap) = (Family::Hopper, true);
+        Self { family, overlap, ..Self::portable(tile_q, tile_kv, warps, stages) }
     }
 
     /// Tiles of the Hopper family's backward: two warpgroups that consume, with 64 keys each.
@@ -489,6 +499,11 @@ impl Tiles {
     /// The same that add dq in a fixed order.
     pub const fn ordered(self) -> Self {
         Self { ordered_dq: true, ..self }
+    }
+
+    /// The same whose query heads have items of their own.
+    pub const fn split(self) -> Self {
+        Self { split_gqa: true, ..self }
     }
 
     /// Tiles of the same for head dims above 128: two warpgroups that consume, and share 64 keys.
@@ -512,8 +527,10 @@ impl Tiles {
 
     /// Those of a configuration.
     pub fn of(config: &Config) -> Self {
-        let Config { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, .. } = *config;
-        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq }
+        let Config {
+            family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa, ..
+        } = *config;
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa }
     }
 }
 
@@ -528,7 +545,7 @@ impl fmt::Display for TilesOf<'_> {
 
 impl fmt::Display for Tiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq } = self;
+        let Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa } = self;
         let (warps, stages) = (Count(*warps, "warp"), Count(*stages, "stage"));
         let (family, overlap) = match (family, overlap) {
             (Family::Portable, _) => ("", ""),
@@ -536,7 +553,10 @@ impl fmt::Display for Tiles {
             (Family::Hopper, false) => ("hopper, ", ""),
         };
         let ordered = if *ordered_dq { ", ordered dq" } else { "" };
-        f.pad(&format!("{family}tile {tile_q}x{tile_kv}, {warps}, {stages}{overlap}{ordered}"))
+        let split = if *split_gqa { ", split GQA" } else { "" };
+        f.pad(&format!(
+            "{family}tile {tile_q}x{tile_kv}, {warps}, {stages}{overlap}{ordered}{split}"
+        ))
     }
 }
 

@@ -22,6 +22,9 @@ pub enum Kernel {
     BackwardDq,
     /// dq from its sums.
     Dq,
+    /// dk and dv of key/value heads from those of their query heads, with
+    /// [`Config::split_gqa`](super::config::Config::split_gqa).
+    GroupSums,
     /// The runs of live tiles, from the mask.
     BlockLists,
     /// Smallest and largest elements of stretches of a captured buffer.
@@ -34,7 +37,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -42,6 +45,7 @@ impl Kernel {
         Self::Backward,
         Self::BackwardDq,
         Self::Dq,
+        Self::GroupSums,
         Self::BlockLists,
         Self::RangeTable,
         Self::Sequences,
@@ -58,6 +62,7 @@ impl Kernel {
             Self::Backward => "backward",
             Self::BackwardDq => "backward_dq",
             Self::Dq => "dq",
+            Self::GroupSums => "group_sums",
             Self::BlockLists => "block_lists",
             Self::RangeTable => "range_table",
             Self::Sequences => "sequences",
@@ -75,6 +80,7 @@ impl Kernel {
             Self::Backward => Entry::Backward,
             Self::BackwardDq => Entry::BackwardDq,
             Self::Dq => Entry::Dq,
+            Self::GroupSums => Entry::GroupSums,
             Self::BlockLists => Entry::BlockLists,
             Self::RangeTable => Entry::RangeTable,
             Self::Sequences => Entry::Sequences,
@@ -93,6 +99,7 @@ impl Kernel {
             | Self::RowWeightSum
             | Self::BackwardDq
             | Self::Dq
+            | Self::GroupSums
             | Self::BlockLists
             | Self::RangeTable
             | Self::Sequences
@@ -110,6 +117,7 @@ impl Kernel {
             | Self::RowWeightSum
             | Self::Backward
             | Self::Dq
+            | Self::GroupSums
             | Self::BlockLists
             | Self::RangeTable
             | Self::Sequences
@@ -126,6 +134,7 @@ impl Kernel {
             | Self::Backward
             | Self::BackwardDq
             | Self::Dq
+            | Self::GroupSums
             | Self::BlockLists
             | Self::RangeTable
             | Self::Sequences
@@ -144,6 +153,7 @@ impl Kernel {
             | Self::Backward
             | Self::BackwardDq
             | Self::Dq
+            | Self::GroupSums
             | Self::BlockLists
             | Self::RangeTable
             | Self::Sequences
@@ -163,6 +173,7 @@ impl Kernel {
             | Self::Backward
             | Self::BackwardDq
             | Self::Dq
+            | Self::GroupSums
             | Self::RangeTable
             | Self::Sequences
             | Self::TransposeValues => true,
@@ -178,6 +189,7 @@ impl Kernel {
             | Self::Delta
             | Self::RowWeightSum
             | Self::Dq
+            | Self::GroupSums
             | Self::BlockLists
             | Self::RangeTable
             | Self::Sequences
@@ -208,6 +220,8 @@ pub enum Entry {
     CaptureSums,
     /// Of [`Kernel::Dq`].
     Dq,
+    /// Of [`Kernel::GroupSums`].
+    GroupSums,
     /// Of [`Kernel::BlockLists`].
     BlockLists,
     /// The order of sums of dq, in the file of [`Kernel::BlockLists`].
@@ -222,7 +236,7 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry point.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -232,6 +246,7 @@ impl Entry {
         Self::BackwardDq,
         Self::CaptureSums,
         Self::Dq,
+        Self::GroupSums,
         Self::BlockLists,
         Self::DqRanks,
         Self::RangeTable,
@@ -249,6 +264,7 @@ impl Entry {
             Self::Backward => Kernel::Backward,
             Self::BackwardDq | Self::CaptureSums => Kernel::BackwardDq,
             Self::Dq => Kernel::Dq,
+            Self::GroupSums => Kernel::GroupSums,
             Self::BlockLists | Self::DqRanks => Kernel::BlockLists,
             Self::RangeTable => Kernel::RangeTable,
             Self::Sequences => Kernel::Sequences,
@@ -268,6 +284,7 @@ impl Entry {
             Self::BackwardDq => "fv_backward_dq",
             Self::CaptureSums => "fv_capture_sums",
             Self::Dq => "fv_dq",
+            Self::GroupSums => "fv_group_sums",
             Self::BlockLists => "fv_block_lists",
             Self::DqRanks => "fv_dq_ranks",
             Self::RangeTable => "fv_range_table",

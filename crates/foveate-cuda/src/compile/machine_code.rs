@@ -48,6 +48,7 @@ impl MachineCode {
                 | Kernel::Delta
                 | Kernel::RowWeightSum
                 | Kernel::Dq
+                | Kernel::GroupSums
                 | Kernel::BlockLists
                 | Kernel::RangeTable
                 | Kernel::Sequences

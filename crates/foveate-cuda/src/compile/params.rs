@@ -230,6 +230,10 @@ foveate_gpu::abi_structs! {
         pub dk: View,
         /// Gradient of v.
         pub dv: View,
+        /// dk of each query head, f32 `[batch of k, heads_q, rows of k, dim]`; with `FV_SPLIT_GQA`.
+        pub head_dk: View,
+        /// dv of each, alike.
+        pub head_dv: View,
         /// What the forward wrote.
         pub lse: RowView,
         /// Gradient of lse, or address 0.
@@ -242,7 +246,7 @@ foveate_gpu::abi_structs! {
         pub d_sink: Address,
         /// [`Sequence`]s.
         pub sequences: Address,
-        /// [`Tile`]s of keys for `fv_backward`, of queries for every other kernel.
+        /// [`Tile`]s of keys for `fv_backward` and `fv_group_sums`, of queries for every other kernel.
         pub tiles: Address,
         /// For a tile, the tiles of the other axis.
         pub lists: Lists,

@@ -184,6 +184,7 @@ pub fn shared_bytes_of(entry: Entry, kernel: &Resources) -> u32 {
         | Entry::Backward
         | Entry::BackwardDq
         | Entry::Dq
+        | Entry::GroupSums
         | Entry::BlockLists
         | Entry::RangeTable
         | Entry::Sequences
@@ -229,6 +230,7 @@ fn check_shape(config: &Config) -> Result<(), Refusal> {
         | Kernel::Backward
         | Kernel::BackwardDq
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences
@@ -266,7 +268,11 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
         Kernel::Sequences => vec![("scans", 4 * warps)],
         Kernel::TransposeValues => vec![("v", 64 * (config.dim_v.div_ceil(4) | 1) * 4)],
         Kernel::Combine => vec![("shares", warps * config.dim_v.div_ceil(64) * 256)],
-        Kernel::Delta | Kernel::Dq | Kernel::BlockLists | Kernel::RangeTable => vec![],
+        Kernel::Delta
+        | Kernel::Dq
+        | Kernel::GroupSums
+        | Kernel::BlockLists
+        | Kernel::RangeTable => vec![],
     };
     // Gradients leave through what held tiles, 16 rows of each warp's accumulators at a time.
     let columns = |m, dim| Warps::divide(warps, m, dim, false).map_or(0, |w| w.columns);
@@ -280,6 +286,7 @@ fn shared_memory(config: &Config) -> Vec<(&'static str, usize)> {
         | Kernel::Delta
         | Kernel::RowWeightSum
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences
@@ -346,6 +353,7 @@ fn working(config: &Config) -> usize {
         | Kernel::Backward
         | Kernel::BackwardDq
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences
@@ -391,6 +399,7 @@ fn sums(config: &Config) -> usize {
         Kernel::Combine
         | Kernel::Delta
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences
@@ -405,6 +414,7 @@ fn register_bound(config: &Config) -> usize {
         Kernel::Combine
         | Kernel::Delta
         | Kernel::Dq
+        | Kernel::GroupSums
         | Kernel::BlockLists
         | Kernel::RangeTable
         | Kernel::Sequences

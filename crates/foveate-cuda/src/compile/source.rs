@@ -96,6 +96,9 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
         (Kernel::Dq, Family::Portable | Family::Hopper) => {
             &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/dq.cu")]
         }
+        (Kernel::GroupSums, Family::Portable | Family::Hopper) => {
+            &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/group_sums.cu")]
+        }
         (Kernel::BlockLists, Family::Portable | Family::Hopper) => {
             &[include_str!("../../kernels/block_lists.cu")]
         }

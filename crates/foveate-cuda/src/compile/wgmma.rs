@@ -52,7 +52,8 @@ pub fn wrappers(config: &Config) -> String {
             | Kernel::Combine
             | Kernel::RowWeightSum
             | Kernel::Delta
-            | Kernel::Dq,
+            | Kernel::Dq
+            | Kernel::GroupSums,
         ) => return String::new(),
     };
     let backward = !config.kernel.is_of_forward();

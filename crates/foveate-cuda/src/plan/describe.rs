@@ -4,7 +4,7 @@ use foveate_mask::Tiling;
 use foveate_problem::{Arrangement, Dims, Sequence};
 
 use super::kernels::sizes;
-use super::launch::{COUNTED_BYTES, dq_accum_bytes};
+use super::launch::{COUNTED_BYTES, dq_accum_bytes, head_gradient_bytes};
 use super::{CudaPlan, longest, sequences};
 use crate::choose::schedule::{Axis, Lists, Schedule, TileSize};
 use crate::choose::{Class, KernelPlan, Unmapped};
@@ -122,7 +122,12 @@ impl CudaPlan {
         let learned: usize = self.spec.learned().iter().map(|b| b.elems()).sum();
         let counted = if self.options.deterministic { COUNTED_BYTES * learned } else { 0 };
         let keys = chosen.config(Kernel::Backward).filter(|config| !config.separate_dq);
-        of_rows + counted + keys.map_or(0, |keys| dq_accum_bytes(keys, dims.heads_q * sum_rows))
+        let of_dq = keys.map_or(0, |keys| dq_accum_bytes(keys, dims.heads_q * sum_rows));
+        let of_heads = match chosen.splits_gqa() {
+            true => head_gradient_bytes(dims),
+            false => 0,
+        };
+        of_rows + counted + of_dq + of_heads
     }
 }
 

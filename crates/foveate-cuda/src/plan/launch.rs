@@ -17,7 +17,9 @@ use crate::choose::{Class, Grid, KernelPlan, Pass, PassLaunch, PrintedMods};
 use crate::compile::config::{Config, Elem, Entry, Family, Kernel};
 use crate::compile::params::{Abi, BackwardParams, ForwardParams, RowView, View};
 use crate::error::CudaError;
-use crate::operands::{DeviceBackward, DeviceForward, DeviceOperands, row_view, view, written};
+use crate::operands::{
+    DeviceBackward, DeviceForward, DeviceOperands, Wanted, row_view, view, written,
+};
 use foveate_gpu::access::Accesses;
 use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceTensor, Queue};
@@ -151,10 +153,11 @@ impl CudaPlan {
             sink: args.d_sink.is_some(),
             deterministic,
             separate_dq: pass.chosen.separates_dq(),
+            split_gqa: pass.chosen.splits_gqa(),
             wanted,
         };
         let mut params = backward_params(args, dims, self.scale(), &sums)?;
-        let (mut main, mut _dq_accum) = (None, None);
+        let (mut main, mut _dq_accum, mut of_heads) = (None, None, None);
         for launch in launches.launches() {
             let step = pass.step(&launch)?;
             match launch.entry {
@@ -165,7 +168,10 @@ impl CudaPlan {
                 Entry::Backward => {
                     _dq_accum = pass.dq_accum(&step)?;
                     params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
-                    let (heads, tiles) = (dims.heads_kv, step.schedule.tile_count);
+                    of_heads = HeadGradients::new(call, &step, args)?;
+                    (params.head_dk, params.head_dv) =
+                        of_heads.as_ref().map_or_else(Default::default, HeadGradients::views);
+                    let (heads, tiles) = (pass.item_heads(&step), step.schedule.tile_count);
                     params.interleaved_heads =
                         pass.chosen.interleaved_heads(Kernel::Backward, heads, tiles) as i32;
                     begin_gradients(queue, args)?;
@@ -176,9 +182,13 @@ impl CudaPlan {
                     pass.launch_products(&step, &params, args)?;
                     main = main.or(Some(step));
                 }
-                Entry::Delta | Entry::RowWeightSum | Entry::SinkGradient | Entry::Dq => {
-                    pass.launch(&step, &params.over(&step.schedule))?
-                }
+                // What ran in place of the chosen kernel may have added them up itself.
+                Entry::GroupSums if of_heads.is_none() => {}
+                Entry::GroupSums
+                | Entry::Delta
+                | Entry::RowWeightSum
+                | Entry::SinkGradient
+                | Entry::Dq => pass.launch(&step, &params.over(&step.schedule))?,
                 Entry::Forward
                 | Entry::Combine
                 | Entry::BlockLists
@@ -303,7 +313,7 @@ impl<'a> PassLauncher<'a> {
     /// CTAs of a launch, and threads of each.
     fn grid(&self, step: &Step) -> ([u32; 3], u32) {
         let (dims, tiles) = (self.call.dims, step.schedule.tile_count as u32);
-        let [heads_q, heads_kv] = [dims.heads_q, dims.heads_kv].map(|heads| heads as u32);
+        let heads_q = dims.heads_q as u32;
         let tile_heads = (dims.heads_q / step.kernel.config.heads()) as u32;
         let threads = step.kernel.threads();
         match step.launch.grid {
@@ -312,10 +322,16 @@ impl<'a> PassLauncher<'a> {
             }
             Grid::TilesByTileHeads => ([tiles, tile_heads, 1], threads),
             Grid::TilesByHeads => ([tiles, heads_q, 1], threads),
-            Grid::TilesByKvHeads => ([tiles, heads_kv, 1], threads),
+            Grid::TilesByKvHeads => ([tiles, self.item_heads(step) as u32, 1], threads),
             Grid::Heads => ([heads_q, 1, 1], 1024),
             Grid::Elements { threads } => ([1, 1, 1], threads),
         }
+    }
+
+    /// Heads that have tiles of keys of their own.
+    fn item_heads(&self, step: &Step) -> usize {
+        let Dims { heads_q, heads_kv, .. } = *self.call.dims;
+        if step.kernel.config.split_gqa { heads_q } else { heads_kv }
     }
 
     fn forward_params(
@@ -423,6 +439,53 @@ impl Partial {
 /// Bytes of `dq_accum` for so many rows of all heads: sums, and for every 16 rows a count.
 pub(super) fn dq_accum_bytes(config: &Config, rows: usize) -> usize {
     4 * rows * config.padded_dim() + if config.ordered_dq { 4 * rows / 16 } else { 0 }
+}
+
+/// dk and dv of each query head, until they are added up.
+struct HeadGradients {
+    /// Those of the two that are asked for.
+    memory: [Option<(Allocation, View)>; 2],
+}
+
+impl HeadGradients {
+    /// Memory for them; nothing where the kernel adds them up itself.
+    fn new(
+        call: &Call<'_>,
+        step: &Step,
+        args: &DeviceBackward<'_>,
+    ) -> Result<Option<Self>, CudaError> {
+        if !step.kernel.config.split_gqa {
+            return Ok(None);
+        }
+        let of = |shape: [usize; 4], wanted: bool| -> Result<_, CudaError> {
+            if !wanted {
+                return Ok(None);
+            }
+            let memory = call.queue.pool().take(4 * shape.iter().product::<usize>())?;
+            let tensor = DeviceTensor::contiguous(memory.address(), DType::F32, shape);
+            let view = view(&tensor, "gradients of keys of a query head", 1)?;
+            Ok(Some((memory, view)))
+        };
+        let Wanted { k, v, .. } = args.wanted();
+        let [of_k, of_v] = head_gradients(call.dims);
+        Ok(Some(Self { memory: [of(of_k, k)?, of(of_v, v)?] }))
+    }
+
+    fn views(&self) -> (View, View) {
+        let [dk, dv] = self.memory.each_ref().map(|m| m.as_ref().map_or(View::default(), |m| m.1));
+        (dk, dv)
+    }
+}
+
+/// Shapes of dk and dv of each query head, in f32.
+fn head_gradients(dims: &Dims) -> [[usize; 4]; 2] {
+    let heads = Dims { heads_kv: dims.heads_q, ..*dims };
+    [heads.k_shape(), heads.v_shape()]
+}
+
+/// Bytes of these.
+pub(super) fn head_gradient_bytes(dims: &Dims) -> usize {
+    4 * head_gradients(dims).iter().map(|shape| shape.iter().product::<usize>()).sum::<usize>()
 }
 
 /// Memory for a number or two of each row, in the order of `lse`.

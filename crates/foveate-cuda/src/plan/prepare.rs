@@ -53,6 +53,7 @@ impl CudaPlan {
                 sink: class.sink,
                 deterministic: class.deterministic,
                 separate_dq: chosen.separates_dq(),
+                split_gqa: chosen.splits_gqa(),
                 wanted,
             };
             queued.extend(pass.launches().into_iter().map(|launch| (chosen.clone(), launch)));

@@ -281,7 +281,7 @@ impl Subject<'_> {
         let chosen = trial.chosen(class.clone(), self.sizes, !kernel.is_of_forward())?;
         let pass = match kernel.is_of_forward() {
             true => FORWARD,
-            false => Pass::backward(&class, chosen.separates_dq()),
+            false => Pass::backward(&class, &chosen.choice(Kernel::Backward).chosen.config),
         };
         let mut launches = pass.launches().into_iter();
         let launch = launches.find(|launch| launch.entry == kernel.entry());

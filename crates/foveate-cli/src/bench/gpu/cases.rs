@@ -87,9 +87,22 @@ const STORED: [Storage; 8] = [
     Storage::Repeated,
 ];
 
-/// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length;
-/// forward also operands that are not contiguous, and few queries on caches of 131,072 keys in all. f8e4m3
-/// has contiguous forwards, whose names end with it.
+/// One row each, whose key/value heads have few tiles: query and key/value heads, length and head dim. SmolLM-135M's
+/// heads, those of Llama's 1B, 8B and 70B and of Qwen's 7B, and a part of them on each of two or eight GPUs.
+const SINGLE_ROWS: [((usize, usize), usize, usize); 8] = [
+    ((9, 3), 2048, 64),
+    ((32, 8), 2048, 64),
+    ((32, 8), 2048, 128),
+    ((64, 8), 2048, 128),
+    ((28, 4), 512, 128),
+    ((28, 4), 2048, 128),
+    ((16, 4), 4096, 128),
+    ((8, 1), 8192, 128),
+];
+
+/// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length, and single rows; forward
+/// also operands that are not contiguous, and few queries on caches of 131,072 keys in all. f8e4m3 has contiguous
+/// forwards, whose names end with it.
 pub fn grid(dtype: DType) -> Vec<Case> {
     let mut cases = Vec::new();
     let passes: &[Direction] = match dtype {
@@ -116,6 +129,10 @@ pub fn grid(dtype: DType) -> Vec<Case> {
         }
         for mask in [FULL, CAUSAL, MASKS[0]] {
             cases.push(Case::new(mask, Score::None, Some((32, 8)), 8192, 128, pass));
+        }
+        for (heads, len, dim) in SINGLE_ROWS {
+            let case = Case::new(CAUSAL, Score::None, Some(heads), len, dim, pass);
+            cases.push(Case::named(Workload { batch: 1, ..case.work }, Storage::Contiguous));
         }
         if pass == Direction::Forward && dtype != DType::F8E4M3 {
             let prompts = [(64, None), (128, Some((32, 8)))]
@@ -200,8 +217,12 @@ impl Case {
     }
 
     fn named(work: Workload, storage: Storage) -> Self {
-        let Workload { q_len, len, dim, .. } = work;
-        let queries = if q_len == len { String::new() } else { format!("q{q_len}-") };
+        let Workload { q_len, len, dim, batch, .. } = work;
+        let queries = match (q_len == len, batch == (TOKENS / len).max(1)) {
+            (true, true) => String::new(),
+            (true, false) => format!("b{batch}-"),
+            (false, _) => format!("q{q_len}-"),
+        };
         let (program, pass) = (work.program_name(), work.pass.name());
         let case = format!("{program}/{queries}s{len}/d{dim}/{}{pass}", storage.name());
         Self { case, flops: work.flops(), work, storage }

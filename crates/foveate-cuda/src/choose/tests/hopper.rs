@@ -248,6 +248,72 @@ fn wide_head_dims_and_fixed_orders_have_a_hopper_kernel_for_dq_alone() {
 }
 
 #[test]
+fn the_hopper_backward_of_head_dims_above_64_runs_on_half_of_all_multiprocessors() {
+    let profile = Profile::named("h200").unwrap();
+    let family = |dim, heads| {
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, dim, dim, 1) };
+        let sizes = Sizes { mean_kv_len: 512, ..sizes(1, heads, heads, 1024) };
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
+        plan.config(Kernel::Backward).unwrap().family
+    };
+    // Measured with 64, 96 and 128 tiles of 128 keys, for 132 multiprocessors.
+    assert_eq!([8, 12, 16].map(|heads| family(128, heads)), [Family::Hopper; 3]);
+    assert_eq!([8, 16].map(|heads| family(64, heads)), [Family::Portable; 2]);
+}
+
+#[test]
+fn query_heads_have_items_of_their_own_where_groups_leave_multiprocessors_waiting() {
+    let profile = Profile::named("h200").unwrap();
+    let plan = |class: &Class, sizes: &Sizes, asked: &[(&str, &str)]| {
+        let mut options = KernelOptions::default();
+        for (name, value) in asked {
+            options.set(name, value).unwrap();
+        }
+        KernelPlan::new(&profile, class, sizes, true, &options)
+    };
+    let splits = |class: &Class, sizes: &Sizes| {
+        let found = plan(class, sizes, &[]).unwrap();
+        let sums = found.config(Kernel::GroupSums);
+        assert_eq!(found.splits_gqa(), sums.is_some());
+        assert!(sums.is_none_or(|sums| sums.grad_dtype == class.grad_dtype));
+        // They are rounded once, when they are added up.
+        let keys = found.config(Kernel::Backward).unwrap();
+        assert!(!keys.split_gqa || keys.grad_dtype == Elem::F32);
+        let others = &found.choice(Kernel::Backward).others;
+        assert!(keys.split_gqa || others.iter().all(|c| !c.config.split_gqa));
+        found.splits_gqa()
+    };
+    let causal = |sizes: Sizes| Sizes { mean_kv_len: sizes.keys / 2, ..sizes };
+    for deterministic in [false, true] {
+        let grouped = |group, dim| Class {
+            mask: true,
+            deterministic,
+            ..Class::new(Elem::Bf16, dim, dim, group)
+        };
+        // 48 tiles of keys of key/value heads, of which each is walked for three heads.
+        assert!(splits(&grouped(3, 64), &causal(sizes(1, 9, 3, 2048))));
+        assert!(splits(&grouped(4, 128), &causal(sizes(1, 32, 8, 2048))));
+        // One key/value head, whose heaviest tiles take half of the launch.
+        assert!(splits(&grouped(8, 128), &causal(sizes(1, 8, 1, 8192))));
+        // Enough of them for all, and nothing to split.
+        assert!(!splits(&grouped(4, 128), &causal(sizes(2, 32, 8, 8192))));
+        assert!(!splits(&grouped(1, 128), &causal(sizes(1, 8, 8, 1024))));
+    }
+    // Without a mask all items are alike: 128 of 132 multiprocessors are busy as it is.
+    let full = Class::new(Elem::Bf16, 128, 128, 4);
+    assert!(!splits(&full, &sizes(1, 32, 8, 2048)));
+    let (few, asked) = (sizes(1, 32, 8, 2048), ("backward.split_gqa", "true"));
+    assert!(plan(&full, &few, &[asked]).unwrap().splits_gqa());
+    let not = ("backward.split_gqa", "false");
+    let masked = Class { mask: true, ..full.clone() };
+    assert!(!plan(&masked, &causal(few), &[not]).unwrap().splits_gqa());
+    let portable = ("backward.family", "portable");
+    let said = plan(&full, &few, &[asked, portable]).unwrap_err().to_string();
+    assert!(said.contains("portable: it has no gradients of keys for each query head"), "{said}");
+}
+
+#[test]
 fn e4m3_operands_have_a_forward_on_hopper_and_one_line_elsewhere() {
     let (h200, a100) = (Profile::named("h200").unwrap(), Profile::named("a100").unwrap());
     let dims = |dim, dim_v| Dims {
