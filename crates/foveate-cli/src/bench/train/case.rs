@@ -165,18 +165,27 @@ impl Case {
         batch
     }
 
-    /// Where the documents of each row of a batch start, in order: at random, each row by a stream of its
-    /// own. Peers cut theirs at those of batch 0.
+    /// Where the documents of each row of a batch start, in order. Those of batch 0 are cut at random, each row
+    /// by a stream of its own, and peers cut theirs there. Other batches have the same documents in another
+    /// order: as many live pairs, so that every step has as much to do, and peers' steps as much as these.
     pub fn starts(&self, number: usize) -> Vec<Vec<usize>> {
         let row = |row: usize| {
-            let (mut draw, mut starts) = (Random::stream(number as u64, 1 + row as u64), vec![0]);
+            let (mut draw, mut starts) = (Random::stream(0, 1 + row as u64), vec![0]);
             while starts.len() < self.documents {
                 let at = draw.below(self.len());
                 if let Err(place) = starts.binary_search(&at) {
                     starts.insert(place, at);
                 }
             }
-            starts
+            let ends = starts[1..].iter().copied().chain([self.len()]);
+            let mut lens: Vec<usize> =
+                starts.iter().zip(ends).map(|(start, end)| end - start).collect();
+            lens.rotate_left(number % self.documents);
+            let ends = lens.iter().scan(0, |end, len| {
+                *end += len;
+                Some(*end)
+            });
+            ends.zip(&lens).map(|(end, len)| end - len).collect()
         };
         (0..self.rows()).map(row).collect()
     }
@@ -295,8 +304,11 @@ mod tests {
         }
         assert_ne!(case.starts(2)[0], case.starts(2)[1]);
         assert_ne!(case.starts(2), case.starts(3));
-        let keys: f64 = case.batch(0).positions.iter().map(|&p| f64::from(p + 1)).sum();
-        assert_eq!(case.causal_keys(), keys / 171.0);
+        let keys = |number| -> f64 {
+            case.batch(number).positions.iter().map(|&p| f64::from(p + 1)).sum()
+        };
+        assert_eq!(case.causal_keys(), keys(0) / 171.0);
+        assert_eq!([1, 2, 3].map(keys), [keys(0); 3]);
     }
 
     #[test]
