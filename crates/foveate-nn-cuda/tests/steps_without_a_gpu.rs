@@ -19,9 +19,9 @@ use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
-    LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState, Peers,
-    ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule, StepKind, StepRanks,
-    TensorPart, Treatment,
+    KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState,
+    Peers, ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule, StepKind,
+    StepRanks, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -514,6 +514,30 @@ fn a_profile_has_the_times_of_every_block_of_its_steps() {
     assert_eq!(["attention", "attention backward", "linear", "update"].map(calls), [8, 8, 32, 2]);
 }
 
+/// Forward attention waits for the keys of its one stage, backward attention for gradients of keys that return.
+#[test]
+fn a_profile_of_ranks_that_share_rows_says_when_attention_waits() {
+    if !inside("a_profile_of_ranks_that_share_rows_says_when_attention_waits") {
+        return;
+    }
+    for (how, waits) in [(How::Exchange(1), 1), (How::Heads, 2)] {
+        let made = |rank: &TestRank| Steps::of_context(rank, how);
+        let profiled = |steps: &mut Steps, step| match step {
+            0 => steps.model.profile(true).unwrap(),
+            _ => {
+                let times = steps.model.block_times();
+                let calls = |block| times.iter().filter(|time| time.block == block).count();
+                // Of two batches of two layers.
+                let found = ["attention", "attention backward", KEYS_WAIT].map(calls);
+                assert_eq!(found, [4, 4, 8 * waits], "{how:?}");
+            }
+        };
+        on_ranks_with(2, made, Carrier::Auto, Recompute::None, 2, |_, steps, step| {
+            profiled(steps, step)
+        });
+    }
+}
+
 #[test]
 fn a_step_of_two_layers_queues_its_blocks_in_order() {
     if !inside("a_step_of_two_layers_queues_its_blocks_in_order") {
@@ -559,6 +583,18 @@ fn on_ranks(
     steps: usize,
     between: impl Fn(&TestRank) + Sync,
 ) {
+    on_ranks_with(ranks, made, carrier, recompute, steps, |rank, _, _| between(rank));
+}
+
+/// [`on_ranks`], whose `between` is given the steps of its rank, and how many have been run.
+fn on_ranks_with(
+    ranks: usize,
+    made: impl Fn(&TestRank) -> Steps + Sync,
+    carrier: Carrier,
+    recompute: Recompute,
+    steps: usize,
+    between: impl Fn(&TestRank, &mut Steps, usize) + Sync,
+) {
     // What threads share is there before them.
     Cuda::available(0).unwrap();
     std::thread::scope(|scope| {
@@ -566,8 +602,8 @@ fn on_ranks(
             let (between, made, name) = (&between, &made, format!("rank-{}", rank.rank()));
             let run = move || {
                 let mut own = made(&rank);
-                for _ in 0..steps {
-                    between(&rank);
+                for step in 0..steps {
+                    between(&rank, &mut own, step);
                     let totals = own.queue(recompute);
                     own.model.read(totals).unwrap();
                 }

@@ -38,7 +38,7 @@ use crate::sharing::{Carrier, Peers, ReplicaSums, Sharing, TensorSharing};
 pub(crate) use recording::numbers_of;
 pub use recording::{PassIdentity, PassWork, Recording};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
-pub use sums::{BlockTime, SumOverRanks, Sums};
+pub use sums::{BlockTime, KEYS_WAIT, SumOverRanks, Sums};
 pub use transfers::Transfers;
 
 /// What attention is planned for.

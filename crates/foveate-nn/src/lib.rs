@@ -89,10 +89,10 @@ mod through_host;
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
-    Array, AttentionShape, BlockTime, Blocks, ContextOf, KvCache, LayerAttention, LayerProgram,
-    LinearShape, LossGradients, LossOperands, Moments, NormForward, PackedHeads, Part, PartMut,
-    PassIdentity, PassWork, PlanBytes, Recording, ReplicaSumsOf, Rotation, StreamProduct,
-    StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Array, AttentionShape, BlockTime, Blocks, ContextOf, KEYS_WAIT, KvCache, LayerAttention,
+    LayerProgram, LinearShape, LossGradients, LossOperands, Moments, NormForward, PackedHeads,
+    Part, PartMut, PassIdentity, PassWork, PlanBytes, Recording, ReplicaSumsOf, Rotation,
+    StreamProduct, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{

@@ -233,6 +233,25 @@ fn print(
     if found.blocks.is_empty() {
         return Ok(());
     }
+    print_blocks(found, out)?;
+    if let Some(share) = found.working_share() {
+        out.line(format!(
+            "the device works for {:.1} % of a step, by steps that are queued before it begins them",
+            100.0 * share
+        ))?;
+    }
+    if let Some(alone) = found.alone_ms {
+        let within = found.products_ms();
+        out.line(format!(
+            "products of the layers: {within:.2} ms in the step, {alone:.2} alone, a ratio of {:.3}",
+            alone / within
+        ))?;
+    }
+    Ok(())
+}
+
+/// The blocks of a profiled step, and what they wait for.
+fn print_blocks(found: &Measured, out: &mut Output) -> Result<(), Failure> {
     out.line(format!(
         "{:<26} {:>6} {:>9} {:>7} {:>9} {:>8}",
         "block", "calls", "ms", "share", "TFLOP/s", "GB/s"
@@ -260,17 +279,11 @@ fn print(
         100.0 * working / found.profiled_ms,
         found.profiled_ms
     ))?;
-    if let Some(share) = found.working_share() {
+    if found.keys_wait_ms > 0.0 {
         out.line(format!(
-            "the device works for {:.1} % of a step, by steps that are queued before it begins them",
-            100.0 * share
-        ))?;
-    }
-    if let Some(alone) = found.alone_ms {
-        let within = found.products_ms();
-        out.line(format!(
-            "products of the layers: {within:.2} ms in the step, {alone:.2} alone, a ratio of {:.3}",
-            alone / within
+            "attention waits for keys and gradients of other ranks for {:.2} ms, {:.1} % of that step",
+            found.keys_wait_ms,
+            100.0 * found.keys_wait_ms / found.profiled_ms
         ))?;
     }
     Ok(())

@@ -1,10 +1,10 @@
 //! Device time of blocks, by events. Events cost the queue some time, so they are recorded in some
 //! steps only, or while a profile is taken, and nothing waits for them: they are read with the totals
-//! of their step.
+//! of their step. What a block waits for other ranks lies within its time, and is told beside it.
 
 use foveate_gpu::GpuError;
 use foveate_gpu::driver::{Event, Stream};
-use foveate_nn::{BlockTime, Sums};
+use foveate_nn::{BlockTime, KEYS_WAIT, Sums};
 
 /// A step of so many is measured.
 const EVERY: u64 = 16;
@@ -111,7 +111,16 @@ struct Mark {
     step: u64,
     kind: Timed,
     begin: Event,
+    /// Where it waits for other ranks: from, and to where it goes on.
+    waits: Vec<(Event, Option<Event>)>,
     end: Option<Event>,
+}
+
+impl Mark {
+    /// Whether its end was not reached.
+    fn is_open(&self) -> bool {
+        self.end.is_none()
+    }
 }
 
 impl Clock {
@@ -159,14 +168,35 @@ impl Clock {
     pub fn begin(&mut self, stream: &Stream, kind: Timed) -> Result<(), GpuError> {
         if self.measures() {
             let begin = self.event(stream)?;
-            self.marks.push(Mark { step: self.steps, kind, begin, end: None });
+            let (step, waits, end) = (self.steps, Vec::new(), None);
+            self.marks.push(Mark { step, kind, begin, waits, end });
+        }
+        Ok(())
+    }
+
+    /// What was begun last waits for other ranks from here on, until [`Self::goes_on`].
+    pub fn waits(&mut self, stream: &Stream) -> Result<(), GpuError> {
+        if self.measures() && self.marks.last().is_some_and(Mark::is_open) {
+            let from = self.event(stream)?;
+            self.marks.last_mut().expect("there is one").waits.push((from, None));
+        }
+        Ok(())
+    }
+
+    /// The end of a wait.
+    pub fn goes_on(&mut self, stream: &Stream) -> Result<(), GpuError> {
+        let waits = |mark: &Mark| mark.waits.last().is_some_and(|(_, to)| to.is_none());
+        if self.measures() && self.marks.last().is_some_and(waits) {
+            let to = self.event(stream)?;
+            let mark = self.marks.last_mut().expect("there is one");
+            mark.waits.last_mut().expect("it waits").1 = Some(to);
         }
         Ok(())
     }
 
     /// The end of what was begun last.
     pub fn end(&mut self, stream: &Stream) -> Result<(), GpuError> {
-        if self.measures() && self.marks.last().is_some_and(|mark| mark.end.is_none()) {
+        if self.measures() && self.marks.last().is_some_and(Mark::is_open) {
             let end = self.event(stream)?;
             self.marks.last_mut().expect("there is one").end = Some(end);
         }
@@ -181,14 +211,23 @@ impl Clock {
             return Ok(self.last);
         }
         let mut sums = Sums::default();
-        for Mark { kind, begin, end, .. } in own {
+        for Mark { kind, begin, waits, end, .. } in own {
             let Some(end) = end else { continue };
-            let seconds = f64::from(end.ms_since(&begin)?) / 1e3;
+            let seconds = seconds_between(&begin, &end)?;
             if let Some(sum) = kind.sum(&mut sums) {
                 *sum += seconds;
             }
+            for (from, to) in waits {
+                let Some(to) = to else { continue };
+                if let Some(origin) = &self.origin {
+                    let (start, seconds) =
+                        (seconds_between(origin, &from)?, seconds_between(&from, &to)?);
+                    self.profiled.push(BlockTime { block: KEYS_WAIT, start, seconds });
+                }
+                self.free.extend([from, to]);
+            }
             if let Some(origin) = &self.origin {
-                let start = f64::from(begin.ms_since(origin)?) / 1e3;
+                let start = seconds_between(origin, &begin)?;
                 self.profiled.push(BlockTime { block: kind.name(), start, seconds });
             }
             self.free.extend([begin, end]);
@@ -198,4 +237,8 @@ impl Clock {
         }
         Ok(sums)
     }
+}
+
+fn seconds_between(begin: &Event, end: &Event) -> Result<f64, GpuError> {
+    Ok(f64::from(end.ms_since(begin)?) / 1e3)
 }

@@ -23,11 +23,11 @@ use foveate_nn::{
 };
 use foveate_tensor::DType;
 
-use super::Cuda;
 use super::array::CudaArray;
 use super::attention::{AttentionPlan, Learned};
 use super::clock::Timed;
 use super::sharing::{Span, Spans, Way, mark};
+use super::{Cuda, failed};
 use heads::Heads;
 use keys::Keys;
 
@@ -106,11 +106,14 @@ impl Moving {
         Ok(())
     }
 
-    /// Makes `behind` wait for the exchange that began first.
-    fn end(&mut self, behind: &Stream) -> Result<(), NnError> {
+    /// Makes what is queued next wait for the exchange that began first.
+    fn end(&mut self, blocks: &mut Cuda) -> Result<(), NnError> {
         let Some(way) = &mut self.way else { return Ok(()) };
         let done = self.begun.pop_front().expect("an exchange has begun");
-        way.exchange.end(done, behind)
+        let behind = blocks.queue.stream();
+        blocks.clock.waits(behind).map_err(|e| failed(&e))?;
+        way.exchange.end(done, behind)?;
+        blocks.clock.goes_on(behind).map_err(|e| failed(&e))
     }
 }
 

@@ -50,6 +50,10 @@ pub struct Sums {
     pub optimizer_seconds: f64,
 }
 
+/// What a [`BlockTime`] is called that lies within attention's: the time in which attention over ranks waits for
+/// keys, queries or gradients of others.
+pub const KEYS_WAIT: &str = "keys wait";
+
 /// When a block ran on the device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockTime {

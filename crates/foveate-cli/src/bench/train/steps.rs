@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
-    Account, AdamW, Array, BlockTime, Blocks, Gradients, LinearShape, MemoryEstimate, Model,
-    ModelConfig, Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Precision,
+    Account, AdamW, Array, BlockTime, Blocks, Gradients, KEYS_WAIT, LinearShape, MemoryEstimate,
+    Model, ModelConfig, Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Precision,
     Recomputation, Recording, Rule, StepKind, Treatment,
 };
 use foveate_shard::MeshAxis;
@@ -101,6 +101,8 @@ pub struct Measured {
     pub profiled_ms: f64,
     /// Of a profiled step; none where the device takes no times.
     pub blocks: Vec<BlockSum>,
+    /// Of a profiled step, in which attention waits for what other ranks have; part of its blocks' time.
+    pub keys_wait_ms: f64,
     /// Whether the passes of batches were recorded when steps were timed, where that was asked for.
     pub recording: Option<Recording>,
     /// Time of the products of the layers of a step when nothing else runs.
@@ -177,6 +179,7 @@ impl Measured {
             "tflops_half_of_pairs": half,
             "profiled_ms": self.profiled_ms,
             "blocks": self.blocks,
+            "keys_wait_ms": self.keys_wait_ms,
             "working_ms": self.working_ms,
             "working_share": self.working_share(),
             "graphs": self.recording.as_ref().map(|recording| *recording == Recording::On),
@@ -259,7 +262,7 @@ impl Watched<'_> {
             1 => training.working(pause)?,
             _ => None,
         };
-        let (mut blocks, profiled_ms) = training.profiled(pause)?;
+        let Profiled { ms: profiled_ms, mut blocks, keys_wait_ms } = training.profiled(pause)?;
         let cells = training.batches[0].tokens() as f64;
         let pairs = training.pairs.filter(|_| mesh.size(MeshAxis::Context) == 1);
         let keys = pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
@@ -286,6 +289,7 @@ impl Watched<'_> {
             working_ms,
             profiled_ms,
             blocks,
+            keys_wait_ms,
             recording,
             alone_ms: None,
         })
@@ -457,27 +461,41 @@ impl<'a, B: Blocks> Training<'a, B> {
         Ok(Some(times[WORKING / 2]))
     }
 
-    /// The blocks of a step and its milliseconds, in the mean of a few.
-    fn profiled(&mut self, pause: Duration) -> Result<(Vec<BlockSum>, f64), TrainError> {
+    /// A step, in the mean of a few.
+    fn profiled(&mut self, pause: Duration) -> Result<Profiled, TrainError> {
         self.mesh.model.profile(true)?;
-        let (mut ms, mut sums) = (0.0, Vec::<BlockSum>::new());
+        let mut profiled = Profiled::default();
         let steps = PROFILED.div_ceil(self.case.accumulate());
         for _ in 0..steps {
-            ms += self.behind(pause)? / steps as f64;
+            profiled.ms += self.behind(pause)? / steps as f64;
             for BlockTime { block, seconds, .. } in self.mesh.model.block_times() {
+                let ms = seconds * 1e3 / steps as f64;
+                if block == KEYS_WAIT {
+                    profiled.keys_wait_ms += ms;
+                    continue;
+                }
+                let sums = &mut profiled.blocks;
                 let known = sums.iter().position(|sum| sum.block == block);
                 let at = known.unwrap_or_else(|| {
                     sums.push(BlockSum { block, calls: 0, ms: 0.0, flops: 0.0, bytes: 0.0 });
                     sums.len() - 1
                 });
                 sums[at].calls += 1;
-                sums[at].ms += seconds * 1e3 / steps as f64;
+                sums[at].ms += ms;
             }
         }
         self.mesh.model.profile(false)?;
-        sums.iter_mut().for_each(|sum| sum.calls /= steps);
-        Ok((sums, ms))
+        profiled.blocks.iter_mut().for_each(|sum| sum.calls /= steps);
+        Ok(profiled)
     }
+}
+
+/// A profiled step.
+#[derive(Default)]
+struct Profiled {
+    ms: f64,
+    blocks: Vec<BlockSum>,
+    keys_wait_ms: f64,
 }
 
 /// What steps took, in rising order.

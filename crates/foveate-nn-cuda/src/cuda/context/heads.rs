@@ -181,7 +181,7 @@ impl Heads {
     /// Tokens of this rank, of every row, to the ranks whose heads they are of.
     fn give(
         &self,
-        blocks: &Cuda,
+        blocks: &mut Cuda,
         moving: &mut Moving,
         [from, to]: [Address; 2],
         of: Moved,
@@ -194,13 +194,13 @@ impl Heads {
         }
         let [of_ranks, of_all] = self.spans(&staged, to, of);
         moving.begin(blocks.queue.stream(), of_ranks, &of_all)?;
-        moving.end(blocks.queue.stream())
+        moving.end(blocks)
     }
 
     /// All tokens of this rank's heads to the ranks whose tokens they are.
     fn give_back(
         &self,
-        blocks: &Cuda,
+        blocks: &mut Cuda,
         moving: &mut Moving,
         [from, to]: [Address; 2],
         of: Moved,
@@ -208,7 +208,7 @@ impl Heads {
         let staged = self.staged(blocks, from, of)?;
         let [of_ranks, of_all] = self.spans(&staged, from, of);
         moving.begin(blocks.queue.stream(), of_all, &of_ranks)?;
-        moving.end(blocks.queue.stream())?;
+        moving.end(blocks)?;
         for (rank, (apart, _)) in staged.iter().enumerate() {
             for [to, from] in self.pairs(rank, [to, *apart], of) {
                 blocks.run(&CopyRows { from, to })?;

@@ -123,7 +123,7 @@ impl Keys {
         let to = (out.vector().start(), lse.vector().start());
         for (stage, &moves) in self.moves.iter().enumerate() {
             if moves {
-                moving.end(blocks.queue.stream())?;
+                moving.end(blocks)?;
             }
             if !self.computes(stage) {
                 continue;
@@ -191,7 +191,7 @@ impl Keys {
             blocks.run(&SumKeys { from, sources: None, to: to(0, q_width) })?;
         }
         if moves {
-            moving.end(blocks.queue.stream())?;
+            moving.end(blocks)?;
         }
         if self.is_needed() {
             let from = wide(d_keys.address(), rows * all + returned, width);
