@@ -24,10 +24,14 @@ a few steps to warm up, then the median of `--steps`.
 
 import argparse
 import json
+import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -73,10 +77,16 @@ def measured_arguments():
     parser.add_argument("--recompute", required=True, choices=["none", "selective", "full"])
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--mesh", choices=MESHES, default="shard", help="of the ranks that a launcher starts")
+    parser.add_argument("--layers", type=int, help="the first so many; all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--window", type=int, default=0, help="keys back in every other layer")
     parser.add_argument("--cap", type=float, default=0.0, help="of scores, by tanh")
     return parser.parse_args()
+
+
+def named(model: str, layers: int | None) -> str:
+    """A model of fewer layers is another one."""
+    return f"{model}, {layers} layers" if layers else model
 
 
 def attention_of(window: int, cap: float) -> dict:
@@ -86,7 +96,6 @@ def attention_of(window: int, cap: float) -> dict:
 
 def measure(peer: str, args, device: str, step, more: dict):
     """Runs steps and prints what they took."""
-    import os
     import time
 
     import torch
@@ -111,8 +120,9 @@ def measure(peer: str, args, device: str, step, more: dict):
     loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     if int(os.environ.get("RANK", 0)) > 0:
         return
-    unsaid = ("device", "steps", "starts", "window", "cap", *(["mesh"] if ranks == 1 else []))
+    unsaid = ("device", "steps", "starts", "window", "cap", "layers", *(["mesh"] if ranks == 1 else []))
     line = {"peer": peer} | {k: v for k, v in vars(args).items() if k not in unsaid} | {"ranks": ranks}
+    line["model"] = named(args.model, args.layers)
     line |= attention_of(args.window, args.cap)
     line |= {"ms": median * 1e3, "min_ms": min(times) * 1e3}
     line |= {"tokens_per_s": args.rows * args.len / median, "loss": loss.item()}
@@ -154,12 +164,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="most for a measurement")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, of torchtitan; %(default)s")
     parser.add_argument("--mesh", choices=MESHES, default="shard", help="what ranks share; %(default)s")
+    parser.add_argument("--layers", type=int, help="take so many layers of a model, torchtitan's")
     parser.add_argument("--torchtitan", metavar="WHEEL|FOLDER")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=FOVEATE, help="%(default)s")
     args = parser.parse_args()
     if args.ranks > 1 and args.peers != "torchtitan":
         sys.exit("train_gpu_peers: several ranks are torchtitan's: give --peers torchtitan")
+    if args.layers is not None and args.peers != "torchtitan":
+        sys.exit("train_gpu_peers: fewer layers are torchtitan's: give --peers torchtitan")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         site = None
@@ -184,11 +197,11 @@ def one(peer: str, model: str, documents: str, state: str, args, site: Path | No
         return True
     starts = starts_of_rows(args.foveate, args.rows, args.len, int(documents))
     more = {"starts": json.dumps(starts), "steps": args.steps, "device": args.device}
-    command = [sys.executable]
+    if args.layers is not None:
+        more["layers"] = args.layers
     if args.ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         more["mesh"] = args.mesh
-    command += [HERE / f"train_gpu_{peer}.py"]
+    command = [sys.executable, HERE / f"train_gpu_{peer}.py"]
     if peer == "loop":
         more |= {"window": args.window, "cap": args.cap}
     case |= said
@@ -196,19 +209,60 @@ def one(peer: str, model: str, documents: str, state: str, args, site: Path | No
         command += [f"--{name}", str(value)]
     if peer == "torchtitan":
         command += ["--site", site]
-    try:
-        ran = subprocess.run(command, text=True, capture_output=True, timeout=args.seconds)
-        out, errors = ran.stdout, ran.stderr
-        if ran.returncode == 0:
-            print(out, end="", flush=True)
-            return True
-        lines = errors.strip().splitlines() or ["it ended without a word"]
-        # A launcher of several ranks says more behind what went wrong.
-        why = next((line for line in lines if "Error: " in line), lines[-1])
-    except subprocess.TimeoutExpired:
+    ended, out, errors = on_ranks(command, args.ranks, args.seconds)
+    if ended:
+        print(out, end="", flush=True)
+        return True
+    if ended is None:
         why = f"it took more than {args.seconds:.0f} s"
+    else:
+        # What went wrong on one rank, and that another lost it.
+        lines = errors.strip().splitlines() or ["it ended without a word"]
+        why = next((line for line in lines if "Error: " in line), lines[-1])
+        print(errors, file=sys.stderr)
+    case["model"] = named(model, args.layers)
     print(json.dumps({"peer": peer} | case | {"declined": why[:300]}), flush=True)
     return False
+
+
+def on_ranks(command: list, ranks: int, seconds: float) -> tuple[bool | None, str, str]:
+    """Runs a command as so many ranks of this host: whether all ended well, none after `seconds`, what the first
+    printed, and the errors of all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    try:
+        for rank in range(ranks):
+            said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = os.environ | {name: str(value) for name, value in said.items()} if ranks > 1 else None
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment))
+        with ThreadPoolExecutor(ranks) as pool:
+            ends = [pool.submit(communicate, process, processes, seconds) for process in processes]
+            texts = [end.result() for end in ends]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(text is None for text in texts):
+        return None, "", ""
+    errors = "\n".join(text[1] for text in texts)
+    return all(process.returncode == 0 for process in processes), texts[0][0], errors
+
+
+def communicate(process, all_of_them, seconds: float) -> tuple[str, str] | None:
+    """What a rank said; the others end with one that failed, and have a while to say why."""
+    try:
+        said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None
+    if process.returncode != 0:
+        for other in all_of_them:
+            if other is not process:
+                threading.Timer(5.0, other.kill).start()
+    return said
 
 
 if __name__ == "__main__":

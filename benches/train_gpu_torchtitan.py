@@ -50,10 +50,11 @@ def load(site: str):
     replace("torchtitan.config.manager")
 
 
-def sizes_of(model: str, length: int):
+def sizes_of(model: str, length: int, first: int | None):
     from torchtitan.models.llama3.model.args import TransformerModelArgs
 
     hidden, wide, layers, heads, kv_heads, _, vocab, _ = MODELS[model]
+    layers = first or layers
     # Its feed-forward part is 8/3 of the width, times this factor, rounded up.
     factor = wide / int(8 * hidden / 3)
     return TransformerModelArgs(
@@ -77,7 +78,7 @@ def main():
     from torchtitan.models.llama3.infra import parallelize
 
     device, dtype = args.device, {"f32": torch.float32, "bf16": torch.bfloat16}[args.state]
-    sizes = copy.deepcopy(sizes_of(args.model, args.len))
+    sizes = copy.deepcopy(sizes_of(args.model, args.len, args.layers))
     if args.documents > 1:
         sizes.attn_type, sizes.attn_mask_type = "flex", "block_causal"
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
