@@ -5,15 +5,20 @@
 
 Runs the command FOVEATE in FOLDER, on texts made here: five steps of meshes up to eight ranks, threads of a
 process that take the GPUs there are in turn, in every state of the parameters; losses and weights beside one
-rank's, repeats bit for bit, and a run that goes on in another mesh. One line a check, ending in `passed`,
-FAILED or the reason why it was skipped; fails when one fails. Without a GPU it says so and passes.
+rank's, repeats bit for bit, a run that goes on in another mesh, and runs of two processes of which one is
+killed or stopped. One line a check, ending in `passed`, FAILED or the reason why it was skipped; fails when
+one fails. Without a GPU it says so and passes. `shard.py FOVEATE FOLDER pairs` makes those checks alone that
+take two GPUs: by NCCL, and processes that die.
 """
 
 import hashlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gpu_runs import losses, status, tell, write_texts
@@ -91,25 +96,37 @@ STATES = ["f32", "exact", "bf16_gradients", "bf16_moments", "int8_moments", "bf1
 class Place:
     """A folder with texts and a recipe, and the command."""
 
-    def __init__(self, foveate, folder):
-        self.foveate, self.folder = foveate, Path(folder)
+    def __init__(self, foveate, folder, device="cuda:0"):
+        self.foveate, self.folder, self.device = foveate, Path(folder), device
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         write_texts(self.folder, 40, 700)
         for name, program in PROGRAMS.items():
             (self.folder / f"{name}.toml").write_text(RECIPE.replace("PROGRAM", program))
 
-    def train(self, run, ranks, sets=(), flags=(), processes=False, program="documents"):
-        """Losses of the steps, and a hash of masters and moments."""
+    def command(self, run, ranks, sets=(), flags=(), processes=False, program="documents"):
         launch = ["launch", "--ranks", str(ranks), "--"] if processes else []
-        command = [self.foveate, *launch, "train", str(self.folder / f"{program}.toml"), "--device", "cuda:0", *flags]
+        command = [self.foveate, *launch, "train", str(self.folder / f"{program}.toml"), "--device", self.device, *flags]
         command += ["--ranks", str(ranks)] if ranks > 1 and not processes else []
         for key in (f"run.dir={self.folder / run}", *sets):
             command += ["--set", key]
+        return command
+
+    def train(self, run, *args, **more):
+        """Losses of the steps, and a hash of masters and moments."""
+        command = self.command(run, *args, **more)
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
             raise RuntimeError(" | ".join(done.stderr.strip().splitlines()[-3:]))
-        last = sorted((self.folder / run / "checkpoints").glob("step-*"))[-1]
+        return self.reached(run)
+
+    def saved(self, run):
+        """The checkpoints of a run that are whole, the newest last."""
+        return sorted((self.folder / run / "checkpoints").glob("step-*[0-9]"))
+
+    def reached(self, run):
+        """Losses of its steps, and a hash of the masters and moments of its newest checkpoint."""
+        last = self.saved(run)[-1]
         hashed = hashlib.sha256()
         for file in sorted(last.rglob("*.safetensors")):
             hashed.update(file.read_bytes())
@@ -174,11 +191,86 @@ def resumed(place):
     tell("a run goes on in another mesh", off < 1e-4, f"at most {off:.1e} apart")
 
 
-def main(foveate, folder, most=99):
+def harmed(place, run, sets, harm):
+    """A run of two processes, one of which is killed or stopped behind a checkpoint: its status, how long it took
+    to end, what it said, and how many checkpoints it had."""
+    command = place.command(run, 2, sets, processes=True)
+    environment = os.environ | {"FOVEATE_SILENCE": "4"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    since = time.monotonic()
+    while not place.saved(run):
+        if process.poll() is not None or time.monotonic() > since + SECONDS:
+            process.kill()
+            raise RuntimeError(f"it saved nothing: {process.communicate()[1].strip()[-300:]}")
+        time.sleep(0.02)
+    had, began = len(place.saved(run)), time.monotonic()
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]), harm)
+    try:
+        said = process.communicate(timeout=SECONDS)[1]
+    finally:
+        process.kill()
+    return process.returncode, time.monotonic() - began, said, had
+
+
+def goes_on(place, harm, name, sets):
+    """Kills or stops a process of two and resumes; beside a run that was left alone."""
+    run = f"harmed-{name}"
+    try:
+        status, took, said, had = harmed(place, run, sets, harm)
+        left = len(place.saved(run))
+        found = place.train(run, 2, sets, ["--resume"], processes=True)
+    except (RuntimeError, subprocess.TimeoutExpired) as e:
+        return name, None, str(e)[:600]
+    lines = [line for line in said.splitlines() if "rank" in line and ("lost" in line or "silent" in line or "ended" in line)]
+    said = (lines or said.strip().splitlines() or ["it said nothing"])[-1]
+    whole = f"ended with {status} in {took:.1f} s with {had} to {left} checkpoints whole ({said.strip()[:200]});"
+    return name, (status, found), whole
+
+
+def processes_that_die(place):
+    """Two processes, of which one is killed or stopped behind a checkpoint: the launcher ends with 75, and the run
+    that is resumed has the bits of one that was left alone."""
+    carried = "nccl" if gpus(place) > 1 else "host"
+    sets = ("precision.state=exact", f"mesh.transfers={carried}", "train.steps=120", "train.save_every=10", "train.keep=20")
+    harms = [(signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped")]
+    with ThreadPoolExecutor(len(harms) + 1) as pool:
+        alone = pool.submit(place.train, "left-alone", 2, sets, processes=True)
+        ended = list(pool.map(lambda of: goes_on(place, *of, sets), harms))
+        try:
+            alone = alone.result()
+        except (RuntimeError, subprocess.TimeoutExpired) as e:
+            return tell(f"two processes by {carried}", False, str(e)[:600])
+    for name, found, detail in ended:
+        same = found == (75, alone)
+        others = "" if same or found is None else " it came to other losses or weights, or did not end with 75;"
+        tell(f"one of two processes by {carried} {name}, and the run resumed", same, detail + others)
+
+
+def pairs(place):
+    """What takes two GPUs."""
+    sets = ("mesh.context=2", "mesh.strategy=exchange:2")
+    checks = [
+        lambda: processes_that_die(place),
+        lambda: beside_one_rank(place, "context-nccl", "exact", 2, sets, "bias", processes=True),
+        *(lambda mesh=mesh: carried(place, mesh) for mesh in ("mesh.shard=2", "mesh.tensor=2")),
+    ]
+    with ThreadPoolExecutor(len(checks)) as pool:
+        list(pool.map(lambda check: check(), checks))
+
+
+def main(foveate, folder, most="99"):
     if subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True).stdout.find('"arch"') < 0:
         print("shard declined: no GPU")
         return 0
     place = Place(foveate, folder)
+    if most == "pairs":
+        if gpus(place) < 2:
+            print("shard declined: one GPU")
+            return 0
+        pairs(place)
+        return status()
+    most = int(most)
     began = time.monotonic()
     cases = [(state, *MESHES[i % len(MESHES)]) for i, state in enumerate(STATES)]
     in_backward = ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")
@@ -203,8 +295,9 @@ def main(foveate, folder, most=99):
     for mesh in ("mesh.shard=2", "mesh.tensor=2"):
         carried(place, mesh)
     resumed(place)
+    processes_that_die(place)
     return status()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], *(int(n) for n in sys.argv[3:])))
+    sys.exit(main(*sys.argv[1:]))
