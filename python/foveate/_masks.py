@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Callable
 
 import torch
@@ -21,7 +22,8 @@ class Mask:
         out = flex_attention(q, k, v, block_mask=mask)
 
     Nothing is computed when a mask is made, and nothing depends on lengths: one mask serves all. Tensors are
-    read when attention runs.
+    read when attention runs. A mask has no truth value, so ``and``, ``or``, ``not`` and ``if`` refuse it; it equals
+    itself alone.
 
     Args:
         what: The mask in Foveate's text form (``docs/text-form.md``), or a mask function
@@ -62,13 +64,22 @@ class Mask:
         return self._joined(other, "|", lambda a, b: a | b)
 
     def __rand__(self, other: Any) -> Mask:
-        return Mask(other) & self
+        return Mask(other) & self if callable(other) else NotImplemented
 
     def __ror__(self, other: Any) -> Mask:
-        return Mask(other) | self
+        return Mask(other) | self if callable(other) else NotImplemented
 
     def __invert__(self) -> Mask:
         return self._made(f"~({self._what})", lambda *at: ~self(*at), ("~", self))
+
+    def __bool__(self) -> bool:
+        # Torch asks so whether there is a function; Dynamo, where it traces what asks, comes by without a frame of torch's.
+        if not torch.compiler.is_dynamo_compiling() and sys._getframe(1).f_globals["__name__"].startswith("torch."):
+            return True
+        raise TypeError(
+            f"a Mask has no truth value, got {shown(self)} in `and`, `or`, `not` or `if`: join masks with &, | and ~, and ask "
+            "whether there is one with `is None`"
+        )
 
     def __repr__(self) -> str:
         return f"Mask({self._what})"

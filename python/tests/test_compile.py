@@ -300,6 +300,17 @@ def test_masks_without_tables_are_part_of_the_graph(name):
     assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
 
 
+def test_masks_joined_by_and_are_refused_in_a_compiled_function_too():
+    mask = Mask.causal()
+
+    def model(q, k, v):
+        return flex_attention(q, k, v, block_mask=mask and Mask.prefix(3))
+
+    for fullgraph in (False, True):
+        with pytest.raises(Exception, match="a Mask has no truth value, .*: join masks with &"):
+            torch.compile(model, backend="eager", fullgraph=fullgraph)(*operands(1, 2, 2, 33, 33, 8, 8))
+
+
 @pytest.mark.parametrize("returned", [False, True])
 def test_a_block_mask_made_in_the_graph_counts_and_is_made_only_if_something_else_reads_it(returned):
     ids = torch.tensor([0] * 12 + [1] * 28)

@@ -48,6 +48,13 @@ CASES = {
 }
 
 
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+BLOCK = create_block_mask(causal, None, None, L, S, device="cpu")
+
+
 def operands():
     return tuple(torch.randn(2, 4, n, 8, generator=G).requires_grad_() for n in (L, S, S))
 
@@ -95,6 +102,17 @@ def test_one_mask_serves_all_lengths():
     (lambda: Mask("kv < n", n="x"), ValueError, "`n` must be a number or a tensor, got 'x'"),
     (lambda: Mask(3), TypeError, "text"),
     (lambda: Mask.causal() & 3, TypeError, "operand"),
+    (lambda: Mask.causal() & "causal", TypeError, "operand"),
+    (lambda: "causal" & Mask.causal(), TypeError, "operand"),
+    (lambda: Mask.causal() and Mask.document(IDS), TypeError, r"got Mask\(causal\) in `and`, .*: join masks with &, \| and ~"),
+    (lambda: Mask.causal() or Mask.document(IDS), TypeError, "join masks with &"),
+    (lambda: not Mask.causal(), TypeError, "join masks with &"),
+    (lambda: Mask.causal() if Mask.document(IDS) else None, TypeError, "ask whether there is one with `is None`"),
+    (lambda: Mask.causal() and BLOCK, TypeError, "join masks with &"),
+    (lambda: Mask.causal() and causal, TypeError, "join masks with &"),
+    (lambda: any([Mask.causal(), Mask.document(IDS)]), TypeError, "join masks with &"),
+    (lambda: Mask("causal\n& document", doc=IDS) and None, TypeError, "got a Mask in"),
+    (lambda: Mask(*Mask.causal()), TypeError, "not iterable|iterable, not Mask"),
     (lambda: Mask.from_cu_seqlens(torch.tensor([0, 5, 3])), ValueError, "decrease"),
     (lambda: Mask.from_cu_seqlens(torch.tensor([1, 5])), ValueError, "begin at 0"),
     (lambda: Mask.from_cu_seqlens(CU_Q, torch.tensor([0, 5])), ValueError, "as many"),
@@ -106,6 +124,11 @@ def test_a_wrong_mask_is_one_clear_error(make, kind, words):
     with pytest.raises(kind, match=words) as raised:
         flex_attention(q, k, v, block_mask=make())
     assert "\n" not in str(raised.value)
+
+
+def test_a_mask_equals_itself_alone_and_may_be_a_key():
+    one, other = Mask.causal(), Mask.causal()
+    assert one == one and one != other and len({one: 1, other: 2}) == 2
 
 
 @pytest.mark.cpu("the words of a plan of the CPU")

@@ -448,6 +448,12 @@ def test_a_captured_number_compiles_nothing_new():
 REFUSED = {
     "if": (lambda s, b, h, q, kv: s if q > kv else -s, "control flow"),
     "and": (lambda s, b, h, q, kv: torch.where(q > kv and h > 1, s, 0.0), "control flow"),
+    "or": (lambda s, b, h, q, kv: torch.where(q > kv or h > 1, s, 0.0), "control flow"),
+    "not": (lambda s, b, h, q, kv: torch.where(not q > kv, s, 0.0), "use torch.where, &, | and ~"),
+    "a chained comparison": (lambda s, b, h, q, kv: torch.where(kv <= q < kv + 4, s, 0.0), "a < b < c"),
+    "in": (lambda s, b, h, q, kv: torch.where(q in (1, 2), s, 0.0), "control flow"),
+    "and of indices": (lambda s, b, h, q, kv: s * (q and kv), "control flow"),
+    "and of rows": (lambda s, b, h, q, kv: s * (TABLE[q] and TABLE[kv]).sum(), "control flow"),
     "item": (lambda s, b, h, q, kv: s * q.item(), "item"),
     "float": (lambda s, b, h, q, kv: s * float(q), "float"),
     "range": (lambda s, b, h, q, kv: s * len(range(q)), "range"),

@@ -55,8 +55,8 @@ impl Expr {
     }
 }
 
-const BRANCH: &str = "Python control flow (if, while, and, or, not, assert) on a traced value; \
-                      use torch.where, &, | and ~";
+const BRANCH: &str = "Python control flow (if, while, and, or, not, in, assert, a < b < c) on a \
+                      traced value; use torch.where, &, | and ~";
 const NUMBER: &str = "a traced value has no number yet: a mask or score function is read once, \
                       for all indices; .item(), int(), float() and range() cannot be used on it";
 
