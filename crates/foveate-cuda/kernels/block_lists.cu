@@ -1,13 +1,13 @@
 // The block lists: runs of live tiles of every row of tiles, from the mask, a CTA for each row and head.
 //
+//   0. tables     the range tables that a CTA makes for itself                    OwnTables
 //   1. cover      a thread decides 32 tiles at once by bounds                      fv_cover
 //   2. cover      a warp decides the 32 tiles of an undecided word, one a lane     fv_cover
 //   3. evaluate   a warp evaluates every entry of a tile that bounds leave open    fv_mask
 //   4. runs       one warp turns the bits of the row into runs
 //
 // Barriers: __syncthreads between the phases. Shared memory: three bits a tile (live, full, undecided), so
-// a row of a million keys, 16384 tiles of 64, takes 6 KiB. For causal, window, prefix and document masks
-// phase 1 decides all but a few words of a row.
+// a row of a million keys, 16384 tiles of 64, takes 6 KiB, and behind them the tables of phase 0. For causal, window, prefix and document masks phase 1 decides all but a few words of a row.
 //
 // A tile may have several cells (see Run in params.cuh). Phases 1 to 3 then take each strip of queries as a row of
 // its own, and phase 4 puts tiles together from their cells.
@@ -227,6 +227,10 @@ __device__ int strips_of(const BlockListsParams& p) {
 extern "C" __global__ void __launch_bounds__(LIST_WARPS * 32)
 fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant__ Mods mods) {
     extern __shared__ unsigned lives[];
+    if (p.own_tables) {
+        for_each_bounded(mods, OwnTables());
+        __syncthreads();
+    }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
     const Tile tile = p.tiles[blockIdx.x];
     const Sequence s = p.sequences[tile.sequence];

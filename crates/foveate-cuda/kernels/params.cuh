@@ -193,6 +193,7 @@ struct BlockListsParams {
     int of_keys;                 // 1 when the rows are tiles of keys
     int group;                   // query heads of a key/value head
     int strips;                  // cells of a tile; 1 when the rows are tiles of keys
+    int own_tables;              // 1 where a CTA makes range tables for itself
     // Of fv_dq_ranks, which reads counts and runs.
     int columns;                 // tiles of the longest row
     int* ranks;                  // [rows, columns] BackwardParams::dq_ranks to be written, where a tile is live

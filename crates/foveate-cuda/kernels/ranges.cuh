@@ -286,6 +286,17 @@ constexpr int RANGE_BLOCK = 32;
 // Leading axes with up to this many rows are joined row by row; beyond, anything is possible.
 constexpr int RANGE_ROWS = 64;
 
+// Where a table is. One that a CTA makes for itself (own_tables.cuh) is told by the bytes before it in the CTA's dynamic
+// shared memory: less than OWN_TABLES_END, where no device memory lies.
+constexpr i64 OWN_TABLES_END = 1 << 20;
+template <typename Ends>
+__device__ bool is_own(const Ends* table) { return reinterpret_cast<i64>(table) < OWN_TABLES_END; }
+template <typename Ends>
+__device__ Ends* own_table(const Ends* table) {
+    extern __shared__ char dynamic_shared[];
+    return reinterpret_cast<Ends*>(dynamic_shared + reinterpret_cast<i64>(table));
+}
+
 struct Axis {
     IntRange index;
     int length;
@@ -335,7 +346,7 @@ __device__ auto load(const Elem* elems, const Ends* table, const Axis (&axes)[RA
             for (int i = from + 1; i < to; ++i) range = join(range, one(at + i * step));
             return range;
         }
-        const Ends* ends = table + (level * rows + row) * blocks;
+        const Ends* ends = (is_own(table) ? own_table(table) : table) + (level * rows + row) * blocks;
         within &= fits(ends[first]) && fits(ends[last - (1 << level)]);
         auto range = join(range_of(ends[first]), range_of(ends[last - (1 << level)]));
         for (int i = from; i < first * RANGE_BLOCK; ++i) range = join(range, one(at + i * step));

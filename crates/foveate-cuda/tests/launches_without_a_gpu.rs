@@ -615,3 +615,49 @@ fn documents_that_are_overwritten_make_new_lists_in_the_memory_of_the_old_ones()
     let more = trace::stop();
     assert!(!more.iter().any(|n| matches!(n, trace::Noted::Allocated { .. })), "{more:?}");
 }
+
+#[test]
+fn range_tables_of_small_buffers_take_no_launch_and_those_of_large_ones_do() {
+    if !inside("range_tables_of_small_buffers_take_no_launch_and_those_of_large_ones_do") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().new_queue().unwrap();
+    let tensors = Tensors::new(&DIMS);
+    let memory = queue.pool().take(4 * 70_000).unwrap();
+    // Of how many elements each buffer is, whether heads differ, and how many tables take a launch.
+    for (lengths, by_head, tables) in [
+        (&[301][..], false, 0),
+        (&[16_384], false, 0),
+        (&[16_385], false, 1),
+        (&[10_000, 10_000], false, 1),
+        (&[301], true, 0),
+        (&[4_097], true, 1),
+    ] {
+        let names: Vec<String> = (0..lengths.len()).map(|i| format!("ids{i}")).collect();
+        let mut mask = masks::causal();
+        for (name, &len) in names.iter().zip(lengths) {
+            let ids = Buffer::<i32>::on_device(name, &[len]).unwrap();
+            let same = match by_head {
+                true => ids.at([expr::q()]).eq(ids.at([expr::kv()]) + expr::h()),
+                false => ids.at([expr::q()]).eq(ids.at([expr::kv()])),
+            };
+            mask = mask & MaskMod::new(same.dynamic()).unwrap();
+        }
+        let plan = plan(&Spec { mask: Some(mask), ..PLAIN }, &DIMS, CudaOptions::default());
+        let shapes: Vec<[usize; 1]> = lengths.iter().map(|&len| [len]).collect();
+        let array = |shape| DeviceArray::new(memory.address(), ElementType::I32, shape);
+        let captures: Vec<(&str, DeviceArray<'_>)> =
+            names.iter().zip(&shapes).map(|(name, shape)| (&name[..], array(shape))).collect();
+        let operands = DeviceOperands { captures: &captures, ..tensors.forward.operands };
+        let forward = DeviceForward { operands, ..tensors.forward };
+        let backward =
+            DeviceBackward { operands, d_captures: Vec::new(), ..tensors.backward.clone() };
+        plan.forward_on(&queue, &forward).unwrap();
+        plan.backward_on(&queue, &backward).unwrap();
+        let made = launches();
+        let count = |kernel| self::names(&made).iter().filter(|name| **name == kernel).count();
+        let said = format!("{lengths:?}, by head: {by_head}: {made:?}");
+        assert_eq!(count("fv_range_table"), 2 * tables, "{said}");
+        assert_eq!(count("fv_block_lists"), 2, "{said}");
+    }
+}

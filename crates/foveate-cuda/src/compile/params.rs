@@ -333,7 +333,8 @@ foveate_gpu::abi_structs! {
     }
 
     /// Arguments of the kernel that builds block lists. Its grid is `[tiles, heads]` and a block
-    /// has [`Self::THREADS`] threads and `Cells::list_bytes` of shared memory.
+    /// has [`Self::THREADS`] threads and `Cells::list_bytes` of shared memory, before the tables that it
+    /// makes for itself.
     pub struct BlockListsParams {
         /// [`Sequence`]s.
         pub sequences: Address,
@@ -359,6 +360,9 @@ foveate_gpu::abi_structs! {
         pub group: i32,
         /// Strips of queries of a tile that have cells of their own.
         pub strips: i32,
+        /// 1 where a CTA makes range tables for itself: those of `struct Mods` that are told by their
+        /// place in its shared memory.
+        pub own_tables: i32,
         /// Tiles of the longest row: the columns of `ranks`.
         pub columns: i32,
         /// i32 `[rows, columns]`, `BackwardParams::dq_ranks` to be written.

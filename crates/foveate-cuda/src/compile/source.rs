@@ -18,6 +18,8 @@ const FORWARD_STEPS: &str = include_str!("../../kernels/forward_steps.cuh");
 const FORWARD_ROW: &str = include_str!("../../kernels/forward_row.cuh");
 const HOPPER: &str = include_str!("../../kernels/hopper/hopper.cuh");
 const BOUNDED_WAITS: &str = include_str!("../../kernels/hopper/bounded_waits.cuh");
+const RANGE_ENDS: &str = include_str!("../../kernels/range_ends.cuh");
+const OWN_TABLES: &str = include_str!("../../kernels/own_tables.cuh");
 const ROWS: &str = include_str!("../../kernels/rows.cuh");
 const BACKWARD_DEVICE: &str = include_str!("../../kernels/backward_device.cuh");
 const PORTABLE_BACKWARD: &str = include_str!("../../kernels/portable/backward_device.cuh");
@@ -100,10 +102,10 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
             &[DEVICE, BACKWARD_DEVICE, include_str!("../../kernels/group_sums.cu")]
         }
         (Kernel::BlockLists, Family::Portable | Family::Hopper) => {
-            &[include_str!("../../kernels/block_lists.cu")]
+            &[RANGE_ENDS, OWN_TABLES, include_str!("../../kernels/block_lists.cu")]
         }
         (Kernel::RangeTable, Family::Portable | Family::Hopper) => {
-            &[include_str!("../../kernels/range_table.cu")]
+            &[RANGE_ENDS, include_str!("../../kernels/range_table.cu")]
         }
         (Kernel::TransposeValues, Family::Portable | Family::Hopper) => {
             &[DEVICE, include_str!("../../kernels/hopper/transpose_values.cu")]

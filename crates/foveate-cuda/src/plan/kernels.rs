@@ -225,18 +225,26 @@ impl CudaPlan {
         lock(&self.kernels).notes.clone()
     }
 
-    /// The kernel that makes block lists, with room for rows of so many bytes, and its mods.
-    pub(super) fn list_kernel(
+    /// The mask as the kernel that makes block lists evaluates it.
+    pub(super) fn printed_mask(
         &self,
         call: &Call<'_>,
         tile: TileSize,
-        shared_bytes: usize,
-    ) -> Result<(Function, Arc<Printed>), CudaError> {
+    ) -> Result<Arc<Printed>, CudaError> {
         let config = Config::block_lists(BlockListsParams::THREADS, call.checked);
-        let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
-        let printed = self.printed(PrintedMods::Mask, call, &at)?;
-        let function = self.beside(Entry::BlockLists, config, &printed, shared_bytes)?;
-        Ok((function, printed))
+        let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config };
+        self.printed(PrintedMods::Mask, call, &at)
+    }
+
+    /// The kernel that makes block lists of a printed mask, with so many bytes of shared memory.
+    pub(super) fn list_kernel(
+        &self,
+        call: &Call<'_>,
+        mask: &Printed,
+        shared_bytes: usize,
+    ) -> Result<Function, CudaError> {
+        let config = Config::block_lists(BlockListsParams::THREADS, call.checked);
+        self.beside(Entry::BlockLists, config, mask, shared_bytes)
     }
 
     /// The kernel that ranks what they say, in the same source.
@@ -246,9 +254,7 @@ impl CudaPlan {
         tile: TileSize,
     ) -> Result<Function, CudaError> {
         let config = Config::block_lists(BlockListsParams::THREADS, call.checked);
-        let at = Config { tile_q: tile.q, tile_kv: tile.kv, ..config.clone() };
-        let printed = self.printed(PrintedMods::Mask, call, &at)?;
-        self.beside(Entry::DqRanks, config, &printed, 0)
+        self.beside(Entry::DqRanks, config, &*self.printed_mask(call, tile)?, 0)
     }
 
     /// A kernel that evaluates no mods, and is one for all programs.

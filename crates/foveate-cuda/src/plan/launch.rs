@@ -254,8 +254,7 @@ impl<'a> PassLauncher<'a> {
         if launch.mods == PrintedMods::Nothing {
             return queue_kernel(function, queue, grid, threads, &[&bytes]);
         }
-        let (report, state) = (self.report.address(), &mut self.state);
-        let mods = self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, report)?;
+        let mods = self.mods_bytes(kernel)?;
         queue_kernel(function, queue, grid, threads, &[&bytes, &mods])
     }
 
@@ -300,14 +299,18 @@ impl<'a> PassLauncher<'a> {
         let v = values.as_ref().map(|(_, v)| v);
         let (persistent, maps) =
             self.plan.persistent(operands, v, d_out, &kernel.config, schedule)?;
-        let (report, state) = (self.report.address(), &mut self.state);
-        let mods = self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, report)?;
+        let mods = self.mods_bytes(kernel)?;
         let (params, persistent) = (params.bytes(), persistent.bytes());
         let maps: Vec<_> = maps.iter().map(Abi::bytes).collect();
         let mut parameters = vec![&params[..], &mods, &persistent];
         parameters.extend(maps.iter().map(|map| &map[..]));
         let grid = [items.min(self.plan.engine.profile().sms) as u32, 1, 1];
         queue_kernel(&kernel.function, queue, grid, threads, &parameters)
+    }
+
+    fn mods_bytes(&mut self, kernel: &Ready) -> Result<Vec<u8>, CudaError> {
+        let (report, state) = (self.report.address(), &mut self.state);
+        self.plan.mods_bytes(self.call, state, &kernel.mods, self.gradients, None, report)
     }
 
     /// CTAs of a launch, and threads of each.

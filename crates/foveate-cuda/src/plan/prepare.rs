@@ -2,6 +2,8 @@
 
 use std::thread;
 
+use foveate_mask::Varies;
+
 use super::CudaPlan;
 use super::call::Call;
 use super::kernels::sizes;
@@ -75,13 +77,14 @@ impl CudaPlan {
         launch: &PassLaunch,
     ) -> Result<(), CudaError> {
         let tile = self.kernel(chosen, launch, call)?.tile();
-        if launch.main_loop && self.spec.mask.is_some() {
+        if let Some(mask) = self.spec.mask.as_ref().filter(|_| launch.main_loop) {
             let [q, kv] = call.sequences.longest();
             let columns = match launch.axis {
                 Axis::Queries => kv.div_ceil(tile.kv),
                 Axis::Keys => q.div_ceil(tile.q),
             };
-            self.list_kernel(call, tile, tile.cells.list_bytes(columns))?;
+            let heads = if Varies::of(mask).by_head { call.dims.heads_q } else { 1 };
+            self.list_kernel_of(call, tile, columns, heads)?;
         }
         Ok(())
     }

@@ -26,8 +26,8 @@ use crate::compile::config::Config;
 use crate::compile::params::{self, Abi, Address, BlockListsParams, SequencesParams, array_bytes};
 use crate::error::CudaError;
 pub(super) use buffers::Gradient;
-use buffers::{TableKey, Uploaded};
-use foveate_gpu::driver::{Allocation, Pool};
+use buffers::{OwnTables, TableKey, Uploaded};
+use foveate_gpu::driver::{Allocation, Function, Pool};
 use foveate_gpu::sync::lock;
 use foveate_gpu::{Queue, WeakQueue};
 
@@ -596,6 +596,22 @@ impl CudaPlan {
         }
     }
 
+    /// The kernel that makes block lists of so many heads, with room for rows of so many tiles, its
+    /// mask, and the range tables that it makes for itself.
+    pub(super) fn list_kernel_of(
+        &self,
+        call: &Call<'_>,
+        tile: TileSize,
+        columns: usize,
+        heads: usize,
+    ) -> Result<(Function, Arc<Printed>, OwnTables), CudaError> {
+        let printed = self.printed_mask(call, tile)?;
+        let list_bytes = tile.cells.list_bytes(columns);
+        let own = OwnTables::new(call, &printed.source, heads, list_bytes);
+        let function = self.list_kernel(call, &printed, own.shared_bytes)?;
+        Ok((function, printed, own))
+    }
+
     /// Queues the making of block lists in memory that is there, and returns the mask that makes them.
     #[expect(clippy::too_many_arguments, reason = "what decides a list, and where it goes")]
     pub(super) fn queue_lists(
@@ -609,10 +625,12 @@ impl CudaPlan {
         report: Address,
     ) -> Result<Arc<Printed>, CudaError> {
         let (rows, queue) = (&schedule.rows, call.queue);
-        let params = self.list_params(call, schedule, axis, tile, lists);
-        let shared = tile.cells.list_bytes(rows.longest);
-        let (function, printed) = self.list_kernel(call, tile, shared)?;
-        let mods = self.mods_bytes(call, state, &printed, &[], report)?;
+        let (function, printed, own) = self.list_kernel_of(call, tile, rows.longest, rows.heads)?;
+        let params = BlockListsParams {
+            own_tables: i32::from(!own.is_empty()),
+            ..self.list_params(call, schedule, axis, tile, lists)
+        };
+        let mods = self.mods_bytes(call, state, &printed, &[], Some(&own), report)?;
         let grid = [rows.count as u32, rows.heads as u32, 1];
         let threads = BlockListsParams::THREADS as u32;
         queue_kernel(&function, queue, grid, threads, &[&params.bytes(), &mods])?;

@@ -62,7 +62,8 @@ pub enum FieldKind {
     /// Address of the integer sums of a learned buffer's gradient (deterministic only), i64
     /// `[elements, 3]`.
     Sums(usize),
-    /// Address of a captured buffer's range table ([`super::range_table_bytes`]).
+    /// Address of a captured buffer's range table ([`super::range_table_bytes`]), or its place in the
+    /// shared memory of a kernel that makes it.
     Ranges(usize),
     /// Address of the report of an index out of range (checked only), i32 `[4]`.
     Report,
@@ -118,7 +119,8 @@ pub struct BufferAddresses {
     /// Integer sums of the gradient, i64 `[elements, 3]`, all 0 before the backward, which
     /// `fv_capture_sums` adds to the gradient after it.
     pub sums: Address,
-    /// The range table; see [`super::range_table_bytes`].
+    /// The range table; see [`super::range_table_bytes`]. Where the kernel makes it for itself, its
+    /// place in shared memory, in bytes; 0 where no bounds read it.
     pub ranges: Address,
 }
 
@@ -333,9 +335,7 @@ impl CaptureLayout {
                 FieldKind::Sums(slot) => {
                     address("integer sums", &name(slot), addresses[slot].sums)?
                 }
-                FieldKind::Ranges(slot) => {
-                    address("range table", &name(slot), addresses[slot].ranges)?
-                }
+                FieldKind::Ranges(slot) => addresses[slot].ranges.to_le_bytes().to_vec(),
                 FieldKind::Report => address("report", "indices out of range", report)?,
                 FieldKind::Length { buffer, axis } => {
                     let buffer = &captures.buffers[buffer];

@@ -183,6 +183,7 @@ impl ModsSource {
             context.outside(),
             context.mask(mods.mask, mask.as_ref()),
             context.cover(mask.as_ref()),
+            context.each_bounded(&bounded),
             context.score(mods.score, score.as_ref()),
             context.score_reads(score.as_ref().filter(|_| gradient.is_some())),
             context.score_gradient(gradient.as_ref()),
@@ -455,6 +456,36 @@ impl Context<'_> {
         statements.push(format!("const BoolRange mask = {};", printed.roots[0].text));
         statements.push("return cover(mask, within);".to_owned());
         function(says, head, &statements)
+    }
+
+    /// The captured buffers whose ranges `fv_cover` reads: elements, range tables and axes.
+    fn each_bounded(&self, slots: &BTreeSet<usize>) -> String {
+        let field = |kind| format!("mods.{}", self.layout.name(kind));
+        let statement = |&slot: &usize| {
+            let axes: Vec<String> = (0..self.captures.buffers[slot].shape().len())
+                .map(|axis| {
+                    let length = field(FieldKind::Length { buffer: slot, axis });
+                    match self.captures.buffers[slot].is_dense() {
+                        true => format!("{{IntRange(0), {length}}}"),
+                        false => {
+                            let stride = field(FieldKind::Stride { buffer: slot, axis });
+                            format!("{{IntRange(0), {length}, {stride}}}")
+                        }
+                    }
+                })
+                .collect();
+            let [elems, table] = [FieldKind::Buffer(slot), FieldKind::Ranges(slot)].map(field);
+            format!("f({elems}, {table}, {{{}}});", axes.join(", "))
+        };
+        let statements: Vec<String> = slots.iter().map(statement).collect();
+        let head =
+            "void for_each_bounded([[maybe_unused]] const Mods& mods, [[maybe_unused]] const F& f)";
+        let says = "Calls f with the buffers whose ranges fv_cover reads, their tables and axes.";
+        function(says, head, &statements).replacen(
+            "__device__",
+            "template <typename F>\n__device__",
+            1,
+        )
     }
 
     fn score(&self, score: Option<&ScoreMod>, part: Option<&Part<'_>>) -> String {

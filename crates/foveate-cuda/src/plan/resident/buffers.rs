@@ -7,7 +7,7 @@ use foveate_mods::AnyBuffer;
 
 use super::{CallState, count, push_bounded, refuse_made_recorded, refuse_recording};
 use crate::compile::codegen::{
-    BufferAddresses, buffer_bytes, range_table_bytes, range_table_params,
+    BufferAddresses, ModsSource, buffer_bytes, range_table_bytes, range_table_params,
 };
 use crate::compile::config::Config;
 use crate::compile::params::{Abi, Address};
@@ -54,19 +54,80 @@ pub(in crate::plan) struct Gradient<'a> {
 /// Range tables of captured buffers in device memory kept at a time.
 const MOST_TABLES: usize = 16;
 
+/// The range tables that the CTAs of a kernel of lists make for themselves, each all of them: those of
+/// small captured buffers in device memory, whose elements each CTA reads in less time than the launch
+/// of [`CudaPlan::range_table`] takes.
+#[derive(Debug, Default)]
+pub(in crate::plan) struct OwnTables {
+    /// The slot of each buffer, and the place of its table in shared memory.
+    tables: Vec<(usize, usize)>,
+    /// Bytes of shared memory, those before the tables among them.
+    pub shared_bytes: usize,
+}
+
+impl OwnTables {
+    /// Elements that a CTA reads at most, where lists are the same for all heads; where each head has
+    /// its own, there are as many times more CTAs.
+    const MOST_ELEMS: usize = 1 << 14;
+
+    /// Bytes of shared memory that tables take at most.
+    const MOST_BYTES: usize = 40 << 10;
+
+    /// Tables take a multiple of these bytes, so that buffers of many lengths make few kernels.
+    const GRANULE: usize = 4 << 10;
+
+    /// Those of a call whose mask is printed as `source`, with lists for so many heads, behind so many
+    /// bytes of shared memory.
+    pub fn new(call: &Call<'_>, source: &ModsSource, heads: usize, before: usize) -> Self {
+        // No place is 0, which is nowhere.
+        let first = before.next_multiple_of(8).max(8);
+        let (mut tables, mut elems, mut end) = (Vec::new(), 0, first);
+        for slot in source.bounded() {
+            let buffer = &source.buffers()[slot];
+            if !buffer.is_on_device() || call.capture(buffer.name()).is_none() {
+                continue;
+            }
+            let more = buffer.elems().saturating_mul(heads);
+            let bytes = range_table_bytes(buffer.shape());
+            if more <= Self::MOST_ELEMS - elems && bytes <= Self::MOST_BYTES - (end - first) {
+                tables.push((slot, end));
+                (elems, end) = (elems + more, end + bytes);
+            }
+        }
+        let taken = (end - first).next_multiple_of(Self::GRANULE);
+        let shared_bytes = if tables.is_empty() { before } else { first + taken };
+        Self { tables, shared_bytes }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tables.is_empty()
+    }
+
+    /// The place of the table of a slot, if it is one of these.
+    fn place(&self, slot: usize) -> Option<Address> {
+        let found = self.tables.iter().find(|(of, _)| *of == slot);
+        found.map(|&(_, place)| place as Address)
+    }
+}
+
 impl CudaPlan {
-    /// The bytes of `struct Mods`: where captured buffers and their gradients are.
+    /// The bytes of `struct Mods`: where captured buffers and their gradients are, and, for a kernel that
+    /// reads bounds, the range tables that it does not make for itself.
     pub(in crate::plan) fn mods_bytes(
         &self,
         call: &Call<'_>,
         state: &mut CallState,
         printed: &Printed,
         gradients: &[Gradient<'_>],
+        tables: Option<&OwnTables>,
         report: Address,
     ) -> Result<Vec<u8>, CudaError> {
         let source = &printed.source;
         let learned: Vec<usize> = source.learned().collect();
-        let bounded: Vec<usize> = source.bounded().collect();
+        let bounded: Vec<usize> = match tables {
+            Some(own) => source.bounded().filter(|&slot| own.place(slot).is_none()).collect(),
+            None => Vec::new(),
+        };
         let mut addresses = Vec::with_capacity(source.buffers().len());
         for (slot, buffer) in source.buffers().iter().enumerate() {
             let bounded = bounded.contains(&slot);
@@ -81,6 +142,7 @@ impl CudaPlan {
             let wanted = gradients.iter().find(|g| g.name == buffer.name());
             let wanted = wanted.filter(|_| learned.contains(&slot));
             let (gradient, sums) = wanted.map_or((0, 0), |g| (g.into, g.sums));
+            let ranges = tables.and_then(|own| own.place(slot)).unwrap_or(ranges);
             addresses.push(BufferAddresses { elems, gradient, sums, ranges });
         }
         source.pack(&addresses, report)

@@ -7,7 +7,6 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(threads)
-#define __shared__
 #define FV_CHECKED 0
 
 struct Index { int x, y, z; };
@@ -65,6 +64,9 @@ static int __shfl_up_sync(unsigned, int x, int by) {
     return int(exchange(unsigned(x))[lane < by ? lane : lane - by]);
 }
 static int __shfl_xor_sync(unsigned, int x, int by) { return int(exchange(unsigned(x))[threadIdx.x % 32 ^ by]); }
+static float __shfl_xor_sync(unsigned lanes, float x, int by) {
+    return __int_as_float(__shfl_xor_sync(lanes, __float_as_int(x), by));
+}
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __ffs(int x) { return __builtin_ffs(x); }
 static i64 min(i64 x, i64 y) { return x < y ? x : y; }

@@ -87,6 +87,17 @@ struct Built {
     ranks: Vec<Vec<i32>>,
 }
 
+/// The same with range tables that a CTA makes for itself, one behind the other.
+fn in_shared_memory(tables: &[BufferAddresses], source: &ModsSource) -> Vec<BufferAddresses> {
+    let mut end = 0;
+    let place = |(of, buffer): (&BufferAddresses, &AnyBuffer)| {
+        let ranges = end + 8;
+        end = ranges + range_table_bytes(buffer.shape()) as u64;
+        BufferAddresses { ranges, ..*of }
+    };
+    tables.iter().zip(source.buffers()).map(place).collect()
+}
+
 /// What a rank is where nothing was written.
 const UNTOUCHED: i32 = -1;
 
@@ -98,6 +109,8 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
         include_str!("../../../../kernels/params.cuh"),
         PRELUDE,
         include_str!("block.h"),
+        include_str!("../../../../kernels/range_ends.cuh"),
+        include_str!("../../../../kernels/own_tables.cuh"),
     ]
     .concat();
     let mut main = String::from("int main() { take_arena();");
@@ -115,7 +128,7 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
             source.text(),
             include_str!("../../../../kernels/block_lists.cu"),
         ));
-        main.push_str(&format!(" p{i}::run();"));
+        main.push_str(&format!(" p{i}::run(); p{i}::run();"));
         if case.of_keys {
             main.push_str(&format!(" p{i}::run_plain();"));
         }
@@ -133,7 +146,8 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
             .collect();
         tiles.reverse();
         let all = ((rows[0] + rows[1]) * case.heads()) as usize;
-        let counts = arena.put(&vec![0xff; all * (4 + 8 * case.capacity as usize)]);
+        let list_bytes = all * (4 + 8 * case.capacity as usize);
+        let [counts, again] = [(); 2].map(|()| arena.put(&vec![0xff; list_bytes]));
         let params = BlockListsParams {
             sequences: arena.put(&array_bytes(&[sequence(0), sequence(1)])),
             tiles: arena.put(&array_bytes(&tiles)),
@@ -146,16 +160,27 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
             of_keys: case.of_keys.into(),
             group: HEADS,
             strips: case.cells.0 as i32,
+            own_tables: 0,
             columns: case.columns(),
             ranks: arena.put(&vec![0xff; 4 * all * case.columns() as usize]),
         };
-        let mods = source.pack(&put_buffers(&mut arena, &source), 0).unwrap();
-        input.extend((mods.len() as i32).to_le_bytes());
-        input.extend(mods);
-        input.extend(params.bytes());
-        input.extend([tiles.len() as i32, case.heads()].map(i32::to_le_bytes).concat());
-        input.extend(counts.to_le_bytes());
-        input.extend((all as u64 * (4 + 8 * case.capacity as u64)).to_le_bytes());
+        let tables = put_buffers(&mut arena, &source);
+        let own_tables = in_shared_memory(&tables, &source);
+        let own = BlockListsParams {
+            counts: again,
+            runs: again + 4 * all as u64,
+            own_tables: 1,
+            ..params
+        };
+        for (params, addresses) in [(params, tables), (own, own_tables)] {
+            let mods = source.pack(&addresses, 0).unwrap();
+            input.extend((mods.len() as i32).to_le_bytes());
+            input.extend(mods);
+            input.extend(params.bytes());
+            input.extend([tiles.len() as i32, case.heads()].map(i32::to_le_bytes).concat());
+            input.extend(params.counts.to_le_bytes());
+            input.extend((list_bytes as u64).to_le_bytes());
+        }
         if case.of_keys {
             input.extend(params.bytes());
             let warps = BlockListsParams::THREADS as u32 / 32;
@@ -165,13 +190,20 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
             input.extend((4 * all as u64 * case.columns() as u64).to_le_bytes());
         }
     }
-    let bytes = program_output(&format!("{text}{main} }}\n"), arena, input)?;
+    Some(parsed(cases, &program_output(&format!("{text}{main} }}\n"), arena, input)?))
+}
+
+/// What the kernels of each case wrote: lists by tables that there are, the same by those that each CTA
+/// makes, and ranks.
+fn parsed(cases: &[Case], bytes: &[u8]) -> Vec<Built> {
     let mut ints = bytes.chunks(4).map(|word| i32::from_le_bytes(word.try_into().unwrap()));
     let lists = cases.iter().map(|case| {
         let all = case.wanted().len();
         let mut take = |n: usize| -> Vec<i32> { ints.by_ref().take(n).collect() };
-        let counts = take(all);
-        let runs = take(all * 2 * case.capacity as usize);
+        let ints = all * (1 + 2 * case.capacity as usize);
+        let (lists, by_own_tables) = (take(ints), take(ints));
+        assert_eq!(lists, by_own_tables, "{} by tables that each CTA makes", case.mask);
+        let (counts, runs) = lists.split_at(all);
         let row = |(row, count): (usize, &i32)| {
             let runs = &runs[row * 2 * case.capacity as usize..][..2 * *count as usize];
             runs.chunks(2).map(|r| Run { first: r[0], count_kind: r[1] }).collect()
@@ -181,7 +213,7 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
         let ranks = take(if case.of_keys { all * columns } else { 0 });
         Built { rows, ranks: ranks.chunks(columns).map(<[i32]>::to_vec).collect() }
     });
-    Some(lists.collect())
+    lists.collect()
 }
 
 fn as_run(run: &foveate_mask::Run) -> Run {

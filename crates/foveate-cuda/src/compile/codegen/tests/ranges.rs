@@ -1,6 +1,7 @@
 //! The kernel that makes range tables, run on the CPU thread by thread, against plain loops.
 
-use foveate_mods::{AnyBuffer, BufferData, ElementType, SharedElements};
+use foveate_mods::ir::BinaryOp;
+use foveate_mods::{AnyBuffer, BufferData, DynExpr, ElementType, ScalarValue, SharedElements};
 
 use super::execute::{Arena, program_output};
 use super::*;
@@ -91,8 +92,8 @@ fn levels<E, T: Copy>(
     all
 }
 
-#[test]
-fn tables_made_by_the_kernel_are_those_of_plain_loops() {
+/// Buffers of every type, of rows that end in a block and those that do not, dense and not.
+fn buffers_to_read() -> Vec<AnyBuffer> {
     let ints = |n: usize| (0..n).map(|i| foveate_mods::ir::mix(7, i as i32) % 1000);
     let float = |i: i32| if i % 97 == 0 { f32::NAN } else { i as f32 * 0.25 };
     let shapes: [&[usize]; 8] =
@@ -137,6 +138,12 @@ fn tables_made_by_the_kernel_are_those_of_plain_loops() {
         let made = AnyBuffer::shared("memory", &memory, &[3, 5, 70], strides, 9, false);
         buffers.push(made.unwrap());
     }
+    buffers
+}
+
+#[test]
+fn tables_made_by_the_kernel_are_those_of_plain_loops() {
+    let buffers = buffers_to_read();
     let text = [
         "#define FV_GROUP 1\n",
         include_str!("shim.h"),
@@ -144,6 +151,7 @@ fn tables_made_by_the_kernel_are_those_of_plain_loops() {
         PRELUDE,
         "struct Mods { int nothing; };\n",
         include_str!("block.h"),
+        include_str!("../../../../kernels/range_ends.cuh"),
         include_str!("../../../../kernels/range_table.cu"),
         "static void table(const RangeTableParams& p, const Mods&) { fv_range_table(p); }\n",
         "LAUNCH(table, RangeTableParams, 64)\nint main() { take_arena();",
@@ -166,6 +174,77 @@ fn tables_made_by_the_kernel_are_those_of_plain_loops() {
     }
     let Some(mut found) = program_output(&text.concat(), arena, input) else { return };
     for buffer in &buffers {
+        let rest = found.split_off(range_table_bytes(buffer.shape()));
+        let (element, shape, strides) = (buffer.element(), buffer.shape(), buffer.strides());
+        assert_eq!(found, range_table(buffer), "{element} of {shape:?}, strides {strides:?}");
+        found = rest;
+    }
+}
+
+#[test]
+fn tables_that_a_cta_makes_for_itself_are_those_of_plain_loops() {
+    // Bytes of shared memory before the tables.
+    const FIRST: u64 = 24;
+    // Two buffers at a time, so that one table follows another.
+    let buffers = buffers_to_read();
+    let pairs: Vec<&[AnyBuffer]> = buffers.chunks(2).collect();
+    let mut text = [
+        "#define FV_GROUP 1\n",
+        include_str!("shim.h"),
+        include_str!("../../../../kernels/params.cuh"),
+        PRELUDE,
+        include_str!("block.h"),
+        include_str!("../../../../kernels/range_ends.cuh"),
+        include_str!("../../../../kernels/own_tables.cuh"),
+        "struct Tables { char* to; i64 bytes; };\n",
+    ]
+    .concat();
+    let mut main = String::from("int main() { take_arena();");
+    let (mut arena, mut input, mut order) = (Arena::default(), Vec::new(), Vec::new());
+    for (i, pair) in pairs.iter().enumerate() {
+        let (kv, half) = (DynExpr::leaf(Leaf::Kv), DynExpr::constant(ScalarValue::F32(0.5)));
+        let read = |buffer: &AnyBuffer| {
+            let value = DynExpr::load(buffer, vec![kv.clone(); buffer.shape().len()]).unwrap();
+            match buffer.ty() {
+                Type::Bool => value,
+                Type::I32 => DynExpr::binary(BinaryOp::Lt, value, kv.clone()).unwrap(),
+                Type::F32 => DynExpr::binary(BinaryOp::Lt, value, half.clone()).unwrap(),
+            }
+        };
+        let both = DynExpr::binary(BinaryOp::And, read(&pair[0]), read(&pair[1])).unwrap();
+        let mask = MaskMod::new(&both).unwrap();
+        let mods = Mods { mask: Some(&mask), ..Mods::default() };
+        let source = ModsSource::new(mods, &options()).unwrap();
+        text.push_str(&format!(
+            "namespace p{i} {{\n{}\nstatic void tables(const Tables& p, const Mods& mods) {{\n\
+             for_each_bounded(mods, OwnTables());\n__syncthreads();\n\
+             if (threadIdx.x == 0) memcpy(p.to, dynamic_shared + {FIRST}, size_t(p.bytes));\n}}\n\
+             LAUNCH(tables, Tables, 128)\n}}\n",
+            source.text(),
+        ));
+        main.push_str(&format!(" p{i}::run();"));
+        let bytes: usize = source.buffers().iter().map(|b| range_table_bytes(b.shape())).sum();
+        let to = arena.put(&vec![0xff; bytes]);
+        let mut next = FIRST;
+        let elems = source.buffers().iter().map(|buffer| {
+            let (elems, ranges) = (arena.put(&buffer_bytes(buffer)), next);
+            next += range_table_bytes(buffer.shape()) as u64;
+            BufferAddresses { elems, ranges, ..Default::default() }
+        });
+        let mods = source.pack(&elems.collect::<Vec<_>>(), 0).unwrap();
+        order.extend(source.buffers().to_vec());
+        input.extend((mods.len() as i32).to_le_bytes());
+        input.extend(mods);
+        input.extend([to, bytes as u64].map(u64::to_le_bytes).concat());
+        input.extend([1, 1].map(i32::to_le_bytes).concat());
+        input.extend(to.to_le_bytes());
+        input.extend((bytes as u64).to_le_bytes());
+    }
+    let Some(mut found) = program_output(&format!("{text}{main} }}\n"), arena, input) else {
+        return;
+    };
+    assert_eq!(order.len(), buffers.len());
+    for buffer in &order {
         let rest = found.split_off(range_table_bytes(buffer.shape()));
         let (element, shape, strides) = (buffer.element(), buffer.shape(), buffer.strides());
         assert_eq!(found, range_table(buffer), "{element} of {shape:?}, strides {strides:?}");

@@ -6,6 +6,9 @@
 #include <sys/mman.h>
 
 #define __device__
+#define __shared__
+// A CTA's, where one makes range tables; what kernels declare of other names is memory of its own.
+char dynamic_shared[1 << 16];
 typedef long long i64;
 
 // As in Rust: the first operand where both are zeros, the other one where one is NaN.
