@@ -270,7 +270,7 @@ def local(b, h, i, j):
 
 
 @pytest.mark.parametrize("function", [
-    counted([]), written(ids.clone()), Holder(), by_attribute(Holder()), by_torch, local, closure([1][0:1].pop), two(ids, FIRST.numpy()),
+    counted([]), written(ids.clone()), Holder(), by_attribute(Holder()), by_torch, local, closure([1][0:1].pop), two(ids, FIRST.cpu().numpy()),
 ], ids=["a call", "a write", "an object", "an attribute", "other of torch", "a function made", "a captured method", "numpy"])  # fmt: skip
 def test_code_that_may_do_more_than_compute_is_traced_in_each_call(function, traced):
     for n in (1, 2, 3):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import attention, close
+from reference import UNREAD, attention, close
 
 from foveate import Mask, create_block_mask, create_mask, explain, flex_attention
 
@@ -117,7 +117,7 @@ def test_one_mask_serves_all_lengths():
     (lambda: Mask.from_cu_seqlens(torch.tensor([1, 5])), ValueError, "begin at 0"),
     (lambda: Mask.from_cu_seqlens(CU_Q, torch.tensor([0, 5])), ValueError, "as many"),
     (lambda: Mask.from_cu_seqlens(torch.tensor([0.0, 5.0])), ValueError, "integer"),
-    (lambda: Mask.document(torch.zeros(3).long()), IndexError, "captured tensor `ids`"),
+    pytest.param(lambda: Mask.document(torch.zeros(3).long()), IndexError, "captured tensor `ids`", marks=UNREAD),
 ])
 def test_a_wrong_mask_is_one_clear_error(make, kind, words):
     q, k, v = operands()
