@@ -8,27 +8,23 @@ mod driver;
 // Not all of it is needed here.
 #[allow(dead_code)]
 mod place;
+#[path = "place/run.rs"]
+mod run;
 
 use std::path::Path;
+use std::process::{Command, Output};
 
 use foveate_gpu::library::Library;
 use place::Place;
+use run::{Run, slow_disk};
 
 /// Of the driver's memory: enough for any run here.
 const PLENTY: (&str, &str) = ("TOTAL", "4294967296");
 
-/// Trains on the first GPU of the libraries in a folder: its exit code, and what it says.
-fn train(
-    place: &Place,
-    libraries: &Path,
-    variables: &[(&str, &str)],
-    sets: &[&str],
-) -> (Option<i32>, String) {
-    let mut args = vec!["train", "recipe.toml", "--device", "cuda:0", "--start-over"];
-    for set in sets {
-        args.extend(["--set", set]);
-    }
-    let mut command = place.command(&args);
+/// The command that trains on the first GPU of the libraries in a folder, by these arguments.
+fn command(place: &Place, libraries: &Path, variables: &[(&str, &str)], args: &[&str]) -> Command {
+    let mut command = place.command(args);
+    command.args(["--device", "cuda:0"]);
     // Nothing of this machine's own.
     for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
         command.env_remove(name);
@@ -36,7 +32,24 @@ fn train(
     command.env("PATH", "").env("HOME", libraries).env("FOVEATE_CUDA_LIBRARIES", libraries);
     // Kernels that have not changed are not compiled again.
     command.env("FOVEATE_CACHE_DIR", concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels"));
-    let done = command.envs(variables.iter().copied()).output().unwrap();
+    command.envs(variables.iter().copied());
+    command
+}
+
+/// Trains so, from the beginning: the exit code, and what is said.
+fn train(
+    place: &Place,
+    libraries: &Path,
+    variables: &[(&str, &str)],
+    sets: &[&str],
+) -> (Option<i32>, String) {
+    let args = ["train", "recipe.toml", "--start-over"]
+        .into_iter()
+        .chain(sets.iter().flat_map(|set| ["--set", set]));
+    told(command(place, libraries, variables, &args.collect::<Vec<_>>()).output().unwrap())
+}
+
+fn told(done: Output) -> (Option<i32>, String) {
     let said = String::from_utf8(done.stderr).unwrap();
     assert!(!said.contains("panicked"), "{said}");
     (done.status.code(), said)
@@ -82,8 +95,11 @@ fn a_gpu_that_hangs_ends_the_run_and_names_its_last_launches() {
     let (code, said) = train(&place, folder.path(), &hangs, &[]);
     assert_eq!(code, Some(1), "{said}");
     let error = said.lines().last().unwrap();
-    let begins = "error: work on the device did not finish within 1 s; the stream hangs in one of";
+    let begins = "error: before the first step was done: work on the device did not finish within 1 s; \
+                  the stream hangs in one of";
     assert!(error.starts_with(begins) && error.contains("fv_embedding"), "{error}");
+    let how = "then start again with --start-over: no checkpoint of this run was saved";
+    assert!(error.ends_with(how), "{error}");
     assert!(!place.path("run/checkpoints").exists(), "{error}");
 }
 
@@ -119,5 +135,55 @@ fn weights_are_updated_in_the_backward_pass_whatever_is_kept_of_them() {
         let (code, said) = train(&place, folder.path(), &[PLENTY], &sets);
         assert_eq!(code, Some(0), "{state}: {said}");
         assert_eq!(place.steps("run").len(), 4, "{state}");
+    }
+}
+
+/// What a GPU does while a run saves beside its steps is known when the save is done: it is made, and told.
+#[test]
+fn a_gpu_that_fails_while_a_run_saves_ends_the_run_which_goes_on_when_it_is_there_again() {
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    for (file, wanted) in [
+        ("fault", "this process cannot use the GPU any more: start it again; then continue"),
+        ("busy", "work on the device did not finish within 1 s; the stream hangs in one of"),
+        (
+            "full",
+            "; end what else uses the GPU, or take a smaller batch or shorter sequences; then continue",
+        ),
+    ] {
+        let place = place();
+        // A driver that computes nothing learns nothing, which a pass over all documents finds out.
+        for i in 0..12 {
+            let text = format!("document {i}: ") + &"the quick brown fox ".repeat(30);
+            std::fs::write(place.path(&format!("{i:02}.txt")), text).unwrap();
+        }
+        let Some(mut slow) = slow_disk(folder.path(), 30) else { return };
+        slow.push(("FOVEATE_TIMEOUT", "1".to_owned()));
+        if file == "full" {
+            // Every array is allocated when it is needed, and freed.
+            slow.push(("FOVEATE_EXACT_MEMORY", "1".to_owned()));
+        }
+        let run = Run {
+            place: &place,
+            dir: place.path("run"),
+            command: &|args| command(&place, folder.path(), &[PLENTY], args),
+            sets: &[
+                "train.steps=12",
+                "train.save_every=4",
+                "train.eval_every=6",
+                "train.async_save=true",
+            ],
+        };
+        let child = run.start_and_save(&slow);
+        let saved = run.named(".writing-");
+        std::fs::write(folder.path().join(file), "").unwrap();
+        let (code, said) = run.ended(child);
+        std::fs::remove_file(folder.path().join(file)).unwrap();
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.lines().last().unwrap().contains(wanted), "{said}");
+        assert!(said.lines().last().unwrap().starts_with("error: after step "), "{said}");
+        run.says_how_it_goes_on(&said);
+        let name = |path: &Path| path.to_str().unwrap().rsplit_once('-').unwrap().1.to_owned();
+        assert!(name(&saved[0]) <= name(run.checkpoints().last().unwrap()), "{said}");
+        run.is_as_if_it_had_not_ended();
     }
 }

@@ -200,7 +200,7 @@ impl fmt::Display for GpuErrorKind {
                 write!(
                     f,
                     "the device is out of memory: {:.1} MiB asked for, {:.1} of {:.1} MiB free; \
-                     take a smaller batch or shorter sequences, or end what else uses the GPU",
+                     end what else uses the GPU, or take a smaller batch or shorter sequences",
                     mib(*bytes),
                     mib(*free),
                     mib(*total)

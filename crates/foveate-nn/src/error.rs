@@ -39,7 +39,7 @@ pub enum NnErrorKind {
     },
     /// The device's memory does not suffice.
     #[error(
-        "there is no memory for {elems} elements of `{name}`; lower the rows or the length of a batch, or recompute more"
+        "there is no memory for {elems} elements of `{name}`; end what else takes memory, recompute more, or lower the rows or the length of a batch"
     )]
     Memory {
         /// The array.

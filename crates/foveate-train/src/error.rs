@@ -68,6 +68,15 @@ pub enum TrainErrorKind {
         /// The checkpoint that the run can be resumed from, where it has saved one.
         earlier: Option<PathBuf>,
     },
+    /// A step or a save of a run that has begun could not be done: its device failed, or memory ended.
+    Step {
+        /// Optimiser steps of the run that were done.
+        done: u64,
+        /// What failed.
+        message: String,
+        /// The checkpoint that the run can be resumed from, where it has saved one.
+        earlier: Option<PathBuf>,
+    },
     /// The loss or the gradient of the first step is not a finite number: no update made it so.
     NotFinite {
         /// What is not finite, with its value.
@@ -121,12 +130,23 @@ impl TrainError {
 
     /// The same error, of a run whose newest checkpoint is `last`.
     pub(crate) fn of_run(mut self, last: Option<PathBuf>) -> Self {
-        if let TrainErrorKind::Write { earlier, .. } | TrainErrorKind::Diverged { earlier, .. } =
-            self.kind.as_mut()
+        if let TrainErrorKind::Write { earlier, .. }
+        | TrainErrorKind::Diverged { earlier, .. }
+        | TrainErrorKind::Step { earlier, .. } = self.kind.as_mut()
         {
             *earlier = last;
         }
         self
+    }
+
+    /// The same error, where `done` steps of a run were done before it.
+    pub(crate) fn after(self, done: u64) -> Self {
+        match *self.kind {
+            TrainErrorKind::Model { message } => {
+                TrainErrorKind::Step { done, message, earlier: None }.into()
+            }
+            kind => kind.into(),
+        }
     }
 
     pub(crate) fn model(message: impl fmt::Display) -> Self {
@@ -178,18 +198,8 @@ impl fmt::Display for TrainErrorKind {
                     | io::ErrorKind::AlreadyExists => "move away what lies there",
                     _ => return Ok(()),
                 };
-                match earlier {
-                    Some(last) => write!(
-                        f,
-                        "; {remedy} and continue with --resume: {} is intact",
-                        last.display()
-                    ),
-                    None => write!(
-                        f,
-                        "; {remedy} and start again with --start-over: no checkpoint of this run \
-                         was saved"
-                    ),
-                }
+                write!(f, "; {remedy} and ")?;
+                goes_on(f, earlier.as_deref())
             }
             Self::Diverged { step, message, earlier } => {
                 write!(
@@ -197,14 +207,15 @@ impl fmt::Display for TrainErrorKind {
                     "step {step}: {message}; training stopped. Lower optimizer.lr, lengthen \
                      schedule.warmup_steps or tighten optimizer.clip_norm, then "
                 )?;
-                match earlier {
-                    Some(last) => {
-                        write!(f, "continue with --resume: {} is intact", last.display())
-                    }
-                    None => f.write_str(
-                        "start again with --start-over: no checkpoint of this run was saved",
-                    ),
+                goes_on(f, earlier.as_deref())
+            }
+            Self::Step { done, message, earlier } => {
+                match done {
+                    0 => f.write_str("before the first step was done: ")?,
+                    _ => write!(f, "after step {done}: ")?,
                 }
+                write!(f, "{message}; then ")?;
+                goes_on(f, earlier.as_deref())
             }
             Self::NotFinite { message } => write!(
                 f,
@@ -216,5 +227,13 @@ impl fmt::Display for TrainErrorKind {
             | Self::Ranks { message, .. }
             | Self::Elsewhere { message, .. } => f.write_str(message),
         }
+    }
+}
+
+/// How a run goes on, whose newest checkpoint is `earlier`.
+fn goes_on(f: &mut fmt::Formatter<'_>, earlier: Option<&Path>) -> fmt::Result {
+    match earlier {
+        Some(last) => write!(f, "continue with --resume: {} is intact", last.display()),
+        None => f.write_str("start again with --start-over: no checkpoint of this run was saved"),
     }
 }

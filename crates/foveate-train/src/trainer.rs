@@ -260,7 +260,7 @@ impl OnDevice for Training<'_> {
             // What was being saved is of steps before; the first failure is told.
             let _ = run.settle_behind(e, observer);
         }
-        ran
+        ran.map_err(|e| e.after(run.done))
     }
 }
 

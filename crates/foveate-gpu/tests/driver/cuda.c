@@ -13,7 +13,8 @@
  * OVERRUN, when it is compiled: bytes that every copy writes beyond its end, for AddressSanitizer to
  * find.
  * WITHOUT_OPTIONAL, when it is compiled: it has no cuLaunchKernelEx and no cuTensorMapEncodeTiled.
- * The file `fault` there: every event and every launch says 700.
+ * The file `fault` there: every event and every launch says 700. The file `full` there: no memory of the device is
+ * left to allocate.
  * What is queued while a graph is recorded is listed, becomes a node of the graph and is not done; so is a call of
  * the libraries beside this one. Launching the graph does all of it in order, with the addresses it had, and is
  * listed as one line. To allocate memory, or to ask about an event, fails with 900 then and spoils the graph.
@@ -164,6 +165,7 @@ int record_call(void (*call)(void *), const void *data, size_t bytes) {
 int cuMemAlloc_v2(Address *a, size_t n) {
     IN_CONTEXT;
     if (spoils()) return 900;
+    if (!access(at_home("full"), F_OK)) return 2;
     note("allocations");
     pthread_mutex_lock(&lock);
     int code = alloc(a, n, now);

@@ -67,6 +67,8 @@ pub(super) struct Setup<'a, B: Blocks> {
     /// What the backward pass computes again.
     pub recompute: Recomputation,
     pub state: State,
+    /// Steps that are done, of which the last may be some behind the last that was queued.
+    pub done: u64,
     pub started: Started,
     pub records: Vec<Record>,
     pub schedule: Schedule,
@@ -222,6 +224,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             model,
             attention,
             moments,
+            done: state.step,
             state,
             started,
             records: Vec::new(),

@@ -161,6 +161,7 @@ impl<B: Blocks> Setup<'_, B> {
             optimizer_seconds: found.optimizer_seconds,
             seconds: sums.seconds,
         };
+        self.done = step;
         self.record(Record::Step(metrics.clone()))?;
         observer.step(&metrics);
         Ok(())
