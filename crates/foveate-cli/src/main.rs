@@ -14,6 +14,7 @@
 //! well, 1 when something failed, 2 when the command line itself is wrong, 130 when it was
 //! interrupted.
 
+mod allocator;
 mod bench;
 mod blind;
 mod captures;
@@ -48,6 +49,9 @@ use clap::{Parser, Subcommand};
 
 use failure::Failure;
 use output::Output;
+
+#[global_allocator]
+static ALLOCATOR: allocator::Told = allocator::Told;
 
 /// Programmable attention for training transformers.
 #[derive(Debug, Parser)]
@@ -109,6 +113,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return failure::misread(&error),
     };
+    if !matches!(cli.command, Command::RenderChat(_)) {
+        allocator::watch();
+    }
     let mut out = Output::stdout();
     let result = interrupt::writes_past_the_limit_fail()
         .and_then(|()| cli.command.start_threads())

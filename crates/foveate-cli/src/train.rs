@@ -19,6 +19,7 @@ use foveate_train::trainer::{Observer, Options, Start, Started, Summary, load_re
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
+use crate::allocator;
 use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
@@ -316,6 +317,11 @@ impl<'a> View<'a> {
     }
 }
 
+/// How a run goes on that has saved into this folder.
+fn resumes(checkpoints: &Path) -> String {
+    format!("continue with --resume: the newest checkpoint in {} is whole", checkpoints.display())
+}
+
 /// Whether passes are recorded, in a line.
 pub(crate) fn recorded(recording: &Recording) -> String {
     match recording {
@@ -389,6 +395,14 @@ fn introduce(run: &Started) {
 
 impl Observer for View<'_> {
     fn started(&mut self, run: &Started) {
+        let checkpoints = run.dir.join("checkpoints");
+        allocator::goes_on(match run.step {
+            0 => format!(
+                "continue with --resume if {} has a checkpoint, else start again with --start-over",
+                checkpoints.display()
+            ),
+            _ => resumes(&checkpoints),
+        });
         self.bar.suspend(|| introduce(run));
         self.steps = run.steps;
         self.bar.set_length(run.steps);
@@ -431,6 +445,7 @@ impl Observer for View<'_> {
     }
 
     fn saved(&mut self, path: &Path, m: &SaveMetrics) {
+        path.parent().into_iter().for_each(|checkpoints| allocator::goes_on(resumes(checkpoints)));
         self.line(json!({ "kind": "save", "metrics": m, "checkpoint": path }));
     }
 

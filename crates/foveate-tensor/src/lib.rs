@@ -34,6 +34,7 @@ pub mod f8;
 pub mod float;
 pub mod hash;
 pub mod layout;
+pub mod memory;
 #[cfg(feature = "ndarray")]
 mod ndarray;
 pub mod packed;

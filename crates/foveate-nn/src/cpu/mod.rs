@@ -21,6 +21,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use foveate::DType;
+use foveate::tensor::memory::reserve_exact;
 use rayon::prelude::*;
 
 use crate::architecture::Activation;
@@ -167,7 +168,7 @@ impl Blocks for Cpu {
     ) -> Result<(), NnError> {
         assert!(dtype == DType::F32, "the processor computes in f32");
         let more = elems.saturating_sub(array.len());
-        array.try_reserve_exact(more).map_err(|_| NnError::memory(name, elems))?;
+        reserve_exact(array, more).map_err(|_| NnError::memory(name, elems))?;
         array.resize(elems, 0.0);
         Ok(())
     }

@@ -13,6 +13,8 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
+use foveate::tensor::memory::reserve_exact;
+
 use super::Kind;
 use super::inbox::{Inbox, Sent, Wait, Way, Why};
 use super::rank::Wire;
@@ -278,7 +280,7 @@ impl Links {
             };
             let mut bytes = Vec::new();
             let room = usize::try_from(header.bytes).ok();
-            if room.is_none_or(|room| bytes.try_reserve_exact(room).is_err()) {
+            if room.is_none_or(|room| reserve_exact(&mut bytes, room).is_err()) {
                 break Lost::NoMemory(header.bytes);
             }
             bytes.resize(header.bytes as usize, 0);

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use foveate::tensor::memory::reserve_exact;
 use foveate_nn::{Array, Blocks, Moment, Parameter};
 use serde_json::Value;
 
@@ -167,7 +168,7 @@ impl HostCopy {
                     continue;
                 }
                 let mut values: Vec<f32> = Vec::new();
-                values.try_reserve_exact(range.len()).map_err(|_| {
+                reserve_exact(&mut values, range.len()).map_err(|_| {
                     TrainError::model(format!(
                         "there is no memory for a copy of {} values to save while the run goes on; \
                          set train.async_save = false",
