@@ -332,24 +332,34 @@ def compare_losses(args):
     count = sum(map(len, documents))
     tell(f"{len(documents)} documents, {count} tokens of {tokenizer.get_vocab_size()}")
     weights = begun(sizes, args.len, args.seed, folder, False)
-    own, _ = foveate(args, folder, args.steps, "lr = 1e-3", min(30, args.steps))
+    own, _ = foveate(args, folder, args.steps, f"lr = {args.lr}", min(args.warmup, args.steps))
     tell(f"{len(own)} steps of Foveate")
     stream, rates = batches(documents, args.rows, args.len), [step["lr"] for step in own]
     theirs, labelled = loop(args, sizes, weights, stream, rates)
     tell(f"{len(theirs)} steps of the loop")
     losses = [step["loss"] for step in own]
+    runs = {"Foveate": losses, "loop": theirs}
+    if args.nudged:
+        generator = torch.Generator().manual_seed(args.seed + 1)
+        for weight in weights.values():
+            weight += args.nudged * weight * torch.randn(weight.shape, generator=generator)
+        stream = batches(documents, args.rows, args.len)
+        runs["nudged"], _ = loop(args, sizes, weights, stream, rates)
+        tell("the loop again, from nudged weights")
     with open(folder / "losses.jsonl", "w") as file:
-        for step, pair in enumerate(zip(losses, theirs), 1):
-            file.write(json.dumps({"step": step, "foveate": pair[0], "loop": pair[1]}) + "\n")
+        for step, of_runs in enumerate(zip(*runs.values()), 1):
+            file.write(json.dumps({"step": step, **dict(zip(runs, of_runs))}) + "\n")
     same = labelled == own[-1]["labelled_tokens"]
     print(f"\nlosses, {args.model}, {args.steps} steps of {args.rows} rows of {args.len}")
     print(f"labelled tokens: {own[-1]['labelled_tokens']}, {labelled} of the loop")
-    print(f"{'steps':>12} {'Foveate':>10} {'loop':>10} {'difference':>11}")
+    print(f"{'steps':>12} " + "".join(f"{name:>10}" for name in runs) + f"{'difference':>12}")
     last = min(LAST, args.steps)
     spans = [(1, 1), *((n, n + 49) for n in range(1, args.steps - 49, 50)), (args.steps - last + 1, args.steps)]
     for first, end in dict.fromkeys(spans):
-        of_own, of_theirs = (sum(all[first - 1 : end]) / (end - first + 1) for all in (losses, theirs))
-        print(f"{f'{first} to {end}':>12} {of_own:10.4f} {of_theirs:10.4f} {of_own - of_theirs:+11.5f}")
+        means = [sum(all[first - 1 : end]) / (end - first + 1) for all in runs.values()]
+        of_own, of_theirs = means[:2]
+        apart = [of_own - of_theirs, *(of_theirs - again for again in means[2:])]
+        print(f"{f'{first} to {end}':>12} " + "".join(f"{mean:10.4f}" for mean in means) + "".join(f"{d:+12.5f}" for d in apart))
     passed = same and abs(of_own - of_theirs) <= NEAR
     print(f"{'passed' if passed else 'FAILED'}: the same tokens, and means of the last {last} losses within {NEAR} nats")
     return passed
@@ -449,6 +459,12 @@ def main():
     parser.add_argument("--rows", type=int, help="of a batch; 8 of losses, 4 of gradients")
     parser.add_argument("--len", type=int, help="of a row; 2048 of losses, 512 of gradients")
     parser.add_argument("--steps", type=int, default=300, help="of losses; %(default)s")
+    parser.add_argument("--lr", type=float, default=3e-4, help="the highest rate, of losses; %(default)s")
+    parser.add_argument("--warmup", type=int, default=60, help="steps up to it; %(default)s")
+    parser.add_argument(
+        "--nudged", type=float, default=0.0, metavar="PART",
+        help="train the loop once more from weights that are off by so much of themselves: how far runs part by themselves",
+    )
     parser.add_argument("--models", type=int, default=6, help="of gradients; %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of weights and texts; %(default)s")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
