@@ -11,13 +11,15 @@ fails where the means of the last 50 losses are more than 0.01 nats apart, or th
 
 `gradients` compares the gradients of one step of a small model, by bf16 weights, with f64's: Foveate's, as
 the moment of a first step of gradient descent has them, and those of PyTorch in bf16 with norms, rotations,
-softmax, gates and the loss in f32. It fails where the error of a parameter, the root of its mean square, is
-more than 1.1 times PyTorch's. Errors of several models, of other weights and texts, are taken together.
+gates and the loss in f32 and FlashAttention, a document at a time. It fails where the error of a parameter,
+the root of its mean square, is more than 1.1 times PyTorch's. Errors of several models, of other weights and
+texts, are taken together.
 
 On `--device cpu` Foveate computes in f32: that shows that both are given the same.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import random
@@ -29,6 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from train_gpu_peers import FOVEATE, MODELS
 
@@ -227,12 +230,17 @@ def turns(positions, dim, device):
 class Documents:
     """Attention within documents, which are others in every batch, by one mask for all of them."""
 
-    def __init__(self, rows, length, device):
+    def __init__(self, rows, length, device, is_flex):
         ids = torch.zeros(rows, length, dtype=torch.int32, device=device)
         dense = torch.ones(rows, 1, length, length, dtype=torch.bool, device=device).tril()
-        self.ids, self.dense, self.is_flex = ids, dense, device == "cuda"
-        if not self.is_flex:
-            self.attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+        self.ids, self.dense, self.is_flex = ids, dense, is_flex
+
+        def sdpa(q, k, v):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+
+        if not is_flex:
+            self.attend = sdpa
             return
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -261,7 +269,7 @@ def loop(args, sizes, weights, stream, rates):
     from train_gpu_loop import Llama
 
     device, dim = args.device, sizes[5]
-    documents = Documents(args.rows, args.len, device)
+    documents = Documents(args.rows, args.len, device, args.attention == "flex")
     with torch.device(device):
         model = Llama(sizes, [documents.attend], "none").bfloat16()
     own = dict(model.named_parameters())
@@ -372,11 +380,12 @@ def nats(weights, sizes, batch, dtype, device):
     """The mean loss of a batch by weights of `dtype`; statistics, rotations and gates in f32 or wider."""
     _, _, layers, heads, kv_heads, dim, _, tied = sizes
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    is_fused = device == "cuda" and dtype == torch.bfloat16
     tokens, labels, ids, positions = (part.to(device) for part in batch)
     rows, length = tokens.shape
     cos, sin = (part.to(wide) for part in turns(positions.cpu(), dim, device))
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    mask = (causal & (ids[:, :, None] == ids[:, None, :]))[:, None]
+    # Where the documents of each row begin, and the row ends.
+    starts = [[at for at in range(length) if at == 0 or row[at] != row[at - 1]] + [length] for row in ids.tolist()]
 
     def norm(x, name):
         x = x.to(wide)
@@ -390,13 +399,24 @@ def nats(weights, sizes, batch, dtype, device):
         a, b = x.to(wide).chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(dtype)
 
+    def attention(*operands):
+        """Each document by itself, so that no mask keeps PyTorch from its fused kernel."""
+        found = []
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_fused else contextlib.nullcontext():
+            for row, of_row in enumerate(starts):
+                spans = [slice(*span) for span in zip(of_row, of_row[1:])]
+                parts = ([x[row : row + 1, :, span] for x in operands] for span in spans)
+                outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+                found.append(torch.cat(outs, 2))
+        return torch.cat(found)
+
     x = weights["model.embed_tokens.weight"][tokens]
     for layer in range(layers):
         of = lambda name: weights[f"model.layers.{layer}.{name}.weight"]
         n = norm(x, f"model.layers.{layer}.input_layernorm.weight")
         q, k, v = (n @ of(f"self_attn.{part}_proj").T for part in "qkv")
         q, k, v = turned(head(q, heads)), turned(head(k, kv_heads)), head(v, kv_heads)
-        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        a = attention(q, k, v)
         x = x + a.transpose(1, 2).reshape(rows, length, -1) @ of("self_attn.o_proj").T
         n = norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
         gate, up = (n @ of(f"mlp.{part}_proj").T for part in ("gate", "up"))
@@ -466,6 +486,7 @@ def main():
         help="train the loop once more from weights that are off by so much of themselves: how far runs part by themselves",
     )
     parser.add_argument("--models", type=int, default=6, help="of gradients; %(default)s")
+    parser.add_argument("--attention", choices=["flex", "sdpa"], help="of the loop; flex where there is a GPU")
     parser.add_argument("--seed", type=int, default=1, help="of weights and texts; %(default)s")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--folder", type=lambda text: Path(text).absolute(), default=Path("learning").absolute())
@@ -474,6 +495,7 @@ def main():
     if not args.foveate.exists():
         sys.exit(f"learning: {args.foveate} is missing; name it by --foveate")
     of_losses = args.what == "losses"
+    args.attention = args.attention or ("flex" if args.device == "cuda" else "sdpa")
     args.rows = args.rows or (8 if of_losses else 4)
     args.len = args.len or (2048 if of_losses else 512)
     return int(not (compare_losses if of_losses else compare_gradients)(args))
