@@ -13,15 +13,16 @@ mod ranks;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
-    KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState,
-    Peers, ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule, StepKind,
-    StepRanks, TensorPart, Treatment,
+    KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, NnErrorKind, OptimizerStep,
+    ParameterState, Peers, ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule,
+    StepKind, StepRanks, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -199,11 +200,15 @@ impl Steps {
 
     /// Queues a step.
     fn queue(&mut self, recompute: impl Into<Recomputation>) -> CudaTotals {
+        self.try_queue(recompute).unwrap()
+    }
+
+    fn try_queue(&mut self, recompute: impl Into<Recomputation>) -> Result<CudaTotals, NnError> {
         let recompute = recompute.into();
         self.count += 1;
         let Self { model, state, batches, mean_kv_len, count, context, varies, replicas } = self;
         let (gradients, moments, spans) = state;
-        let mut totals = model.totals().unwrap();
+        let mut totals = model.totals()?;
         model.clear(gradients);
         for number in 0..*batches {
             // Other words and documents in every batch.
@@ -223,7 +228,7 @@ impl Steps {
                 mean_kv_len: Some(*mean_kv_len),
             };
             let Some((rank, ranks, how)) = *context else {
-                model.accumulate(&batch, gradients, recompute, &mut totals).unwrap();
+                model.accumulate(&batch, gradients, recompute, &mut totals)?;
                 continue;
             };
             let turn = *count as usize * 2 + number;
@@ -238,16 +243,16 @@ impl Steps {
             let (held, mut planned) = (Held::of(&batch, &plan), Planned(plan));
             let attention = Some(&mut planned as &mut dyn ContextAttention);
             let batch = held.batch();
-            model.accumulate_over(&batch, attention, gradients, recompute, &mut totals).unwrap();
+            model.accumulate_over(&batch, attention, gradients, recompute, &mut totals)?;
         }
         if *replicas {
             let by_host =
                 |_: &mut [f32]| -> Result<(), NnError> { unreachable!("the device sums") };
-            model.reduce(gradients, by_host).unwrap();
+            model.reduce(gradients, by_host)?;
         }
         let step = OptimizerStep { rule: RULE, step: *count, rate: 1e-3, clip_norm: 1.0, seed: 0 };
-        model.update(&step, spans, gradients, moments, &mut totals).unwrap();
-        totals
+        model.update(&step, spans, gradients, moments, &mut totals)?;
+        Ok(totals)
     }
 }
 
@@ -639,6 +644,41 @@ fn ranks_read_what_others_wrote_and_keep_what_others_read() {
         assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
     }
+}
+
+/// The other rank's part of a transfer never comes: without a look at the ranks a step would wait for the driver's
+/// timeout, a minute and more.
+#[test]
+fn a_step_that_waits_for_a_lost_rank_by_nccl_ends_in_seconds_and_says_that_it_is_lost() {
+    if !inside("a_step_that_waits_for_a_lost_rank_by_nccl_ends_in_seconds_and_says_that_it_is_lost")
+    {
+        return;
+    }
+    Cuda::available(0).unwrap();
+    let ranks = TestRank::all(2, Carrier::Nccl, DType::F32);
+    let (told, lost) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let mut ranks = ranks.into_iter();
+        let [first, second] = [(); 2].map(|()| ranks.next().unwrap());
+        scope.spawn(move || {
+            let mut own = Steps::of_rank(&first);
+            let totals = own.queue(Recompute::None);
+            own.model.read(totals).unwrap();
+            let began = Instant::now();
+            let error = own.try_queue(Recompute::None).map(drop).unwrap_err();
+            told.send((began.elapsed(), error.to_string())).unwrap();
+            assert!(matches!(error.kind(), NnErrorKind::Ranks { lost: true, .. }), "{error}");
+        });
+        scope.spawn(move || {
+            let mut own = Steps::of_rank(&second);
+            let totals = own.queue(Recompute::None);
+            own.model.read(totals).unwrap();
+            std::thread::sleep(Duration::from_millis(300));
+            second.is_lost();
+            let (took, error) = lost.recv().unwrap();
+            assert!(took < Duration::from_secs(20), "{took:?}: {error}");
+        });
+    });
 }
 
 #[test]

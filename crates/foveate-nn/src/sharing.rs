@@ -131,6 +131,12 @@ pub trait Peers: Send {
     /// # Errors
     /// When the ranks cannot go on.
     fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, NnError>;
+
+    /// Whether it is known here that the ranks cannot go on, without asking them: what a device waits for from
+    /// another rank then never comes, and is ended.
+    fn is_aborted(&self) -> bool {
+        false
+    }
 }
 
 /// What a step sums over ranks, at once.

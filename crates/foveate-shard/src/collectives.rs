@@ -115,6 +115,12 @@ pub trait Collectives: Send {
     /// gets what that one says, and nothing where it is the one itself.
     fn abort(&self, why: &str) -> Option<String>;
 
+    /// Whether it is known here that the ranks cannot go on: one aborted, is gone or silent. Asks nobody, and
+    /// waits for nothing.
+    fn is_aborted(&self) -> bool {
+        false
+    }
+
     /// The last 1,000 transfers of this rank, over all its groups, in the order in which they began.
     /// A rank that is alone has none.
     fn history(&self) -> Vec<Transfer> {

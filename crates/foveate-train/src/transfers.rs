@@ -77,6 +77,10 @@ impl Peers for GroupPeers {
     fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, NnError> {
         self.0.all_gather(own).map_err(|e| of_ranks(&e))
     }
+
+    fn is_aborted(&self) -> bool {
+        self.0.is_aborted()
+    }
 }
 
 /// The ranks that take steps together; none where there is one.

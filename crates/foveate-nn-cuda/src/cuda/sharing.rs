@@ -74,7 +74,7 @@ impl Way {
         let queue = Engine::get(ordinal).and_then(|e| e.new_queue()).map_err(|e| failed(&e))?;
         let exchange: Box<dyn Exchange> = match in_process {
             true => Box::new(Copies::new(peers)?),
-            false => Box::new(Nccl::new(&*peers, ordinal)?),
+            false => Box::new(Nccl::new(peers, ordinal)?),
         };
         Ok(Self { exchange, queue })
     }

@@ -17,6 +17,8 @@ const LATE: Duration = Duration::from_secs(100);
 /// Where ranks meet: what each has brought to this meeting and to the one before.
 #[derive(Debug, Default)]
 struct Place {
+    /// Whether a rank is lost, so that all that meet are told.
+    lost: bool,
     /// Meetings that are over.
     over: usize,
     brought: [Vec<Option<Vec<u8>>>; 2],
@@ -42,6 +44,12 @@ impl TestRank {
         Self { kv_holders, ..self.clone() }
     }
 
+    /// From here on this rank takes part in nothing, and the others know.
+    #[allow(dead_code, reason = "the tests of blocks on a GPU lose no rank")]
+    pub fn is_lost(&self) {
+        self.place.0.lock().unwrap().lost = true;
+    }
+
     /// All, which take steps together with parameters of their own; whether this one counts its tokens.
     pub fn step_ranks(&self, counts_tokens: bool) -> StepRanks {
         let peers = Box::new(self.clone());
@@ -59,7 +67,7 @@ impl TestRank {
     /// All of `ranks`.
     pub fn all(ranks: usize, carrier: Carrier, reduce_dtype: DType) -> Vec<Self> {
         let brought = [vec![None; ranks], vec![None; ranks]];
-        let place = Arc::new((Mutex::new(Place { over: 0, brought }), Condvar::new()));
+        let place = Arc::new((Mutex::new(Place { lost: false, over: 0, brought }), Condvar::new()));
         let groups = Arc::default();
         let rank = |rank| Self {
             place: Arc::clone(&place),
@@ -86,6 +94,10 @@ impl Peers for TestRank {
     fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, NnError> {
         let (place, moved) = &*self.place;
         let mut here = place.lock().unwrap();
+        if here.lost {
+            let message = "a rank of the test is lost".to_owned();
+            return Err(NnErrorKind::Ranks { message, lost: true }.into());
+        }
         let round = here.over;
         here.brought[round % 2][self.rank] = Some(own.to_vec());
         if here.brought[round % 2].iter().all(Option::is_some) {
@@ -101,6 +113,10 @@ impl Peers for TestRank {
             return Err(NnErrorKind::Ranks { message, lost: false }.into());
         }
         Ok(here.brought[round % 2].iter().flatten().cloned().collect())
+    }
+
+    fn is_aborted(&self) -> bool {
+        self.place.0.lock().unwrap().lost
     }
 }
 

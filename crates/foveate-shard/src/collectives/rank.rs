@@ -263,6 +263,10 @@ impl Collectives for Rank {
         self.wire.said_instead(rank).filter(|said| !said.lost).map(|said| said.text)
     }
 
+    fn is_aborted(&self) -> bool {
+        self.wire.inbox().aborted().is_some()
+    }
+
     fn history(&self) -> Vec<Transfer> {
         lock(&self.history).last.iter().cloned().collect()
     }

@@ -1,19 +1,35 @@
 //! Ranks that are processes, one a GPU: NCCL sends and receives.
+//!
+//! NCCL's kernels wait on the device for what another rank sends, and the host behind them. When that rank dies or is
+//! stopped, the ranks' own connections know it within seconds; a thread looks there and aborts the communicator, which
+//! ends the kernels.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use foveate_gpu::driver::{Event, Stream, default_timeout};
 use foveate_gpu::nccl::{Communicator, FlatArray, RankTransfer, Transfer, UniqueId, together};
-use foveate_gpu::{ElementType, Engine, Queue};
+use foveate_gpu::{ElementType, Engine, GpuError, Queue};
 use foveate_nn::{NnError, NnErrorKind, Peers};
 
 use super::super::failed;
 use super::{Exchange, Span, Spans};
 
+/// How often the thread looks whether a rank is lost.
+const LOOK: Duration = Duration::from_millis(200);
+
 /// A communicator for transfers of one kind.
-pub struct Nccl(Communicator);
+pub struct Nccl {
+    communicator: Arc<Communicator>,
+    peers: Arc<Mutex<Box<dyn Peers>>>,
+    watch: Option<(Sender<()>, JoinHandle<()>)>,
+}
 
 impl Nccl {
     /// Among `peers`, of which this one has GPU `ordinal`.
-    pub fn new(peers: &dyn Peers, ordinal: usize) -> Result<Self, NnError> {
+    pub fn new(peers: Box<dyn Peers>, ordinal: usize) -> Result<Self, NnError> {
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let own = match peers.rank() {
             0 => UniqueId::new().map(|id| id.bytes().to_vec()),
@@ -27,7 +43,50 @@ impl Nccl {
         let id = all[0].as_slice().try_into().map_err(|_| refused("rank 0 has no NCCL"))?;
         let (id, timeout) = (UniqueId::from_bytes(id), default_timeout());
         let joined = Communicator::new(&engine, &id, peers.rank(), peers.ranks(), timeout);
-        Ok(Self(joined.map_err(|e| refused(&format!("{e}; a GPU has one rank: {remedy}")))?))
+        let joined = joined.map_err(|e| refused(&format!("{e}; a GPU has one rank: {remedy}")))?;
+        let (communicator, peers) = (Arc::new(joined), Arc::new(Mutex::new(peers)));
+        let watch = Some(watched(&communicator, &peers)?);
+        Ok(Self { communicator, peers, watch })
+    }
+
+    /// Why transfers cannot be queued: a rank that is lost says more than that the communicator was aborted for it.
+    fn why(&self, e: &GpuError) -> NnError {
+        let peers = lock(&self.peers);
+        let lost = if peers.is_aborted() { peers.all_gather(&[]).err() } else { None };
+        lost.unwrap_or_else(|| failed(e))
+    }
+}
+
+/// The thread that aborts `communicator` when ranks are lost, and what ends it when dropped.
+fn watched(
+    communicator: &Arc<Communicator>,
+    peers: &Arc<Mutex<Box<dyn Peers>>>,
+) -> Result<(Sender<()>, JoinHandle<()>), NnError> {
+    let (communicator, peers) = (Arc::clone(communicator), Arc::clone(peers));
+    let (alive, ended) = channel::<()>();
+    let look = move || {
+        while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+            let is_aborted = lock(&peers).is_aborted();
+            if is_aborted {
+                return communicator.abort();
+            }
+        }
+    };
+    let thread = std::thread::Builder::new().name("nccl's ranks".to_owned()).spawn(look);
+    Ok((alive, thread.map_err(|e| refused(&format!("a thread could not be started: {e}")))?))
+}
+
+fn lock(peers: &Mutex<Box<dyn Peers>>) -> MutexGuard<'_, Box<dyn Peers>> {
+    peers.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        if let Some((alive, thread)) = self.watch.take() {
+            drop(alive);
+            // It does not panic, and would have nobody to tell.
+            let _ = thread.join();
+        }
     }
 }
 
@@ -37,7 +96,7 @@ fn refused(message: &str) -> NnError {
 
 impl Exchange for Nccl {
     fn ranks(&self) -> usize {
-        self.0.ranks()
+        self.communicator.ranks()
     }
 
     fn begin(
@@ -48,7 +107,7 @@ impl Exchange for Nccl {
         incoming: &Spans,
     ) -> Result<(), NnError> {
         queue.stream().after(ready).map_err(|e| failed(&e))?;
-        let on = &self.0;
+        let on = &*self.communicator;
         let array = |&Span { address, bytes }: &Span| FlatArray {
             address,
             element: ElementType::U8,
@@ -65,7 +124,7 @@ impl Exchange for Nccl {
             })
             .map(|transfer| RankTransfer { on, queue, transfer })
             .collect();
-        together(&transfers).map_err(|e| failed(&e))
+        together(&transfers).map_err(|e| self.why(&e))
     }
 
     fn end(&mut self, done: Event, behind: &Stream) -> Result<(), NnError> {
