@@ -287,13 +287,7 @@ pub fn choose(
     let fills = |at: &usize| !model::leaves_idle(profile, &fitting[*at].config, sizes);
     let measured = |tiles: Option<Tiles>| at(tiles).filter(fills);
     let portable = table::of(profile, class, sizes, kernel);
-    let hopper = table::of_hopper(class, sizes, kernel).map(|tiles| {
-        let ordered_dq = asked.ordered_dq.unwrap_or(tiles.ordered_dq);
-        let whole = class.config(kernel, tiles);
-        let split_gqa =
-            asked.split_gqa.unwrap_or_else(|| model::splits_gqa(profile, &whole, class, sizes));
-        Tiles { ordered_dq, split_gqa, ..tiles }
-    });
+    let hopper = measured_of_hopper(profile, class, sizes, kernel, &asked);
     let packed = at(table::of_packed(profile, class, sizes, kernel));
     let first = packed.or_else(|| measured(hopper)).or_else(|| measured(portable));
     let tile = at(hopper).map(|at| &fitting[at].config);
@@ -330,6 +324,23 @@ pub fn choose(
         false => Vec::new(),
     };
     Ok(Choice { chosen, origin, copied, others: fitting, refused })
+}
+
+/// The measured choice of the Hopper family; the order of dq and the items of the backward follow from the problem
+/// or are as asked for.
+fn measured_of_hopper(
+    profile: &Profile,
+    class: &Class,
+    sizes: &Sizes,
+    kernel: Kernel,
+    asked: &TileOptions,
+) -> Option<Tiles> {
+    let tiles = table::of_hopper(class, sizes, kernel)?;
+    let ordered_dq = asked.ordered_dq.unwrap_or(tiles.ordered_dq);
+    let whole = class.config(kernel, tiles);
+    let split_gqa =
+        asked.split_gqa.unwrap_or_else(|| model::splits_gqa(profile, &whole, class, sizes));
+    Some(Tiles { ordered_dq, split_gqa, ..tiles })
 }
 
 impl Choice {

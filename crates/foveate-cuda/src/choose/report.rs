@@ -70,39 +70,7 @@ impl Choice {
             )?;
         }
         writeln!(f)?;
-        match (config.family, config.kernel) {
-            (Family::Hopper, Kernel::Backward) => {
-                let dq = match (config.separate_dq, config.ordered_dq) {
-                    (true, _) => "",
-                    (false, true) => "; dq by bulk reductions, in the order of tiles of keys",
-                    (false, false) => "; dq by bulk reductions, in no fixed order",
-                };
-                writeln!(f, "  copies     q, k, v and d_out by tensor maps{dq}")?;
-            }
-            (Family::Hopper, Kernel::BackwardDq) => {
-                writeln!(f, "  copies     q, k, v and d_out by tensor maps")?;
-            }
-            (Family::Hopper, Kernel::Forward) if self.copied.is_empty() => {
-                writeln!(f, "  copies     q, k and v by tensor maps{}", transposed(config.dtype))?;
-            }
-            (Family::Hopper, Kernel::Forward) => {
-                let reasons = self.copied.join("; ");
-                writeln!(f, "  copies     hopper by copies: {reasons}")?;
-            }
-            (Family::Portable, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq)
-            | (
-                Family::Portable | Family::Hopper,
-                Kernel::Sequences
-                | Kernel::TransposeValues
-                | Kernel::BlockLists
-                | Kernel::RangeTable
-                | Kernel::Combine
-                | Kernel::RowWeightSum
-                | Kernel::Delta
-                | Kernel::Dq
-                | Kernel::GroupSums,
-            ) => {}
-        }
+        self.write_copies(f)?;
         let by = match occupancy.limit {
             Limit::Shared => "shared memory",
             Limit::Registers => "registers",
@@ -140,6 +108,45 @@ impl Choice {
             if n > 0 {
                 writeln!(f, "             and {n} for {what}")?;
             }
+        }
+        Ok(())
+    }
+
+    /// What copies the operands of a kernel of the Hopper family, and where its sums go.
+    fn write_copies(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let config = &self.chosen.config;
+        match (config.family, config.kernel) {
+            (Family::Hopper, Kernel::Backward) => {
+                let dq = match (config.separate_dq, config.ordered_dq) {
+                    (true, _) => "",
+                    (false, true) => "; dq by bulk reductions, in the order of tiles of keys",
+                    (false, false) => "; dq by bulk reductions, in no fixed order",
+                };
+                writeln!(f, "  copies     q, k, v and d_out by tensor maps{dq}")?;
+            }
+            (Family::Hopper, Kernel::BackwardDq) => {
+                writeln!(f, "  copies     q, k, v and d_out by tensor maps")?;
+            }
+            (Family::Hopper, Kernel::Forward) if self.copied.is_empty() => {
+                writeln!(f, "  copies     q, k and v by tensor maps{}", transposed(config.dtype))?;
+            }
+            (Family::Hopper, Kernel::Forward) => {
+                let reasons = self.copied.join("; ");
+                writeln!(f, "  copies     hopper by copies: {reasons}")?;
+            }
+            (Family::Portable, Kernel::Forward | Kernel::Backward | Kernel::BackwardDq)
+            | (
+                Family::Portable | Family::Hopper,
+                Kernel::Sequences
+                | Kernel::TransposeValues
+                | Kernel::BlockLists
+                | Kernel::RangeTable
+                | Kernel::Combine
+                | Kernel::RowWeightSum
+                | Kernel::Delta
+                | Kernel::Dq
+                | Kernel::GroupSums,
+            ) => {}
         }
         Ok(())
     }
