@@ -147,12 +147,15 @@ fn streams(b: &mut Bench, width: usize) -> Result<(), GpuError> {
         d_out: y,
         d_x: out,
         accumulate: true,
+        again: None,
         d_weight: Some(d_weight),
         accumulate_weight: true,
         partial,
         offset,
     };
     b.line("RMSNorm, backward", width, 4 * matrix, &backward)?;
+    let with = RmsNormBackward { again: Some(b.tensor(dtype, [TOKENS, width])?), ..backward };
+    b.line("RMSNorm, backward and again", width, 5 * matrix, &with)?;
     let gate_up = b.tensor(dtype, [TOKENS, 2 * width])?;
     let activation = Activation::Silu;
     b.line("SwiGLU", width, 3 * matrix, &Gated { activation, gate_up, out })?;

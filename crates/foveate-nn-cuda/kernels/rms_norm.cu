@@ -21,7 +21,7 @@ struct RmsNormParams {
 };
 
 struct RmsNormBackwardParams {
-    Rows x, d_out, d_x;
+    Rows x, d_out, d_x, again;      // what the forward gave, once more: nobody asks where its data is null
     u64 weight, inverse;
     u64 partial;                    // f32 [parts, width]; a part a CTA
     int rows, width, accumulate;
@@ -79,6 +79,7 @@ fv_rms_norm_again(const __grid_constant__ RmsNormParams p) {
     normalise(p, x, reinterpret_cast<const float*>(p.inverse)[blockIdx.x]);
 }
 
+// Writes out once more, too, where it is asked for, to the bit: what multiplies with it needs no pass over x of its own.
 // The gradients of a row are read for the sum, and held for what needs it where they are 16 bits. What lies in
 // d_out is read before d_x is written, by the same thread: they may be one.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -117,6 +118,17 @@ fv_rms_norm_backward(const __grid_constant__ RmsNormBackwardParams p) {
                 d_x[i] += inverse * (widen<FV_DTYPE>(g[h].of[i]) * (p.offset + w[i]) - widen<FV_DTYPE>(x[h].of[i]) * mean);
             store(to, d_x);
         });
+        if (p.again.data == 0) continue;
+        // From x in the caches, a few vectors at a time, so that no registers hold it until here.
+        #pragma unroll 4
+        for (int column = int(threadIdx.x) * VECTOR; column < p.width; column += THREADS * VECTOR) {
+            float again[VECTOR];
+            load(again, p.x.row(row) + column);
+            load(w, weight + column);
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) again[i] = again[i] * inverse * (p.offset + w[i]);
+            store(p.again.row(row) + column, again);
+        }
     }
     float* const partial = reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width;
     for_each_held(p.width, [&](int h, int column) {

@@ -8,7 +8,7 @@
 constexpr int HELD = FV_HELD;
 
 struct RmsNormBackwardParams {
-    Rows x, d_out, d_x;
+    Rows x, d_out, d_x, again;      // what the forward gave, once more: nobody asks where its data is null
     u64 weight, inverse;
     u64 partial;                    // f32 [parts, width]; a part a CTA
     int rows, width, accumulate;
@@ -63,6 +63,17 @@ fv_rms_norm_backward_rows(const __grid_constant__ RmsNormBackwardParams p) {
             }
             store(p.d_x.row(row) + column, d_x);
         });
+        if (p.again.data == 0) continue;
+        // From x in the caches, a few vectors at a time, so that no registers hold it until here.
+        #pragma unroll 4
+        for (int column = int(threadIdx.x % 32) * VECTOR; column < p.width; column += 32 * VECTOR) {
+            float again[VECTOR];
+            load(again, p.x.row(row) + column);
+            load(w, weight + column);
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) again[i] = again[i] * inverse * (p.offset + w[i]);
+            store(p.again.row(row) + column, again);
+        }
     }
     float* const sums = scratch<float>();
     #pragma unroll 1

@@ -38,7 +38,7 @@
 //! | --- | --- |
 //! | [`norm::RmsNorm`] | 4; with a residual 8 |
 //! | [`norm::RmsNormAgain`] | 4 |
-//! | [`norm::RmsNormBackward`] | 6; accumulating 8 |
+//! | [`norm::RmsNormBackward`] | 6; accumulating 8; 2 more for out once more |
 //! | [`gated::Gated`], its backward | 6, 12 |
 //! | [`rope::Rope`] | 4, of the heads that turn |
 //! | [`embedding::Embedding`], its backward | 4; 2, and 8 of each row of the table that is met |

@@ -59,6 +59,8 @@ pub struct RmsNormBackward {
     pub d_x: DeviceTensor<2>,
     /// Add to what is in `d_x`.
     pub accumulate: bool,
+    /// What [`RmsNormAgain`] gives, as x, written in the same pass; none where nobody needs it.
+    pub again: Option<DeviceTensor<2>>,
     /// `[width]`, f32 or in the dtype of x, written; none where the weight is not trained.
     pub d_weight: Option<DeviceTensor<1>>,
     /// Add to what is in `d_weight`.
@@ -192,11 +194,16 @@ impl Block for RmsNormBackward {
         accesses.read("weight", &self.weight)?;
         accesses.read("inverse", &self.inverse)?;
         accesses.write("d_x", &self.d_x)?;
+        let mut again = Rows::default();
+        if let Some(out) = &self.again {
+            again = matrix("again", out, shape, dtype)?;
+            accesses.write("again", out)?;
+        }
         if let Some(d_weight) = &self.d_weight {
             accesses.write("d_weight", d_weight)?;
         }
         accesses.write("partial", &self.partial)?;
-        let vector = vector(dtype, &[x, d_out, d_x, one_row(&self.weight)], &[width]);
+        let vector = vector(dtype, &[x, d_out, d_x, again, one_row(&self.weight)], &[width]);
         let (source, entry) = match source_of_rows(dtype, width, vector) {
             Some(source) => (source, "fv_rms_norm_backward_rows"),
             None => (source(dtype, width, vector)?, "fv_rms_norm_backward"),
@@ -207,6 +214,7 @@ impl Block for RmsNormBackward {
             x,
             d_out,
             d_x,
+            again,
             weight: self.weight.start(),
             inverse: self.inverse.start(),
             partial,

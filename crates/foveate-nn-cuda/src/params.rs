@@ -40,6 +40,8 @@ abi_structs! {
         pub d_out: Rows,
         /// `[tokens, width]`.
         pub d_x: Rows,
+        /// `[tokens, width]`, or nothing.
+        pub again: Rows,
         /// `[width]`.
         pub weight: Address,
         /// f32 `[tokens]`.

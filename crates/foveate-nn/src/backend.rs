@@ -554,13 +554,14 @@ pub trait Blocks: Sized {
     ) -> Result<(), NnError>;
 
     /// The gradient of x to `d_x`, all of an array, and that of the weight to `d_weight`, where it is
-    /// trained.
+    /// trained; to `again`, where there is one, what [`Blocks::rms_norm_again`] gives, in the same pass.
     fn rms_norm_backward(
         &mut self,
         forward: NormForward<'_, Self::Array>,
         d_out: &Self::Array,
         d_x: PartMut<'_, Self::Array>,
         d_weight: Option<PartMut<'_, Self::Array>>,
+        again: Option<&mut Self::Array>,
     ) -> Result<(), NnError>;
 
     /// [`Blocks::rms_norm`] of each query and key head of `qkv` by itself; `weight` are those of query

@@ -488,11 +488,13 @@ impl Blocks for Dry {
         d_out: &DryArray,
         d_x: PartMut<'_, DryArray>,
         d_weight: Option<PartMut<'_, DryArray>>,
+        again: Option<&mut DryArray>,
     ) -> Result<(), NnError> {
         let d_x = if d_x.accumulate { updates(d_x.array) } else { overwrites(d_x.array) };
         let mut accesses = reads_norm(&forward).to_vec();
         accesses.extend([reads(d_out), d_x]);
         accesses.extend(d_weight.as_ref().map(updates_part));
+        accesses.extend(again.map(|out| overwrites(out)));
         self.note("rms_norm backward", &accesses)
     }
 

@@ -105,7 +105,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         let forward = self.norm_forward(x, &layout.norm, &ws.inverse);
         let d_x = PartMut::whole(&mut ws.d_x, false);
         let d_weight = gradients.part(layout, &layout.norm);
-        self.blocks.rms_norm_backward(forward, &ws.d_normed, d_x, d_weight)
+        self.blocks.rms_norm_backward(forward, &ws.d_normed, d_x, d_weight, None)
     }
 
     /// From the gradient of a layer's output, in `ws.d_x`, to that of its input.
@@ -359,15 +359,20 @@ impl<'a, B: Blocks> Step<'a, B> {
         if let Some(d_weight) = gradients.part(self.layout, &places.down) {
             self.blocks.linear_backward_weight(down, d_output, &ws.activated, d_weight)?;
         }
-        let normed = self.normed_again(norm.again(), &mut ws.normed, &ws.d_whole)?;
-        if let Some(d_weight) = gradients.part(self.layout, &places.gate_up) {
-            self.blocks.linear_backward_weight(gate_up_shape, gate_up, normed, d_weight)?;
-        }
-        let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
-        self.summed_gradient(gate_up_shape, gate_up, part(weights, &places.gate_up), whole, to)?;
-        let d_norm = gradients.part(self.layout, &places.mlp_norm);
-        let d_x = PartMut::whole(&mut ws.d_x, true);
-        self.blocks.rms_norm_backward(norm, &ws.d_normed, d_x, d_norm)
+        let product = NormedProduct {
+            shape: gate_up_shape,
+            weight: &places.gate_up,
+            norm: norm.again(),
+            norm_weight: &places.mlp_norm,
+        };
+        let streams = NormedStreams {
+            normed: &mut ws.normed,
+            d_normed: &mut ws.d_normed,
+            whole: &mut ws.whole,
+            d_whole: &ws.d_whole,
+            d_x: &mut ws.d_x,
+        };
+        self.normed_product_backward(product, gate_up, streams, gradients)
     }
 
     /// `ws.d_x` goes on to the gradient of the layer's input.
@@ -426,15 +431,53 @@ impl<'a, B: Blocks> Step<'a, B> {
         {
             self.blocks.bias_backward(&ws.d_qkv, d_bias)?;
         }
-        let normed = self.normed_again(norm.again(), &mut ws.normed, &ws.d_whole)?;
-        if let Some(d_weight) = gradients.part(self.layout, &places.qkv) {
-            self.blocks.linear_backward_weight(qkv_shape, &ws.d_qkv, normed, d_weight)?;
+        let product = NormedProduct {
+            shape: qkv_shape,
+            weight: &places.qkv,
+            norm: norm.again(),
+            norm_weight: &places.norm,
+        };
+        let streams = NormedStreams {
+            normed: &mut ws.normed,
+            d_normed: &mut ws.d_normed,
+            whole: &mut ws.whole,
+            d_whole: &ws.d_whole,
+            d_x: &mut ws.d_x,
+        };
+        self.normed_product_backward(product, &ws.d_qkv, streams, gradients)
+    }
+
+    /// Gradients of a product of a norm, from those of what it gave, `d_y`: of its weight, of the norm's weight, and
+    /// of the stream that was normalised, to which that of `d_x` is added.
+    ///
+    /// The weight's comes last where this rank has all tokens: it needs the norm once more, which the pass over
+    /// the stream for the norm's own gradient then writes beside it. Where other ranks have some of the tokens, the
+    /// norm is on its way already.
+    fn normed_product_backward(
+        &mut self,
+        product: NormedProduct<'_, B::Array>,
+        d_y: &B::Array,
+        streams: NormedStreams<'_, B::Array>,
+        gradients: &mut Target<'_, B::Array>,
+    ) -> Result<(), NnError> {
+        let NormedProduct { shape, weight, norm, norm_weight } = product;
+        let NormedStreams { normed, d_normed, whole, d_whole, d_x } = streams;
+        let layout = self.layout;
+        if let Some(stream) = &mut self.stream {
+            stream.gathered(self.blocks)?;
+            if let Some(d_weight) = gradients.part(layout, weight) {
+                self.blocks.linear_backward_weight(shape, d_y, d_whole, d_weight)?;
+            }
         }
-        let (to, whole) = (&mut ws.d_normed, &mut ws.whole);
-        self.summed_gradient(qkv_shape, &ws.d_qkv, part(weights, &places.qkv), whole, to)?;
-        let d_norm = gradients.part(self.layout, &places.norm);
-        let d_x = PartMut::whole(&mut ws.d_x, true);
-        self.blocks.rms_norm_backward(norm, &ws.d_normed, d_x, d_norm)
+        self.summed_gradient(shape, d_y, part(self.weights, weight), whole, d_normed)?;
+        let is_left = self.stream.is_none() && gradients.part(layout, weight).is_some();
+        let again = is_left.then_some(&mut *normed);
+        let (d_norm, d_x) = (gradients.part(layout, norm_weight), PartMut::whole(d_x, true));
+        self.blocks.rms_norm_backward(norm, d_normed, d_x, d_norm, again)?;
+        match gradients.part(layout, weight).filter(|_| is_left) {
+            Some(d_weight) => self.blocks.linear_backward_weight(shape, d_y, normed, d_weight),
+            None => Ok(()),
+        }
     }
 
     /// The gradient of what attention or the feed-forward part gave before its own norm: `d_out`, where the
@@ -452,7 +495,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         }
         let forward = self.norm_forward(&tape.x, weight, &tape.inverse);
         let (into, d_weight) = (PartMut::whole(d_x, false), gradients.part(self.layout, weight));
-        self.blocks.rms_norm_backward(forward, d_out, into, d_weight)?;
+        self.blocks.rms_norm_backward(forward, d_out, into, d_weight, None)?;
         Ok(d_x)
     }
 
@@ -521,22 +564,6 @@ impl<'a, B: Blocks> Step<'a, B> {
         let Some(stream) = &mut self.stream else { return Ok(()) };
         self.blocks.rms_norm_again(norm, normed)?;
         stream.gather(self.blocks, normed, self.config.hidden_size, whole)
-    }
-
-    /// The norm of a stream once more, of all tokens: what [`Self::gather_ahead`] has brought to `whole`, or else
-    /// computed now.
-    fn normed_again<'w>(
-        &mut self,
-        norm: NormForward<'_, B::Array>,
-        normed: &'w mut B::Array,
-        whole: &'w B::Array,
-    ) -> Result<&'w B::Array, NnError> {
-        if let Some(stream) = &mut self.stream {
-            stream.gathered(self.blocks)?;
-            return Ok(whole);
-        }
-        self.blocks.rms_norm_again(norm, normed)?;
-        Ok(normed)
     }
 
     /// [`Blocks::linear`] with a weight whose columns may be on several ranks: the sum of their products,
@@ -662,6 +689,25 @@ impl<'a, B: Blocks> Step<'a, B> {
     fn linear_shape(&self, inputs: usize, outputs: usize) -> LinearShape {
         LinearShape { tokens: self.tokens(), inputs, outputs }
     }
+}
+
+/// A product of a norm: `y = norm(x) · weightᵀ`.
+struct NormedProduct<'a, A> {
+    shape: LinearShape,
+    weight: &'a Range<usize>,
+    norm: NormForward<'a, A>,
+    norm_weight: &'a Range<usize>,
+}
+
+/// The streams of its backward pass.
+struct NormedStreams<'a, A> {
+    /// The norm once more, of this rank's tokens.
+    normed: &'a mut A,
+    d_normed: &'a mut A,
+    /// Of all tokens, where other ranks have some: for sums, and what [`Step::gather_ahead`] brings.
+    whole: &'a mut A,
+    d_whole: &'a A,
+    d_x: &'a mut A,
 }
 
 /// Where the turned queries and keys of a layer are.

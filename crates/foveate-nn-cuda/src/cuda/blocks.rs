@@ -476,6 +476,7 @@ impl Blocks for Cuda {
         d_out: &CudaArray,
         d_x: PartMut<'_, CudaArray>,
         d_weight: Option<PartMut<'_, CudaArray>>,
+        again: Option<&mut CudaArray>,
     ) -> Result<(), NnError> {
         let width = weight.place.len();
         let x = x.rows(width);
@@ -491,6 +492,7 @@ impl Blocks for Cuda {
                 d_out: d_out.rows(width),
                 d_x: d_x.rows(width),
                 accumulate: d_x.accumulate,
+                again: again.map(|again| again.rows(width)),
                 d_weight: d_weight.map(|d_weight| d_weight.vector()),
                 accumulate_weight,
                 partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]),

@@ -244,23 +244,23 @@ fn norms_and_gates_are_those_of_the_cpu() {
             &x.cuda, w.1, norm, &mut inverse.cuda, &mut out.cuda));
         let mut again = both.activations(TOKENS * WIDTH);
         let forward = Twin::norm_forward(&x, &weight, norm, &inverse);
-        both!(both.rms_norm_again(forward.0.again(), &mut again.cpu;
-            forward.1.again(), &mut again.cuda));
+        both!(both.rms_norm_again(forward.0.again(), &mut again.cpu; forward.1.again(), &mut again.cuda));
         both.check("again", &again, 1e-5);
-        let d_out = both.normal(TOKENS * WIDTH);
+        let (mut again, d_out) = (both.activations(TOKENS * WIDTH), both.normal(TOKENS * WIDTH));
         let (mut d_x, mut d_weight) = (both.normal(TOKENS * WIDTH), both.sums(WIDTH));
         for accumulate in [true, false] {
+            let d_w = (Some(whole(&mut d_weight.cpu)), Some(whole(&mut d_weight.cuda)));
             both!(both.rms_norm_backward(
-                forward.0.again(), &d_out.cpu, PartMut::whole(&mut d_x.cpu, accumulate), Some(whole(&mut d_weight.cpu));
-                forward.1.again(), &d_out.cuda, PartMut::whole(&mut d_x.cuda, accumulate), Some(whole(&mut d_weight.cuda))));
+                forward.0.again(), &d_out.cpu, PartMut::whole(&mut d_x.cpu, accumulate), d_w.0, Some(&mut again.cpu);
+                forward.1.again(), &d_out.cuda, PartMut::whole(&mut d_x.cuda, accumulate), d_w.1, Some(&mut again.cuda)));
+            both.check("again, beside the gradients", &again, 1e-5);
             both.check("d_x", &d_x, 1e-5);
             both.check("d_weight", &d_weight, 1e-5);
         }
         let mut gate_up = both.normal(TOKENS * 2 * WIDE);
         let mut out = both.activations(TOKENS * WIDE);
         let f = if both.dtype == DType::F32 { NnActivation::Gelu } else { NnActivation::Silu };
-        both!(both.gated(f, WIDE, &gate_up.cpu, &mut out.cpu;
-            f, WIDE, &gate_up.cuda, &mut out.cuda));
+        both!(both.gated(f, WIDE, &gate_up.cpu, &mut out.cpu; f, WIDE, &gate_up.cuda, &mut out.cuda));
         both.check("gated", &out, 1e-5);
         let mut d_out = both.normal(TOKENS * WIDE);
         both!(both.gated_backward(f, WIDE, &mut gate_up.cpu, &mut d_out.cpu;

@@ -102,6 +102,7 @@ fn norms_and_their_gradients_are_those_of_f64() {
             let d_weight = f32s.random([1, width], &mut random, 1.0);
             let weight_before = d_weight.values();
             let partial = f32s.empty([norm::parts(TOKENS), width]);
+            let beside = placing.empty(shape);
             run(&RmsNormBackward {
                 x: x.tensor(),
                 weight: weight.vector(),
@@ -109,11 +110,13 @@ fn norms_and_their_gradients_are_those_of_f64() {
                 d_out: d_out.tensor(),
                 d_x: d_x.tensor(),
                 accumulate: with_residual,
+                again: Some(beside.tensor()),
                 d_weight: Some(d_weight.vector()),
                 accumulate_weight: !with_residual,
                 partial: partial.tensor(),
                 offset: offset as f32,
             });
+            assert_eq!(beside.values(), out.values(), "to the bit, beside the gradients");
             let g = d_out.values();
             let (mut expected_x, mut expected_weight) =
                 norm_gradients(&values, &weights, &factors, &g, offset);
@@ -154,6 +157,7 @@ fn sums_all_rows(tokens: usize, width: usize) {
         d_out: d_out.tensor(),
         d_x: d_out.tensor(),
         accumulate: false,
+        again: None,
         d_weight: Some(d_weight.vector()),
         accumulate_weight: false,
         partial: partial.tensor(),

@@ -456,8 +456,10 @@ impl Blocks for Cpu {
         d_out: &Vec<f32>,
         d_x: PartMut<'_, Vec<f32>>,
         d_weight: Option<PartMut<'_, Vec<f32>>>,
+        again: Option<&mut Vec<f32>>,
     ) -> Result<(), NnError> {
         norm::backward(&forward, d_out, d_x, d_weight.map(PartMut::sums));
+        again.into_iter().for_each(|out| norm::again(&forward, out));
         Ok(())
     }
 

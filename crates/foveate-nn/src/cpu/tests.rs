@@ -126,14 +126,16 @@ fn rms_norm_is_its_twin(cpu: &mut Cpu, shape: Norm) {
     let (mut d_x, mut d_w) = (nan(x.len()), vec![1.0; width]);
     let forward = NormForward { x: &x, weight: Part::whole(&w), norm: shape, inverse: &inverse };
     let (into, d_weight) = (PartMut::whole(&mut d_x, false), Some(whole_mut(&mut d_w)));
-    cpu.rms_norm_backward(forward.again(), &g, into, d_weight).unwrap();
+    again.fill(f32::NAN);
+    cpu.rms_norm_backward(forward.again(), &g, into, d_weight, Some(&mut again)).unwrap();
+    assert_eq!(out, again);
     let gold_x = differences(&x, |x| dot(&gold(x, &wide(&w)), &g));
     let gold_w = differences(&w, |w| 1.0 * w.iter().sum::<f64>() + dot(&gold(&wide(&x), w), &g));
     assert_close(&d_x, &gold_x, "d_x");
     assert_close(&d_w, &gold_w, "d_weight, added to 1");
     let mut added = x.clone();
     let (into, d_weight) = (PartMut::whole(&mut added, true), Some(whole_mut(&mut d_w)));
-    cpu.rms_norm_backward(forward, &g, into, d_weight).unwrap();
+    cpu.rms_norm_backward(forward, &g, into, d_weight, None).unwrap();
     let gold_added: Vec<f64> = gold_x.iter().zip(&x).map(|(a, &b)| a + f64::from(b)).collect();
     assert_close(&added, &gold_added, "d_x, added to x");
 }
