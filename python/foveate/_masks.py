@@ -47,6 +47,10 @@ class Mask:
             self._what = _source.name_of(what)
             self._function = what
             self._reads = (what,)
+        elif callable(what):
+            raise TypeError(
+                f"a Mask of a function takes no names, got {', '.join(names)}: the function captures what it reads"
+            )
         else:
             raise TypeError(f"a Mask is made of text with names, or of a mask function, got {shown(what)}")
 

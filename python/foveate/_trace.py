@@ -124,6 +124,8 @@ class Trace(Reader):
         return called(name.strip("_"), *args, **kwargs)
 
 
+#: How Python calls a traced value in its own errors.
+_EXPR = f"{Expr.__module__}.{Expr.__name__}"
 #: What ``torch.ops`` has.
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _GETITEM = torch.Tensor.__getitem__
@@ -181,8 +183,12 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
         if " received an invalid combination of arguments" in str(error):
             # In further lines torch says what it would have taken.
             raise TypeError(said_of(str(error).split(", but expected")[0], error)) from error
+        if _EXPR in str(error):
+            raise TypeError(said_of(str(error).replace(_EXPR, "traced value"), error)) from error
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
+        if trace.kind == "score" and hasattr(function, "_program"):
+            raise TypeError("score_mod must be a function of (score, b, h, q_idx, kv_idx), got a Mask: it is a block_mask") from None
         raise TypeError(f"{trace.kind}_mod `{name_of(function)}` is called with {len(values)} values: {error}") from None
     except IndexError as error:
         if "numpy" not in str(error):

@@ -39,7 +39,10 @@ pub fn parse(
             ),
             Some(Number::Float(v)) => ScalarValue::F32(v as f32),
             None => {
-                let got = number.repr()?;
+                let mut got = number.repr()?.to_string();
+                if got.len() > 100 || got.contains('\n') {
+                    got = format!("a {}", number.get_type().name()?);
+                }
                 return Err(wrong(&format!("`{name}` must be a number or a tensor, got {got}")));
             }
         };
