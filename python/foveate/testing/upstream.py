@@ -58,7 +58,9 @@ _COUNTS = "how often it is compiled"
 SKIPS: tuple[tuple[str, str, str, str, str], ...] = (
     (_ATTENTION, "dynamic_divisibility_guards|epilogue_fused|triton_template_warp_specialization", "code", "Triton's code", ""),
     (_BOTH, "logsumexp_only_return", "code", "Triton's code", ""),
-    (_ATTENTION, "backend_auto_matches_triton_large|strided_backwards", "code", "Triton's code", "compiled"),
+    (_ATTENTION, "backend_auto_matches_triton_large", "code", "Triton's code", ""),
+    (_ATTENTION, "strided_backwards", "code", "Triton's code", "compiled"),
+    (_BOTH, "mixed_dtype_backwards(_compiled)?", "code", "an error that Inductor hands on", "eager"),
     (_ATTENTION, "backend_triton_decode_matches_auto|flex_attention_always_freezes_layout", "code", "calls of Inductor's own functions", ""),
     (_ATTENTION, "flex_attention_logging", "code", "the log of Inductor's choices", "compiled"),
     (_ATTENTION, "direct_backward_.*", "code", "calls of torch's operator itself", ""),
