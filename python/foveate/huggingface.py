@@ -240,7 +240,7 @@ def attention(
     if cu_seq_lens_q is None and cu_seq_lens_k is not None:
         raise ValueError("cu_seq_lens_k is given without cu_seq_lens_q")
     if cu_seq_lens_q is not None:
-        mask = _within(mask, _documents(cu_seq_lens_q, cu_seq_lens_k))
+        mask = _within(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, query.size(2), key.size(2)))
     out = flex_attention(
         query,
         key,
@@ -319,15 +319,20 @@ def _score(softcap: float | None, added: list[Callable[..., Any]]) -> Callable[.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
-    """The mask of packed sequences, made once for the offsets that all layers are given."""
+def _documents(cu_q: Tensor, cu_k: Tensor | None, q_len: int, kv_len: int) -> Mask:
+    """The mask of packed sequences, made once for the offsets and lengths that all layers are given."""
     _strided("cu_seq_lens_q", cu_q)
     if cu_k is not None:
         _strided("cu_seq_lens_k", cu_k)
-    state = (cu_q._version, None if cu_k is None else (id(cu_k), cu_k._version))
+    state = (cu_q._version, None if cu_k is None else (id(cu_k), cu_k._version), q_len, kv_len)
     found = _known.get(cu_q)
     if found is None or found[0] != state:
+        documents = Mask.from_cu_seqlens(cu_q, cu_k)
+        ends = documents._reads[1]
+        for name, end, rows in (("cu_seq_lens_q", ends["q_end"], q_len), ("cu_seq_lens_k", ends["k_end"], kv_len)):
+            if end > rows:
+                raise ValueError(f"{name} ends at {end}, past the {rows} rows")
         # The second tensor is held, so that its id stays its own.
-        found = _known[cu_q] = (state, _Pass(Mask.from_cu_seqlens(cu_q, cu_k)), cu_k)
+        found = _known[cu_q] = (state, _Pass(documents), cu_k)
     made: Mask = found[1]
     return made

@@ -259,6 +259,15 @@ def test_offsets_that_change_in_place_change_the_result():
     assert torch.equal(after, fresh) and not torch.equal(before, after)
 
 
+@pytest.mark.parametrize("offsets, words", [
+    (dict(cu_seq_lens_q=torch.tensor([0, 8, 20])), "cu_seq_lens_q ends at 20, past the 19 rows"),
+    (dict(cu_seq_lens_q=torch.tensor([0, 8, 19]), cu_seq_lens_k=torch.tensor([0, 8, 24])), "cu_seq_lens_k ends at 24, past the 23 rows"),
+])
+def test_offsets_that_end_past_the_rows_are_refused(offsets, words):
+    with pytest.raises(ValueError, match=words):
+        attention(Layer(), *operands(19, 23 if "cu_seq_lens_k" in offsets else 19), None, **offsets)
+
+
 def test_the_mask_is_a_block_mask_to_those_who_look():
     mask = attention_mask(2, 29, 29, attention_mask=LEFT.bool())
     assert isinstance(mask, foveate.BlockMask) and len(mask.shape) == 4
