@@ -1,10 +1,11 @@
 //! Arrays in the memory of the host, which a device copies from and to while the host goes on.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::device::Device;
-use super::pinned::{Pinned, fill};
+use super::pinned::{Pinned, copy, fill};
 use super::stream::{Event, Stream};
 use crate::error::GpuError;
 use crate::sync::lock;
@@ -19,6 +20,9 @@ pub struct HostArray {
     start: u64,
     bytes: usize,
     used: Event,
+    /// How often it was marked, and how many of these marks the host has seen reached: what has come does not go
+    /// again where the device fails later.
+    marks: [AtomicU64; 2],
 }
 
 impl HostArray {
@@ -30,7 +34,8 @@ impl HostArray {
         let memory = Pinned::new(device, bytes)?;
         let (start, used) = (memory.data() as u64, Event::new(device)?);
         note(|| Noted::Taken { address: start, bytes });
-        let array = Self { memory: Mutex::new(memory), start, bytes, used };
+        let (memory, marks) = (Mutex::new(memory), Default::default());
+        let array = Self { memory, start, bytes, used, marks };
         array.note_use(0, bytes, HOST, true);
         Ok(array)
     }
@@ -112,7 +117,22 @@ impl HostArray {
     /// # Errors
     /// Those of the driver.
     pub fn mark(&self, stream: &Stream) -> Result<(), GpuError> {
-        self.used.record(stream)
+        self.used.record(stream)?;
+        self.marks[0].fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Waits for the copies, at most `limit`.
+    ///
+    /// # Errors
+    /// When they do not end in time or failed.
+    pub fn wait(&self, limit: Duration) -> Result<(), GpuError> {
+        let [marked, reached] = self.marks.each_ref().map(|count| count.load(Ordering::Acquire));
+        if reached < marked {
+            self.used.wait(limit, "copies between host and device")?;
+            self.marks[1].fetch_max(marked, Ordering::AcqRel);
+        }
+        Ok(())
     }
 
     /// Waits for the copies, at most `limit`, and reads from byte `start` on.
@@ -122,9 +142,9 @@ impl HostArray {
     pub fn read(&self, start: usize, data: &mut [u8], limit: Duration) -> Result<(), GpuError> {
         self.fits(start, data.len())?;
         let memory = lock(&self.memory);
-        self.used.wait(limit, "copies between host and device")?;
+        self.wait(limit)?;
         self.note_use(start, data.len(), HOST, false);
-        data.copy_from_slice(&memory.as_slice()[start..start + data.len()]);
+        copy(data, &memory.as_slice()[start..start + data.len()]);
         Ok(())
     }
 
@@ -141,7 +161,7 @@ impl HostArray {
     ) -> Result<(), GpuError> {
         self.fits(start, bytes)?;
         let mut memory = lock(&self.memory);
-        self.used.wait(limit, "copies between host and device")?;
+        self.wait(limit)?;
         self.note_use(start, bytes, HOST, true);
         change(&mut memory.as_mut_slice()[start..start + bytes]);
         Ok(())
@@ -189,7 +209,7 @@ impl HostArray {
 impl Drop for HostArray {
     fn drop(&mut self) {
         // Memory that the device may still use is not freed.
-        if self.used.wait(Duration::from_secs(5), "copies").is_err() {
+        if self.wait(Duration::from_secs(5)).is_err() {
             self.memory.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).leak();
         }
         note(|| Noted::Given { address: self.start });

@@ -25,6 +25,23 @@ pub(super) fn fill<T: Copy + Send>(all: &mut [T], value: T) {
     }
 }
 
+/// Bytes that are worth a thread of their own to be copied.
+const COPIED: usize = 8 << 20;
+
+/// Copies `from` to `to`, which is as long: much memory by as many threads as there are.
+pub(super) fn copy(to: &mut [u8], from: &[u8]) {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let piece = from.len().div_ceil(threads).max(COPIED);
+    match from.len() > piece {
+        false => to.copy_from_slice(from),
+        true => std::thread::scope(|scope| {
+            for (to, from) in to.chunks_mut(piece).zip(from.chunks(piece)) {
+                scope.spawn(move || to.copy_from_slice(from));
+            }
+        }),
+    }
+}
+
 /// Host memory that the device copies from and to without a detour.
 #[derive(Debug)]
 pub struct Pinned {
@@ -115,6 +132,17 @@ mod tests {
             fill(&mut all[1..=bytes], 9);
             assert_eq!((all[0], all[bytes + 1]), (7, 7));
             assert!(all[1..=bytes].iter().all(|&byte| byte == 9), "{bytes} B");
+        }
+    }
+
+    #[test]
+    fn all_of_much_memory_is_copied_and_nothing_beside_it() {
+        for bytes in [0, 1, COPIED, 2 * COPIED + 3] {
+            let from: Vec<u8> = (0..bytes).map(|i| (i / 7) as u8).collect();
+            let mut to = vec![7u8; bytes + 2];
+            copy(&mut to[1..=bytes], &from);
+            assert_eq!((to[0], to[bytes + 1]), (7, 7));
+            assert!(to[1..=bytes] == from, "{bytes} B");
         }
     }
 }
