@@ -24,6 +24,8 @@ struct Case {
     program: Attention,
     sink: Option<Vec<f32>>,
     whole: Whole,
+    /// As the program has it.
+    scale: Option<f32>,
 }
 
 fn normal(random: &mut Random, n: usize) -> Vec<f32> {
@@ -34,7 +36,7 @@ fn cases() -> Vec<Case> {
     let random = &mut Random::new(11);
     let whole = Whole { batch: 2, heads: 8, kv_heads: 4, q_len: 37, kv_len: 37 };
     let causal = || Attention::new().mask(masks::causal());
-    let case = |name, program| Case { name, program, sink: None, whole };
+    let case = |name, program| Case { name, program, sink: None, whole, scale: None };
     let documents = masks::causal() & masks::document_lengths(&[9, 1, 20, 7]).unwrap();
     let prefixes = masks::prefix_lm_per_batch(&Buffer::vector("prefix", vec![12, 3])).unwrap();
     let bias = Buffer::learned("bias", &[8, 73], normal(random, 8 * 73)).unwrap();
@@ -196,7 +198,7 @@ fn run(
     let spec = Spec {
         mask: program.get_mask().cloned(),
         score: program.get_score().cloned(),
-        scale: None,
+        scale: case.scale,
         dropout: program.get_dropout().cloned(),
     };
     let operands = Operands {
@@ -317,6 +319,24 @@ fn a_mesh_gives_the_same_bits_every_time() {
             }
         }
     }
+}
+
+#[test]
+fn r10_the_scale_is_that_of_the_head_dim_unless_a_program_says_another() {
+    let outputs = |scale: Option<f32>| {
+        let mut case = cases().swap_remove(2);
+        case.scale = scale;
+        if let Some(scale) = scale {
+            case.program = case.program.scale(scale);
+        }
+        // Beside the oracle, with 1/√D where there is no scale.
+        let ranks = run(&case, DType::F32, [1, 1, 3, 1], Some(Strategy::Exchange(2))).unwrap();
+        let values = |found: &Found| found.0.as_slice::<f32>().unwrap().to_vec();
+        ranks.iter().flat_map(values).collect::<Vec<f32>>()
+    };
+    let [unsaid, one, said] = [None, Some(1.0), Some(1.0 / (DIM[0] as f32).sqrt())].map(outputs);
+    assert!(unsaid.iter().zip(&one).any(|(x, y)| (x - y).abs() > 0.1));
+    assert!(unsaid == said);
 }
 
 #[test]

@@ -5,18 +5,22 @@
 //!
 //! | | fault there | here |
 //! | --- | --- | --- |
-//! | R1, R14 | keys are cut and nothing follows; the mask has the local length | faults below |
-//! | R2, R6 | padding joins the softmax; cross-attention | `attention.rs`: 513 keys, other queries |
-//! | R3 | ids are not padded with k | fault below: ids travel with their keys or not at all |
-//! | R4 | the backward does not pad | `attention.rs`: every case runs backward, on lengths that divide nothing |
-//! | R5 | k and v have gradients only with q | a rank computes all three; single gradients are `foveate`'s |
-//! | R7 | a bias has q's spec | fault below |
-//! | R8 | lengths are local × ranks | fault below |
-//! | R9 | forward and backward on two meshes | fault below; both take one proven plan |
-//! | R10 | the scale defaults to 1 | `attention.rs`: the oracle's is 1/√D |
-//! | R11 | ids are floats | fault below |
-//! | R12 | block sizes are global state | test below: a plan is a value |
-//! | R13 | specs are strings that are evaluated | test below: they are parsed, and refused |
+//! | R1 | keys are cut and nothing follows | `r01_keys_that_are_cut_are_brought_to_whoever_reads_them` |
+//! | R2 | padding joins the softmax | `r02_no_key_behind_the_last_joins_the_softmax` |
+//! | R3 | ids are not padded with k | `r03_ids_travel_with_their_keys` |
+//! | R4 | the backward does not pad | `r04_a_backward_pass_has_the_lengths_of_the_forward_pass` |
+//! | R5 | k and v have gradients only with q | `r05_keys_and_values_have_gradients_beside_those_of_queries` |
+//! | R6 | queries and keys are of one length | `r06_keys_have_a_length_of_their_own` |
+//! | R7 | a bias has q's spec | `r07_a_bias_has_its_own_layout` |
+//! | R8 | lengths are local × ranks | `r08_lengths_are_stored` |
+//! | R9 | forward and backward on two meshes | `r09_an_operation_has_one_mesh` |
+//! | R10 | the scale defaults to 1 | `attention.rs`: `r10_the_scale_is_that_of_the_head_dim_unless_a_program_says_another` |
+//! | R11 | ids are floats | `r11_ids_are_integers` |
+//! | R12 | block sizes are global state | `r12_plans_that_are_made_at_once_do_not_know_of_each_other` |
+//! | R13 | specs are strings that are evaluated | `r13_a_spec_is_read_and_not_run` |
+//! | R14 | the mask has the local length | `r14_the_mask_has_the_length_of_the_row` |
+//!
+//! `attention.rs` computes the cases of R2, R4 and R6 beside the oracle: 513 keys, lengths that divide nothing.
 
 use std::sync::Arc;
 
@@ -234,6 +238,7 @@ fn without(part: &mut foveate_shard::Part, name: &str) {
         "k" => kv * kv_heads * 16,
         "v" => kv * kv_heads * 8,
         "dv" => kv * kv_heads * 16,
+        "dk" => kv * kv_heads * 32,
         "dq" => q * heads * 32,
         _ => unreachable!(),
     };
@@ -260,8 +265,26 @@ const FAULTS: &[Fault] = &[
     Fault { name: "R1: every key is read and none is sent", strategy: Strategy::Gather, point: 'c', operand: "k", plant: |p| for r in &mut p.ranks {
         r.stages[0].sends.clear(); r.stages[0].receives.clear();
     } },
+    Fault { name: "R2: keys behind the last are computed", strategy: TWO, point: 'c', operand: "k", plant: |p| {
+        let last = p.ranks.iter().position(|r| r.own.kv.as_slice().last().is_some_and(|run| run.end == LEN)).unwrap();
+        let s = &mut p.ranks[last].stages[0]; s.compute.kv = s.compute.kv.union(&Ranges::one(LEN..LEN + 4)); s.coordinates.kv = s.compute.kv.clone();
+    } },
+    Fault { name: "R2: a rank holds keys behind the last", strategy: TWO, point: 'a', operand: "kv_positions", plant: |p| p.ranks[4].own.kv = p.ranks[4].own.kv.union(&Ranges::one(LEN..LEN + 4)) },
     Fault { name: "R3: ids do not travel with their keys", strategy: TWO, point: 'c', operand: "kv_positions", plant: |p| for s in 1..3 {
         both(p, s, |part| without(part, "kv_positions"));
+    } },
+    Fault { name: "R4: gradients of the last key of a part do not return", strategy: TWO, point: 'c', operand: "dk", plant: |p| {
+        let r = receiver(p).0; let peer = p.ranks[r].returns[0].peer;
+        let cut = |part: &mut foveate_shard::Part| {
+            let keys = part.cells.kv.len() as u64; part.bytes -= part.bytes / keys; part.cells.kv = less_last(&part.cells.kv);
+        };
+        cut(&mut p.ranks[r].returns[0]); cut(p.ranks[peer].returned.iter_mut().find(|x| x.peer == r).unwrap());
+    } },
+    Fault { name: "R5: gradients of keys do not return beside those of queries", strategy: SWAP, point: 'c', operand: "dk", plant: |p| for r in &mut p.ranks {
+        r.returns.iter_mut().chain(&mut r.returned).for_each(|part| without(part, "dk"));
+    } },
+    Fault { name: "R5: gradients of values do not return beside those of queries", strategy: SWAP, point: 'c', operand: "dv", plant: |p| for r in &mut p.ranks {
+        r.returns.iter_mut().chain(&mut r.returned).for_each(|part| without(part, "dv"));
     } },
     Fault { name: "R7: a bias is cut as queries are", strategy: TWO, point: 'a', operand: "capture", plant: |p| {
         let layout = mapped(p, "q", map()); relayout(p, 0, "capture", layout);
@@ -449,8 +472,15 @@ const FAULTS: &[Fault] = &[
 #[test]
 fn every_planted_fault_is_refused_with_the_right_operand() {
     assert!(FAULTS.len() >= 40, "{} faults", FAULTS.len());
+    refused("");
+}
+
+/// Plants each fault whose name begins so, and has the checker name it.
+fn refused(case: &str) {
     let mut wrong = Vec::new();
-    for Fault { name, strategy, plant, point, operand } in FAULTS {
+    let faults: Vec<&Fault> = FAULTS.iter().filter(|fault| fault.name.starts_with(case)).collect();
+    assert!(!faults.is_empty(), "there is no fault {case}");
+    for Fault { name, strategy, plant, point, operand } in &faults {
         let mesh = if *strategy == SWAP { [1, 2, 2, 2] } else { [1, 2, 3, 2] };
         let (mut plan, planes) = planned(mesh, *strategy, documents());
         plan.clone().prove(&planes, &Limits::default()).expect("it is right before");
@@ -465,7 +495,50 @@ fn every_planted_fault_is_refused_with_the_right_operand() {
             }
         }
     }
-    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), FAULTS.len(), wrong.join("\n"));
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), faults.len(), wrong.join("\n"));
+}
+
+/// The faults of a case of PyTorch/XLA, as a test of its own.
+macro_rules! cases {
+    ($($test:ident: $case:literal)*) => { $(#[test] fn $test() { refused($case); })* };
+}
+
+cases! {
+    r01_keys_that_are_cut_are_brought_to_whoever_reads_them: "R1:"
+    r02_no_key_behind_the_last_joins_the_softmax: "R2:"
+    r03_ids_travel_with_their_keys: "R3:"
+    r04_a_backward_pass_has_the_lengths_of_the_forward_pass: "R4:"
+    r05_keys_and_values_have_gradients_beside_those_of_queries: "R5:"
+    r07_a_bias_has_its_own_layout: "R7:"
+    r08_lengths_are_stored: "R8:"
+    r09_an_operation_has_one_mesh: "R9:"
+    r11_ids_are_integers: "R11:"
+    r14_the_mask_has_the_length_of_the_row: "R14:"
+}
+
+#[test]
+fn r06_keys_have_a_length_of_their_own() {
+    let whole = Whole { batch: 4, heads: 8, kv_heads: 4, q_len: LEN, kv_len: 43 };
+    let mask = Some(masks::causal_bottom_right());
+    let planes = Planes::new(whole, &[LayerMask { mask, layers: 2 }], TILE).unwrap();
+    for strategy in [Strategy::Gather, Strategy::Exchange(2)] {
+        let options = PlanOptions { strategy: Some(strategy), chunk: Some(4) };
+        let plan = ShardPlan::new(&map(), &planes, &shape(), options).unwrap();
+        let proven = plan.clone().prove(&planes, &Limits::default()).unwrap();
+        assert_eq!(proven.proof().live_entries, planes.work().iter().sum::<u64>());
+        type Plant = fn(&mut ShardPlan);
+        let faults: [(Plant, &str); 3] = [
+            (|p| p.ranks[1].stages[0].lengths[1] = LEN, "kv_len"),
+            (|p| p.ranks[1].stages[0].lengths = [43, LEN], "q_len"),
+            (|p| p.whole.kv_len = LEN, "mask"),
+        ];
+        for (plant, operand) in faults {
+            let mut wrong = plan.clone();
+            plant(&mut wrong);
+            let found = wrong.prove(&planes, &Limits::default()).unwrap_err();
+            assert_eq!((found.point, found.operand.as_str()), ('a', operand), "{found}");
+        }
+    }
 }
 
 #[test]
