@@ -70,6 +70,7 @@ mod tests;
 pub mod vectors;
 
 pub use cuda::{
-    AttentionPlan, Cuda, CudaArray, CudaBatch, CudaSpans, CudaTotals, logits_tokens_of,
+    AttentionPlan, Cuda, CudaArray, CudaBatch, CudaSpans, CudaStateMemory, CudaTotals,
+    logits_tokens_of,
 };
 pub use launch::{Block, KernelLaunch, Kernels, Source};

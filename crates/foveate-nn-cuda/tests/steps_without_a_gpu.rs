@@ -10,6 +10,7 @@ mod graphs;
 mod offload;
 mod order;
 mod ranks;
+mod state_copies;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -11,6 +11,7 @@
 //! [`Blocks::download_weights`] waits.
 
 mod recording;
+mod state_memory;
 mod stream;
 mod sums;
 mod transfers;
@@ -37,6 +38,7 @@ use crate::rope::RopeTable;
 use crate::sharing::{Carrier, Peers, ReplicaSums, Sharing, TensorSharing};
 pub(crate) use recording::numbers_of;
 pub use recording::{PassIdentity, PassWork, Recording};
+pub use state_memory::{ArrayBytes, ProcessMemory, StateMemory};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
 pub use sums::{BlockTime, KEYS_WAIT, SumOverRanks, Sums};
 pub use transfers::Transfers;
@@ -173,6 +175,8 @@ pub trait Blocks: Sized {
     type Totals;
     /// What the optimiser goes through, on the device.
     type Spans;
+    /// Memory of the host that arrays are copied to while steps go on.
+    type StateMemory: StateMemory;
 
     /// Dtypes of parameters, gradients, moments and activations.
     fn precision(&self) -> Precision;
@@ -246,6 +250,21 @@ pub trait Blocks: Sized {
     /// # Errors
     /// When the device fails.
     fn brought(&mut self, into: &Self::Array) -> Result<(), NnError>;
+
+    /// Memory for [`Blocks::copy_out`], without room.
+    fn state_memory(&self) -> Self::StateMemory;
+
+    /// Begins to copy bytes of arrays, one after another, to memory of the host that has room for them. What is
+    /// queued behind and writes to weights or moments waits for the copy; the arrays stay where they are until
+    /// [`StateMemory::wait`].
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn copy_out(
+        &mut self,
+        from: &[ArrayBytes<'_, Self::Array>],
+        to: &Self::StateMemory,
+    ) -> Result<(), NnError>;
 
     /// Whether arrays may lie in the memory of another ([`Blocks::resize_within`]).
     fn shares_memory(&self) -> bool {

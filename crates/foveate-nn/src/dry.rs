@@ -11,9 +11,9 @@ use foveate::DType;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
-    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, Rotation,
-    StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Array, ArrayBytes, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
+    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, ProcessMemory,
+    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 use crate::batch::Batch;
 use crate::config::{Norm, RopePairing};
@@ -214,6 +214,7 @@ impl Blocks for Dry {
     type Totals = ();
     /// Elements of all spans.
     type Spans = usize;
+    type StateMemory = ProcessMemory;
 
     fn precision(&self) -> Precision {
         self.precision
@@ -276,6 +277,18 @@ impl Blocks for Dry {
     }
 
     fn brought(&mut self, _: &DryArray) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn state_memory(&self) -> ProcessMemory {
+        ProcessMemory::default()
+    }
+
+    fn copy_out(
+        &mut self,
+        _: &[ArrayBytes<'_, DryArray>],
+        _: &ProcessMemory,
+    ) -> Result<(), NnError> {
         Ok(())
     }
 

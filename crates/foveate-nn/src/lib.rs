@@ -78,6 +78,7 @@ mod program;
 mod rope;
 mod share;
 mod sharing;
+mod state_copy;
 mod step;
 mod stream;
 mod tape;
@@ -89,10 +90,11 @@ mod through_host;
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
-    Array, AttentionShape, BlockTime, Blocks, ContextOf, KEYS_WAIT, KvCache, LayerAttention,
-    LayerProgram, LinearShape, LossGradients, LossOperands, Moments, NormForward, PackedHeads,
-    Part, PartMut, PassIdentity, PassWork, PlanBytes, Recording, ReplicaSumsOf, Rotation,
-    StreamProduct, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Array, ArrayBytes, AttentionShape, BlockTime, Blocks, ContextOf, KEYS_WAIT, KvCache,
+    LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands, Moments, NormForward,
+    PackedHeads, Part, PartMut, PassIdentity, PassWork, PlanBytes, ProcessMemory, Recording,
+    ReplicaSumsOf, Rotation, StateMemory, StreamProduct, StreamTransfers, SumOverRanks, Sums,
+    Transfers, VocabularyPart, Weights,
 };
 pub use batch::{Batch, IGNORE, LossSum, Queued};
 pub use config::{
@@ -126,6 +128,7 @@ pub use sharing::{
     Carrier, CutGroup, HostTransfers, Peers, RankSums, ReplicaSums, Sharing, StepRanks,
     TensorSharing, TensorTransfers,
 };
+pub use state_copy::StateCopy;
 pub use tape::{Recomputation, Recompute};
 pub use tensor::{Copied, Holders, StreamCut, TensorPart};
 pub use through_host::{StreamThroughHost, ThroughHost};

@@ -3,6 +3,7 @@
 mod memory;
 mod prepared;
 mod replay;
+mod state;
 mod training;
 
 use std::collections::BTreeMap;

@@ -140,6 +140,17 @@ impl Precision {
         (self.weights.bytes() + rest + self.gradients.bytes()) as f64 + moments
     }
 
+    /// Bytes of a copy of what is kept of `elems` parameters, `trained` of them with so many moments
+    /// ([`crate::Model::copy_state`]).
+    pub fn copy_bytes(&self, elems: usize, trained: usize, moments: usize) -> u64 {
+        let bytes = |elems: usize, size: usize| (elems as u64).saturating_mul(size as u64);
+        let (dtype, each) = self.moments.array(trained);
+        let rest = if self.remainders { 2 } else { 0 };
+        bytes(elems, self.weights.bytes())
+            .saturating_add(bytes(trained, rest))
+            .saturating_add(bytes(each, dtype.bytes()).saturating_mul(moments as u64))
+    }
+
     /// Elements of each moment of `trained` parameters that are on the device at once.
     pub fn moments_on_device(&self, trained: usize) -> usize {
         match self.host_moments {

@@ -9,15 +9,16 @@ use foveate_gpu::driver::HostArray;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
-    Activation as NnActivation, Array, AttentionProgram, AttentionShape, Batch, BlockTime, Blocks,
-    Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients, LossOperands, Moment,
-    MomentDtype, Moments, NnError, NnErrorKind, Norm, NormForward, OptimizerStep, PackedHeads,
-    Part, PartMut, PassIdentity, PassWork, Peers, PlanBytes, Precision, Recording, ReplicaSumsOf,
-    RopePairing, RopeTable, Rotation, Sharing, Span, StreamTransfers, SumOverRanks, Sums,
-    TensorSharing, Transfers, VocabularyPart, Weights,
+    Activation as NnActivation, Array, ArrayBytes, AttentionProgram, AttentionShape, Batch,
+    BlockTime, Blocks, Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients,
+    LossOperands, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm, NormForward,
+    OptimizerStep, PackedHeads, Part, PartMut, PassIdentity, PassWork, Peers, PlanBytes, Precision,
+    Recording, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing, Span, StreamTransfers,
+    SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
 };
 use foveate_tensor::DType;
 
+use super::CudaStateMemory;
 use super::array::{CudaArray, Memory, Place, batched};
 use super::attention::AttentionPlan;
 use super::batch::{CudaBatch, Rotations};
@@ -53,6 +54,7 @@ impl Blocks for Cuda {
     type Batch = CudaBatch;
     type Totals = CudaTotals;
     type Spans = CudaSpans;
+    type StateMemory = CudaStateMemory;
 
     fn precision(&self) -> Precision {
         self.precision
@@ -103,6 +105,18 @@ impl Blocks for Cuda {
             })?;
             Ok(Memory::Host(pinned))
         })
+    }
+
+    fn state_memory(&self) -> CudaStateMemory {
+        CudaStateMemory::new(self.kernels.engine().device())
+    }
+
+    fn copy_out(
+        &mut self,
+        from: &[ArrayBytes<'_, CudaArray>],
+        to: &CudaStateMemory,
+    ) -> Result<(), NnError> {
+        self.copy_arrays_out(from, to)
     }
 
     fn leave(&mut self, from: &CudaArray, to: &mut CudaArray) -> Result<(), NnError> {
@@ -212,6 +226,7 @@ impl Blocks for Cuda {
         first: usize,
         masters: &[f32],
     ) -> Result<(), NnError> {
+        self.await_copies_out()?;
         transfer::write_weights(into, first, masters)
     }
 
@@ -232,6 +247,7 @@ impl Blocks for Cuda {
         first: usize,
         values: &[f32],
     ) -> Result<(), NnError> {
+        self.await_copies_out()?;
         if self.precision.moments != MomentDtype::Int8 {
             return transfer::write_numbers(into, first, values);
         }

@@ -3,7 +3,7 @@
 //!
 //! Both directions of the bus work at once, and the host waits for nothing. What of a model lies in the memory
 //! of the host shares them: moments ([`super::passage`]) and inputs of layers, of which one is on its way in each
-//! direction at a time. A copy begins behind what the blocks' queue has been given so far, and that waits for
+//! direction at a time; and copies of weights and moments that are saved ([`super::state_memory`]). A copy begins behind what the blocks' queue has been given so far, and that waits for
 //! the copy's event where the step says so ([`foveate_nn::Blocks::left`], [`foveate_nn::Blocks::brought`]).
 
 use std::sync::Arc;
@@ -25,6 +25,8 @@ pub(super) struct Bus {
     out: [Event; 2],
     /// The blocks are so far that an input may come; it has come.
     back: [Event; 2],
+    /// The blocks are so far that weights and moments may leave; they have left.
+    pub state: [Event; 2],
 }
 
 impl Bus {
@@ -32,7 +34,9 @@ impl Bus {
         let engine = blocks.kernels.engine();
         let event = || Event::new(engine.device());
         let (arriving, leaving) = (engine.new_queue()?, engine.new_queue()?);
-        Ok(Self { arriving, leaving, out: [event()?, event()?], back: [event()?, event()?] })
+        let pair = || Ok::<_, GpuError>([event()?, event()?]);
+        let (out, back, state) = (pair()?, pair()?, pair()?);
+        Ok(Self { arriving, leaving, out, back, state })
     }
 
     /// Waits until nothing is on its way.

@@ -24,6 +24,7 @@ mod graphs;
 mod loss;
 mod passage;
 mod sharing;
+mod state_memory;
 #[cfg(test)]
 mod tests;
 mod totals;
@@ -47,6 +48,7 @@ use bus::Bus;
 use clock::{Clock, Timed};
 use graphs::Recorder;
 use passage::Passage;
+pub use state_memory::CudaStateMemory;
 pub use totals::CudaTotals;
 use totals::Updates;
 pub use updates::CudaSpans;
@@ -80,6 +82,8 @@ pub struct Cuda {
     passage: Option<Passage>,
     /// Copies from and to the memory of the host; there with the first.
     bus: Option<Arc<Bus>>,
+    /// Whether weights and moments are copied to the memory of the host, which nothing that writes them waits for yet.
+    copying: bool,
     recorder: Recorder,
 }
 
@@ -139,6 +143,7 @@ impl Cuda {
             piece: MOMENTS_PIECE,
             passage: None,
             bus: None,
+            copying: false,
             recorder,
         })
     }

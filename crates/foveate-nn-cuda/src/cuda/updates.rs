@@ -200,6 +200,7 @@ impl Cuda {
         elems: usize,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
+        self.await_copies_out()?;
         if self.precision.host_moments {
             let bytes = self.piece.min(elems) * moments.mean.dtype.bytes();
             let kept = passage::kept(moments).count();

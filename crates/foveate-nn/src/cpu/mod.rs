@@ -26,9 +26,9 @@ use rayon::prelude::*;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
-    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, Rotation,
-    StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Array, ArrayBytes, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
+    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, ProcessMemory,
+    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -146,6 +146,7 @@ impl Blocks for Cpu {
     type Batch = CpuBatch;
     type Totals = CpuTotals;
     type Spans = Vec<Span>;
+    type StateMemory = ProcessMemory;
 
     fn precision(&self) -> Precision {
         Precision { moments: self.moments, ..ParameterState::F32.into() }
@@ -224,6 +225,20 @@ impl Blocks for Cpu {
     }
 
     fn brought(&mut self, _: &Vec<f32>) -> Result<(), NnError> {
+        Ok(())
+    }
+
+    fn state_memory(&self) -> ProcessMemory {
+        ProcessMemory::default()
+    }
+
+    fn copy_out(
+        &mut self,
+        from: &[ArrayBytes<'_, Vec<f32>>],
+        to: &ProcessMemory,
+    ) -> Result<(), NnError> {
+        let bytes = from.iter().map(|of| &bytemuck::cast_slice(of.array)[of.bytes.clone()]);
+        to.fill(&bytes.collect::<Vec<&[u8]>>());
         Ok(())
     }
 
