@@ -11,10 +11,12 @@ mod place;
 #[path = "place/run.rs"]
 mod run;
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use foveate_gpu::library::Library;
+use foveate_nn::ParameterState;
 use place::Place;
 use run::{Run, slow_disk};
 
@@ -121,6 +123,41 @@ fn a_run_says_whether_its_passes_are_recorded() {
         assert_eq!(line.is_some(), wanted.is_some(), "{said}");
         assert!(line.is_none_or(|line| line.contains(wanted.unwrap())), "{said}");
         assert_eq!(place.steps("run").len(), 4);
+    }
+}
+
+/// The files of tensors of all checkpoints of a run, by the names of both.
+fn tensors(place: &Place) -> BTreeMap<String, Vec<u8>> {
+    let all = std::fs::read_dir(place.path("run/checkpoints")).unwrap();
+    let files = all.flat_map(|entry| std::fs::read_dir(entry.unwrap().path()).unwrap());
+    let paths = files.map(|entry| entry.unwrap().path());
+    let paths = paths.filter(|path| path.extension().is_some_and(|ext| ext == "safetensors"));
+    let root = place.path("run/checkpoints");
+    let named = |path: PathBuf| {
+        let name = path.strip_prefix(&root).unwrap().display().to_string();
+        (name, std::fs::read(&path).unwrap())
+    };
+    paths.map(named).collect()
+}
+
+#[test]
+fn saves_beside_the_steps_of_a_gpu_have_the_bytes_of_those_that_steps_wait_for() {
+    let place = place();
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    for state in ParameterState::ALL {
+        let state = format!("precision.state={}", state.name());
+        let [waited, beside] = ["false", "true"].map(|beside| {
+            let beside = format!("train.async_save={beside}");
+            let sets = [&state, &beside, "train.save_every=1", "train.keep=9"];
+            let (code, said) = train(&place, folder.path(), &[PLENTY], &sets);
+            assert_eq!(code, Some(0), "{state}, {beside}: {said}");
+            tensors(&place)
+        });
+        assert_eq!(waited.len(), 2 * 4, "{state}: {:?}", waited.keys());
+        assert!(waited.keys().eq(beside.keys()), "{state}: {:?}", beside.keys());
+        for (name, bytes) in &waited {
+            assert!(bytes == &beside[name], "{state}: {name}");
+        }
     }
 }
 

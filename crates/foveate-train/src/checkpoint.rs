@@ -58,7 +58,7 @@ mod store;
 
 pub use checksums::Checksums;
 pub use config::{CheckpointConfig, SpecialTexts, read_config, read_tokenizer, special_texts};
-pub(crate) use content::{Content, HostCopy, copy_bytes};
+pub(crate) use content::{Content, HostCopy};
 pub use export::{Contents, RangeContents, TensorContents, contents, export};
 pub use load::{load_state, load_weights};
 pub use save::save;

@@ -27,6 +27,8 @@ impl HostMemory {
     /// # Errors
     /// When the ranks cannot go on.
     pub fn here(ranks: &dyn Collectives) -> Result<Option<Self>, ShardError> {
+        // Before all have told where they are: none takes of it before all have looked.
+        let free = machine::free();
         let mut name = [0; NAME];
         let known = machine::id().unwrap_or_default();
         let bytes = known.as_bytes();
@@ -37,7 +39,7 @@ impl HostMemory {
             _ => ranks.all_gather(&name)?,
         };
         let here = names.iter().filter(|other| ***other == name).count().max(1) as u64;
-        Ok(machine::free().map(|free| Self { free: free.bytes, ranks: here }))
+        Ok(free.map(|free| Self { free: free.bytes, ranks: here }))
     }
 
     /// Bytes that each rank may take.

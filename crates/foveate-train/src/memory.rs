@@ -1,13 +1,12 @@
 //! What a recipe takes of a GPU by the dry run of its step, and the nearest setting that fits.
 
 use foveate_nn::{
-    Account, AttentionConfig, Blocks, Cpu, Cutting, Dry, MemoryEstimate, ModelConfig, NnError,
-    Offload, ParameterLayout, ParameterState, Precision, Recomputation, Recompute, StepKind,
-    Training,
+    Account, AttentionConfig, Blocks, Cpu, Cutting, Dry, MemoryEstimate, Model, ModelConfig,
+    NnError, Offload, ParameterLayout, ParameterState, Precision, Recomputation, Recompute,
+    StepKind, Training,
 };
 use foveate_nn_cuda::logits_tokens_of;
 
-use crate::checkpoint::copy_bytes;
 use crate::graphs;
 use crate::recipe::Recipe;
 
@@ -62,11 +61,15 @@ pub fn beside(recipe: &Recipe, config: &ModelConfig, alone: bool) -> u64 {
 }
 
 /// Bytes of host memory that a rank of `ranks` takes for a copy of what it saves, where steps go on while a
-/// checkpoint is written: f32 weights and moments of the parameters of `layout`.
-pub fn save_copy_bytes(recipe: &Recipe, layout: &ParameterLayout, ranks: usize) -> u64 {
+/// checkpoint is written: masters and moments of the parameters of `layout`, as `precision` keeps them.
+pub fn save_copy_bytes(
+    recipe: &Recipe,
+    precision: Precision,
+    layout: &ParameterLayout,
+    ranks: usize,
+) -> u64 {
     let moments = 1 + usize::from(recipe.optimizer.rule().keeps_squares());
-    let whole = 0..layout.elems();
-    copy_bytes(&[whole], layout.trained(), moments).div_ceil(ranks as u64)
+    precision.copy_bytes(layout.elems(), layout.trained(), moments).div_ceil(ranks as u64)
 }
 
 /// What of a recipe decides the memory that it takes.
@@ -155,16 +158,27 @@ impl Planned<'_> {
         self.account_on(&Dry::new(precision, logits).sharing(), setting)
     }
 
+    /// What a GPU's run takes of the host for the copy of what is saved, where steps go on beside its saves: none where
+    /// the recipe says that they do not.
+    ///
+    /// # Errors
+    /// Those of [`Planned::account`].
+    pub fn save_copy(&self, setting: &Setting) -> Result<Option<u64>, NnError> {
+        let Self { recipe, config, attention } = *self;
+        if recipe.train.async_save == Some(false) || recipe.train.save_every == 0 {
+            return Ok(None);
+        }
+        let frozen = |name: &str| recipe.optimizer.is_frozen(name);
+        let model = Model::unfilled_with(Cpu::default(), config.clone(), attention, &frozen)?;
+        Ok(Some(save_copy_bytes(recipe, setting.state.into(), model.layout(), 1)))
+    }
+
     /// What a step takes of this machine's memory on its CPU, with `beside` bytes more in the process.
     ///
     /// # Errors
     /// Those of [`Planned::account`].
     pub fn memory_on_cpu(&self, setting: &Setting, beside: u64) -> Result<MemoryEstimate, NnError> {
-        let cpu = match setting.state {
-            ParameterState::Int8Moments => Cpu::with_int8_moments(),
-            _ => Cpu::default(),
-        };
-        let memory = self.account_on(&cpu, setting)?.memory();
+        let memory = self.account_on(&cpu(setting.state), setting)?.memory();
         Ok(MemoryEstimate { process: memory.process + beside, ..memory })
     }
 
@@ -273,6 +287,20 @@ impl Planned<'_> {
         }
         Ok(None)
     }
+}
+
+/// What a CPU keeps where a recipe names this state.
+pub(crate) fn cpu(state: ParameterState) -> Cpu {
+    match state {
+        ParameterState::Int8Moments => Cpu::with_int8_moments(),
+        _ => Cpu::default(),
+    }
+}
+
+/// [`save_copy_bytes`] of one rank on a CPU.
+pub fn save_copy_bytes_on_cpu(recipe: &Recipe, layout: &ParameterLayout) -> u64 {
+    let state = recipe.precision.state.unwrap_or_default();
+    save_copy_bytes(recipe, cpu(state).precision(), layout, 1)
 }
 
 /// What may be computed again: what is given, and all modes with inputs of layers where they are.

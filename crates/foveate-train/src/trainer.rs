@@ -4,6 +4,7 @@
 //! that was interrupted, by Ctrl-C or by `kill -9`, continues from its last checkpoint with the
 //! losses it would have had.
 
+mod copies;
 mod counting;
 mod evaluation;
 mod folder;

@@ -66,6 +66,24 @@ fn every_recipe_fits_a_gpu_or_is_told_the_nearest_setting_that_does() {
 }
 
 #[test]
+fn a_copy_of_what_is_saved_takes_the_bytes_that_are_kept() {
+    let (mut recipe, config, attention) = recipe("llama3-8b");
+    for (state, bytes) in [
+        (ParameterState::Exact, 12),
+        (ParameterState::HostMoments, 12),
+        (ParameterState::Bf16Moments, 8),
+        (ParameterState::Bf16, 6),
+    ] {
+        let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+        let setting = Setting { state, ..Setting::of(&recipe) };
+        assert_eq!(planned.save_copy(&setting).unwrap(), Some(bytes * 8_030_261_248), "{state:?}");
+    }
+    recipe.train.async_save = Some(false);
+    let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+    assert_eq!(planned.save_copy(&Setting::of(&recipe)).unwrap(), None);
+}
+
+#[test]
 fn an_update_in_the_backward_pass_is_the_last_resort_and_takes_the_bytes_of_the_table() {
     let (mut recipe, config, attention) = recipe("llama3-8b-h200");
     recipe.train.accumulate = 1;

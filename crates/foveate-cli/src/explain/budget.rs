@@ -15,7 +15,7 @@ use foveate_nn::{
 };
 use foveate_problem::Spec;
 use foveate_train::checkpoint::{self, Checksums};
-use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes};
+use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes_on_cpu};
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
@@ -177,6 +177,8 @@ struct GpuStep {
     memory: MemoryEstimate,
     /// Of a step, by name: how many, and their bytes; the largest first.
     activations: Vec<(&'static str, usize, u64)>,
+    /// Of the host's memory, where steps go on beside saves.
+    save_copy: Option<u64>,
     fit: Fit,
     /// By program, which has a name where there are several.
     attention: Vec<(Option<String>, KernelPlan)>,
@@ -218,11 +220,12 @@ impl GpuStep {
         }
         let memory = planned.memory(&setting, gpu.bytes)?;
         let fit = Fit::of(planned, &setting, gpu)?;
-        Ok(Self { gpu, setting, memory, activations, fit, attention: plans })
+        let save_copy = planned.save_copy(&setting)?;
+        Ok(Self { gpu, setting, memory, activations, save_copy, fit, attention: plans })
     }
 
     fn json(&self) -> serde_json::Value {
-        let Self { gpu, setting, memory: m, activations, fit, attention } = self;
+        let Self { gpu, setting, memory: m, activations, save_copy, fit, attention } = self;
         let activations: serde_json::Map<_, _> = activations
             .iter()
             .map(|(name, count, bytes)| {
@@ -246,6 +249,7 @@ impl GpuStep {
                 "beside": m.process,
                 "total": m.total(),
                 "host": m.host,
+                "save_copy": save_copy,
             },
             "activations": activations,
             "fits": matches!(fit, Fit::Fits),
@@ -255,7 +259,7 @@ impl GpuStep {
     }
 
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
-        let Self { gpu, setting, memory: m, activations, fit, attention } = self;
+        let Self { gpu, setting, memory: m, activations, save_copy, fit, attention } = self;
         out.line(format!(
             "{} with {}: {} of state {}, {}, {} computed again{}",
             gpu.name,
@@ -296,6 +300,11 @@ impl GpuStep {
         if m.host > 0 {
             let beside = bytes(m.host as f64);
             out.line(format!("  {:<22} {beside:>10}  of the host's memory", "pinned beside"))?;
+        }
+        if let Some(copied) = save_copy {
+            let copied = bytes(*copied as f64);
+            let told = "of the host's memory, pinned, where steps go on beside saves";
+            out.line(format!("  {:<22} {copied:>10}  {told}", "copy of what is saved"))?;
         }
         out.line(format!("  {}", fit.words()))?;
         for (name, plan) in attention {
@@ -359,7 +368,7 @@ pub fn run(
         let mut estimate = model.training_memory(rows, len, mode)?;
         estimate.process += tokenizer_bytes;
         if recipe.train.async_save == Some(true) {
-            estimate.process += save_copy_bytes(&recipe, model.layout(), 1);
+            estimate.process += save_copy_bytes_on_cpu(&recipe, model.layout());
         }
         memory.push((mode.name(), mode == chosen.what, estimate));
     }

@@ -8,8 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use foveate::tensor::memory::reserve_exact;
-use foveate_nn::{Array, Blocks, Moment, Parameter};
+use foveate_nn::{Array, Blocks, Moment, Parameter, StateCopy, StateMemory};
 use serde_json::Value;
 
 use super::config::config_json;
@@ -64,8 +63,6 @@ pub(crate) struct Content {
     pub(super) moments: Vec<Moment>,
     /// Elements that are trained: the first ones.
     pub(super) trained: usize,
-    /// Elements of all parameters, and of what lies between them.
-    pub(super) elems: usize,
     /// Of the weights, where they are saved beside masters.
     pub(super) dtype: SaveDtype,
     /// None of a checkpoint that no run continues from.
@@ -102,7 +99,6 @@ impl Content {
             parameters: layout.parameters().to_vec(),
             moments: kept.into_iter().filter(|(_, a)| a.elems() > 0).map(|(m, _)| m).collect(),
             trained: layout.trained(),
-            elems: layout.elems(),
             dtype: *dtype,
             state: Some((*state).clone()),
         })
@@ -133,69 +129,46 @@ impl<B: Blocks> Values for Snapshot<'_, B> {
     }
 }
 
-/// Bytes of a [`HostCopy`] of `owned` elements, of which those before `trained` have `moments` moments.
-pub(crate) fn copy_bytes(owned: &[Range<usize>], trained: usize, moments: usize) -> u64 {
-    let elems = |end: usize| owned.iter().map(|r| r.end.min(end).saturating_sub(r.start)).sum();
-    let (all, trained): (usize, usize) = (elems(usize::MAX), elems(trained));
-    4 * (all + moments * trained) as u64
-}
-
 /// Values of some elements, in host memory.
 #[derive(Debug)]
-pub(crate) struct HostCopy {
-    /// What is kept, of which elements.
-    parts: Vec<(Kept, Range<usize>, Vec<f32>)>,
+pub(crate) struct HostCopy<M> {
+    state: StateCopy<M>,
     /// Whether nobody waits for what is read any more.
     pub(crate) dropped: Arc<AtomicBool>,
 }
 
-impl HostCopy {
-    /// Waits for the elements `owned` and copies them.
+impl<M: StateMemory> HostCopy<M> {
+    /// Begins to copy the elements `owned` to `memory`, which has room for them. They may change from here on.
     ///
     /// # Errors
-    /// When there is no memory for them, or the device fails.
-    pub fn of<B: Blocks>(
-        content: &Content,
+    /// When the device fails.
+    pub fn begin<B: Blocks<StateMemory = M>>(
         snapshot: &Snapshot<'_, B>,
         owned: &[Range<usize>],
+        memory: &Arc<M>,
     ) -> Result<Self, TrainError> {
-        let mut parts = Vec::new();
-        let moments = content.moments.iter().map(|&m| (Kept::Moment(m), content.trained));
-        for (kept, end) in [(Kept::Weight, content.elems)].into_iter().chain(moments) {
-            for range in owned {
-                let range = range.start..range.end.min(end);
-                if range.is_empty() {
-                    continue;
-                }
-                let mut values: Vec<f32> = Vec::new();
-                reserve_exact(&mut values, range.len()).map_err(|_| {
-                    TrainError::model(format!(
-                        "there is no memory for a copy of {} values to save while the run goes on; \
-                         set train.async_save = false",
-                        range.len()
-                    ))
-                })?;
-                values.resize(range.len(), 0.0);
-                snapshot.read(kept, range.start, &mut values)?;
-                parts.push((kept, range, values));
-            }
-        }
-        Ok(Self { parts, dropped: Arc::default() })
+        let state = snapshot.model.copy_state(snapshot.moments, owned, memory)?;
+        Ok(Self { state, dropped: Arc::default() })
+    }
+
+    /// Waits until all of them are there.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn wait(&self) -> Result<(), TrainError> {
+        Ok(self.state.wait()?)
     }
 }
 
-impl Values for HostCopy {
+impl<M: StateMemory> Values for HostCopy<M> {
     fn read(&self, kept: Kept, first: usize, into: &mut [f32]) -> Result<(), TrainError> {
         if self.dropped.load(Ordering::Relaxed) {
             return Err(TrainErrorKind::Interrupted.into());
         }
-        let end = first + into.len();
-        let holds = |(of, range, _): &&(Kept, Range<usize>, Vec<f32>)| {
-            *of == kept && range.start <= first && end <= range.end
-        };
-        let (_, range, values) =
-            self.parts.iter().find(holds).expect("pieces lie in the ranges that were copied");
-        into.copy_from_slice(&values[first - range.start..end - range.start]);
+        match kept {
+            Kept::Weight => self.state.masters(first, into)?,
+            Kept::Moment(moment) => self.state.moment(moment, first, into)?,
+        }
         Ok(())
     }
 }

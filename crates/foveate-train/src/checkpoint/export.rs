@@ -136,7 +136,6 @@ pub fn export(
         parameters,
         moments: Vec::new(),
         trained: 0,
-        elems,
         dtype,
         state: None,
     };

@@ -1,6 +1,7 @@
 //! Saves: those that the steps wait for, and those that go on beside them.
 //!
-//! A save beside the steps copies what this rank writes to host memory; then a thread writes it. At the
+//! A save beside the steps copies what this rank writes to host memory, while the steps go on where the device can;
+//! a thread waits for the copy and writes it. At the
 //! end of each step the ranks tell each other whether theirs is done; when all are, they report what they wrote
 //! and rank 0 renames the folder. The next save and the end of the run wait for it, and the last one does not
 //! go on beside anything.
@@ -62,16 +63,21 @@ impl<B: Blocks> Setup<'_, B> {
             return Ok(place);
         }
         let copied = Content::of(&snapshot).and_then(|content| {
-            HostCopy::of(&content, &snapshot, &owned).map(|copy| (content, copy))
+            let memory = self.copies.as_mut().expect("there is memory for saves beside the steps");
+            HostCopy::begin(&snapshot, &owned, memory.room()?).map(|copy| (content, copy))
         });
         let (content, copy) = match ranks.together(copied) {
             Ok(copied) => copied,
             Err(e) => return Err(self.abandoned(&save, e)),
         };
         let (dropped, to) = (copy.dropped.clone(), save.clone());
-        let write = move || match count {
-            1 => to.write(&content, &copy),
-            _ => to.write_part(&content, &copy, &owned, rank),
+        let write = move || {
+            // Whether or not somebody waits for this thread: what is copied stays where it is until then.
+            copy.wait()?;
+            match count {
+                1 => to.write(&content, &copy),
+                _ => to.write_part(&content, &copy, &owned, rank),
+            }
         };
         let pending = Pending::start(save.clone(), step, began, dropped, write);
         let pending = ranks.together(pending).map_err(|e| self.abandoned(&save, e))?;

@@ -20,6 +20,7 @@ use serde::Serialize;
 use model::{Made, fits, model};
 use resume::{moved, resumed, same_run};
 
+use super::copies::CopyMemory;
 use super::folder::{Claim, Folder};
 use super::pending::Pending;
 use super::{Observer, Options, Started, counting};
@@ -42,6 +43,10 @@ use crate::whole;
 
 /// A run between two steps.
 pub(super) struct Setup<'a, B: Blocks> {
+    /// Before model and moments, which stay until they are copied.
+    pub saving: Option<Pending>,
+    /// Where saves beside the steps are copied to.
+    pub copies: Option<CopyMemory<B::StateMemory>>,
     pub recipe: &'a Recipe,
     pub folder: Folder<'a>,
     pub ranks: Ranks<'a>,
@@ -74,7 +79,6 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub schedule: Schedule,
     /// Whether steps go on while a checkpoint is written.
     pub saves_beside: bool,
-    pub saving: Option<Pending>,
 }
 
 /// Where a run is told of.
@@ -175,6 +179,9 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let strategy = described.map(|described| described.strategy);
         let steps = steps(recipe, counts.as_deref(), &train);
         let (fingerprint, rule) = (corpus.fingerprint(), recipe.optimizer.rule());
+        let copies = (saves_beside && saves_beside_steps(recipe, 0, steps))
+            .then(|| CopyMemory::begin(&model, &rule, &ranks.owned(model.layout())));
+        let copies = copies.transpose()?;
         observer.begins("making the model");
         let (moments, mut state, fresh_buffers) = match &last {
             Some(last) => resumed(steps, last, &mut model, &rule, fingerprint, checksums)?,
@@ -184,6 +191,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let depends = depends.map_err(|e| wrong(e.to_string()))?;
         let (other_device, changed) = moved(&mut state, last.is_some(), gpu.clone(), depends);
         model.choose(&state.choices);
+        let copies = copies.filter(|_| saves_beside_steps(recipe, state.step, steps));
         let started = Started {
             step: state.step,
             steps,
@@ -230,6 +238,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             records: Vec::new(),
             saves_beside,
             saving: None,
+            copies,
             schedule: recipe.learning_rate(steps),
         };
         let resolved = run.resolved(place, chat_template)?;
@@ -264,6 +273,13 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let resolved = Some(toml::Table::try_from(resolved).map_err(unwritable)?);
         Recipe { resolved, ..recipe.clone() }.to_toml()
     }
+}
+
+/// Whether a run that is at `step` of so many saves before its end.
+fn saves_beside_steps(recipe: &Recipe, step: u64, steps: u64) -> bool {
+    let every = recipe.train.save_every;
+    let next = step.checked_div(every).map(|saves| (saves + 1).saturating_mul(every));
+    next.is_some_and(|next| next < steps)
 }
 
 /// What a run reads before it has a model.

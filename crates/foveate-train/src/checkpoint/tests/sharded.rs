@@ -1,9 +1,13 @@
 //! Checkpoints that several ranks wrote: by each of some meshes, read by each other one.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use foveate::DType;
-use foveate_nn::{Carrier, Cutting, HostTransfers, NnError, Peers, Sharing};
+use foveate_nn::{
+    Carrier, Cutting, HostTransfers, NnError, Peers, ProcessMemory, Sharing, StateMemory,
+};
 
 use super::super::content::{Content, HostCopy, Kept, Values};
 use super::super::layout;
@@ -51,6 +55,18 @@ fn meshes(model: &Model) -> Vec<(&'static str, Owned)> {
     ]
 }
 
+/// A copy of the elements `owned`, beside steps.
+fn copy_of(
+    model: &Model,
+    snapshot: &Snapshot<'_>,
+    owned: &[Range<usize>],
+) -> HostCopy<ProcessMemory> {
+    let memory = Arc::new(model.state_memory());
+    let bytes = model.state_bytes(&RULE, owned).unwrap();
+    memory.reserve(bytes, &AtomicBool::new(false)).unwrap();
+    HostCopy::begin(snapshot, owned, &memory).unwrap()
+}
+
 /// What all ranks wrote, in order of rank, and where.
 fn written(dir: &Path, run: &SavedRun, owned: &Owned) -> (Save, Vec<Written>) {
     let save = Save::of(dir, run.state.step, 2);
@@ -59,7 +75,7 @@ fn written(dir: &Path, run: &SavedRun, owned: &Owned) -> (Save, Vec<Written>) {
     let content = Content::of(&snapshot).unwrap();
     let write = |(rank, owned): (usize, &Vec<Range<usize>>)| {
         // Every second rank from a copy.
-        let copy = HostCopy::of(&content, &snapshot, owned).unwrap();
+        let copy = copy_of(&run.model, &snapshot, owned);
         let values: &dyn Values = if rank % 2 == 0 { &snapshot } else { &copy };
         save.write_part_with(&content, values, owned, rank, &create, (4 * 500, SMALL)).unwrap()
     };
@@ -386,8 +402,8 @@ fn a_copy_that_nobody_waits_for_is_not_written_to_the_end() {
     let snapshot = run.snapshot(SaveDtype::F32);
     let content = Content::of(&snapshot).unwrap();
     let all: Vec<Range<usize>> = std::iter::once(0..run.model.layout().elems()).collect();
-    let copy = HostCopy::of(&content, &snapshot, &all).unwrap();
-    copy.dropped.store(true, std::sync::atomic::Ordering::Relaxed);
+    let copy = copy_of(&run.model, &snapshot, &all);
+    copy.dropped.store(true, Ordering::Relaxed);
     let dir = tempfile::tempdir().unwrap();
     let save = Save::of(dir.path(), 1, 1);
     save.begin().unwrap();

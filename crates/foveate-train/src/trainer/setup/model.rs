@@ -82,6 +82,7 @@ pub(super) fn model<B: Blocks>(
         found.ok().flatten()
     };
     fits(&bytes(recompute)?, gpu, Some(&|there| nearest(there, words)))?;
+    let precision = blocks.precision();
     let part = part_of(ranks, &config).map_err(|e| e.to_string())?;
     let model = Model::unfilled_part(blocks, config, &attention, &frozen, part);
     let model = model.map_err(|e| e.to_string())?;
@@ -95,6 +96,7 @@ pub(super) fn model<B: Blocks>(
     };
     let copy = save_copy_bytes(
         recipe,
+        precision,
         model.layout(),
         ranks.count() / ranks.mesh().size(MeshAxis::Tensor),
     );
@@ -139,8 +141,9 @@ fn sizes(
     Ok((config, attention.clone()))
 }
 
-/// Whether steps go on while a checkpoint is written: as the recipe says it in `asked`, or else on a GPU where the
-/// `host` bytes that are free hold a copy of what is saved, of `copy` bytes.
+/// Whether steps go on while a checkpoint is written: as the recipe says it in `asked`, or else on a GPU where a copy
+/// of what is saved, of `copy` bytes, takes half of the `host` bytes that are free or less: it is pinned as long as
+/// the run goes on.
 fn saves_beside(
     asked: Option<bool>,
     on_gpu: bool,
@@ -158,7 +161,7 @@ fn saves_beside(
             size(copy)
         ));
     }
-    Ok(asked.unwrap_or(holds))
+    Ok(asked.unwrap_or_else(|| host.is_none_or(|bytes| bytes / 2 >= copy)))
 }
 
 /// What the rank with the least memory computes again, which all do: they meet in the passes.
@@ -225,8 +228,9 @@ mod tests {
 
     #[test]
     fn a_copy_of_what_is_saved_is_made_where_the_host_has_memory_for_it() {
-        assert_eq!(saves_beside(None, true, 5, Some(4)), Ok(false));
-        assert_eq!(saves_beside(None, true, 5, Some(5)), Ok(true));
+        assert_eq!(saves_beside(None, true, 5, Some(9)), Ok(false));
+        assert_eq!(saves_beside(None, true, 5, Some(10)), Ok(true));
+        assert_eq!(saves_beside(Some(true), true, 5, Some(5)), Ok(true));
         assert!(saves_beside(Some(true), true, 5, Some(4)).is_err());
     }
 
