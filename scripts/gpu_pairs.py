@@ -404,7 +404,7 @@ class Pairs:
         if found is None:
             return self.rows.add("saving beside steps, 3B", {"failed": last}, f"FAILED: {last}")
         line = f"a step takes {found['quiet_s']:.3f} s; steps waited {found['waited_s']:.2f} s for the copy, and {found['steps']} beside the "
-        line += f"writing took {found['slowed_s']:+.2f} s more: {found['lost_s']:.2f} s in all (bar 2 s; predicted 10 to 20); "
+        line += f"writing took {found['slowed_s']:+.2f} s more: {found['lost_s']:.2f} s in all (bar 2 s, aim 0.5 s); "
         line += f"whole after {found['seconds']:.1f} s" if found["seconds"] else "it was not whole when the run was cut"
         self.rows.add("saving beside steps, 3B", found, line)
 
