@@ -4,6 +4,7 @@
 mod place;
 mod refused;
 
+use std::collections::BTreeSet;
 use std::fs::DirEntry;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -180,11 +181,28 @@ fn what_ranks_saved_is_listed_exported_evaluated_and_resumed_by_any_number() {
 
 /// Starts `ranks` ranks by flags, which notice in four seconds that one is silent.
 fn some(place: &Place, ranks: usize, args: &[&str]) -> Vec<Child> {
+    some_behind(place, ranks, args, |_| None)
+}
+
+/// The same, some of them behind a command of the shell.
+fn some_behind(
+    place: &Place,
+    ranks: usize,
+    args: &[&str],
+    behind: impl Fn(usize) -> Option<&'static str>,
+) -> Vec<Child> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let (meet, number) = (format!("127.0.0.1:{port}"), ranks.to_string());
     let start = |rank: usize| {
         let mut command = place.command(&["train", "recipe.toml", "--rank", &rank.to_string()]);
         command.args(["--ranks", &number, "--meet", &meet, "--set", "train.steps=150"]).args(args);
+        if let Some(before) = behind(rank) {
+            let mut shell = Command::new("bash");
+            shell.args(["-c", &format!("{before}; exec \"$0\" \"$@\"")]);
+            shell.arg(command.get_program()).args(command.get_args());
+            shell.current_dir(command.get_current_dir().unwrap());
+            command = shell;
+        }
         command.env("FOVEATE_SILENCE", "4").env("FOVEATE_ARRIVAL", "8");
         command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
@@ -333,6 +351,86 @@ fn a_disk_that_is_full_on_the_rank_that_writes_ends_all() {
     assert_eq!(done.status.code(), Some(1), "{said}");
     assert_eq!(errors(&said).len(), 1, "{said}");
     assert!(said.contains("raise the limit of file sizes"), "{said}");
+}
+
+/// The disk of one rank ends while all save beside their steps: it says so, all end, and the checkpoint before is
+/// the newest.
+#[cfg(unix)]
+#[test]
+fn a_disk_that_is_full_on_one_rank_in_a_save_beside_the_steps_ends_all() {
+    let place = place();
+    let sets = ["--set", "train.async_save=true", "--set", "train.save_every=4"];
+    let steps = |steps: &'static str| [&sets[..], &["--set", steps]].concat();
+    for rank in some(&place, 3, &steps("train.steps=6")) {
+        let done = rank.wait_with_output().unwrap();
+        assert!(done.status.success(), "{}", text(done.stderr));
+    }
+    let whole = || checkpoints(&place, "step-").map(|e| e.file_name()).collect::<BTreeSet<_>>();
+    let before = whole();
+    for full in [1, 2] {
+        let more = [&steps("train.steps=40")[..], &["--resume"]].concat();
+        let limit = |rank: usize| (rank == full).then_some("ulimit -f 2");
+        for (rank, child) in some_behind(&place, 3, &more, limit).into_iter().enumerate() {
+            let done = child.wait_with_output().unwrap();
+            let said = text(done.stderr);
+            assert!(!done.status.success(), "rank {rank}: {said}");
+            // The others end with it, and leave the word to it.
+            let told = errors(&said);
+            assert_eq!(told.len(), usize::from(rank == full), "rank {rank}: {said}");
+            for words in ["raise the limit of file sizes", "checkpoints/step-000006 is intact"] {
+                assert!(told.iter().all(|line| line.contains(words)), "{said}");
+            }
+        }
+        assert_eq!(whole(), before, "nothing of it is a checkpoint");
+        assert_eq!(checkpoints(&place, ".writing-").count(), 0, "nothing half-written stays");
+    }
+    for rank in some(&place, 3, &[&steps("train.steps=12")[..], &["--resume"]].concat()) {
+        let done = rank.wait_with_output().unwrap();
+        assert!(done.status.success(), "{}", text(done.stderr));
+    }
+    assert_eq!(place.steps("run").last().unwrap().0, 12);
+}
+
+/// Ctrl-C on any one rank while all save beside their steps: that save is whole, and so is that of the step after
+/// which all end.
+#[cfg(unix)]
+#[test]
+fn a_signal_to_one_rank_in_a_save_beside_the_steps_ends_all_with_whole_checkpoints() {
+    let sets = ["train.async_save=true", "train.save_every=2", "train.keep=99", "train.steps=4000"];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    for (told, name) in [(0, "-INT"), (2, "-INT"), (1, "-TERM")] {
+        let (place, since) = (place(), SystemTime::now());
+        let mut ranks = some(&place, 3, &sets);
+        while !saving(&place, since) {
+            assert!(ranks[0].try_wait().unwrap().is_none(), "it ended before it saved");
+        }
+        let begun = checkpoints(&place, ".writing-").map(|e| e.file_name()).next();
+        signal(name, &ranks[told]);
+        let mut last = None;
+        for (rank, child) in ranks.drain(..).enumerate() {
+            let done = child.wait_with_output().unwrap();
+            let said = text(done.stderr);
+            assert_eq!(done.status.code(), Some(130), "rank {rank}: {said}");
+            if let Some(told) = said.split("interrupted after step ").nth(1) {
+                last = told.split(';').next().unwrap().parse::<u64>().ok();
+            }
+        }
+        assert_eq!(checkpoints(&place, ".writing-").count(), 0);
+        let last = last.expect("a rank says after which step they ended");
+        let whole: Vec<_> = checkpoints(&place, "step-").map(|e| e.path()).collect();
+        assert!(
+            whole.contains(&place.path(&format!("run/checkpoints/step-{last:06}"))),
+            "{whole:?}"
+        );
+        let begun = begun.map(|name| name.to_string_lossy().replace(".writing-", "step-"));
+        if let Some(step) = begun {
+            assert!(whole.iter().any(|path| path.ends_with(&step)), "{step} of {whole:?}");
+        }
+        for path in whole {
+            let shown = place.run(&["checkpoint", "show", "--verify", path.to_str().unwrap()]);
+            assert!(shown.status.success(), "{}", text(shown.stderr));
+        }
+    }
 }
 
 #[test]

@@ -126,6 +126,42 @@ fn a_run_says_whether_its_passes_are_recorded() {
     }
 }
 
+#[test]
+fn ranks_without_nccl_are_one_line_that_says_how_they_run_without_it() {
+    let place = place();
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    if Library::Nccl.open().is_ok() {
+        println!("skipped: this machine has NCCL");
+        return;
+    }
+    let launched = |sets: &[&str]| {
+        let mut args = vec!["launch", "--ranks", "2", "--", "train", "recipe.toml", "--start-over"];
+        args.extend(["--device", "cuda", "--set", "mesh.shard=2"]);
+        sets.iter().for_each(|set| args.extend(["--set", set]));
+        let mut command = place.command(&args);
+        for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
+            command.env_remove(name);
+        }
+        command.env("PATH", "").env("HOME", folder.path());
+        command.env("FOVEATE_CUDA_LIBRARIES", folder.path()).envs([PLENTY]);
+        command.env("FOVEATE_CACHE_DIR", concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels"));
+        let done = command.output().unwrap();
+        (done.status.code(), String::from_utf8(done.stderr).unwrap())
+    };
+    let (code, said) = launched(&[]);
+    assert_eq!(code, Some(1), "{said}");
+    let told: Vec<&str> = said.lines().filter(|line| line.contains("error: ")).collect();
+    assert_eq!(told.len(), 1, "{said}");
+    for words in ["NCCL was not found in ", "(--ranks N)", "mesh.transfers = \"host\""] {
+        assert!(told[0].contains(words), "{said}");
+    }
+    assert!(!place.path("run/checkpoints").exists());
+    // What the line says to do.
+    let (code, said) = launched(&["mesh.transfers=\"host\""]);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(place.steps("run").len(), 4);
+}
+
 /// The files of tensors of all checkpoints of a run, by the names of both.
 fn tensors(place: &Place) -> BTreeMap<String, Vec<u8>> {
     let all = std::fs::read_dir(place.path("run/checkpoints")).unwrap();

@@ -319,6 +319,18 @@ fn a_range_that_is_missing_or_there_twice_is_refused_by_name_and_nothing_stays()
     assert!(refused(Checksums::Verify).contains("layout.json: does not match its checksum"));
     let told = refused(Checksums::Skip);
     assert!(told.contains("are missing of tensor `weight:model.norm.weight`"), "{told}");
+    // The first range once more, in its place and behind the others.
+    for at in [0, usize::MAX] {
+        let mut json: Value = serde_json::from_str(&text).unwrap();
+        let ranges = json["tensors"]["weight:model.norm.weight"]["ranges"].as_array_mut().unwrap();
+        let again = ranges[0].clone();
+        ranges.insert(at.min(ranges.len()), again);
+        fs::write(&path, json.to_string()).unwrap();
+        assert!(refused(Checksums::Verify).contains("layout.json: does not match its checksum"));
+        let told = refused(Checksums::Skip);
+        let wanted = "are there twice of tensor `weight:model.norm.weight`";
+        assert!(told.contains("layout.json: elements ") && told.contains(wanted), "{told}");
+    }
     fs::write(&path, text).unwrap();
     // Flipped bytes are found in whichever file they are.
     for entry in fs::read_dir(&place).unwrap() {
