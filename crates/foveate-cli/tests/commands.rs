@@ -669,6 +669,7 @@ fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
         "  fits",
         "backward",
         "if none shared its memory",
+        "of the host's memory, pinned, where steps go on beside saves",
     ] {
         assert!(out.contains(part), "{part}: {out}");
     }
@@ -684,6 +685,12 @@ fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
     assert!(largest.unwrap() < taken && taken < sum(arrays, "bytes"), "{step}");
     assert_eq!(sum(memory, "bytes"), 2 * memory["total"].as_u64().unwrap());
     assert!(!step["attention"][0]["plan"]["kernels"].as_array().unwrap().is_empty(), "{out}");
+    // 12 bytes a parameter.
+    let copied = step["save_copy"].as_u64().unwrap() as f64 / 12.0;
+    assert!((copied / 134_515_008.0 - 1.0).abs() < 1e-4, "{copied}");
+    let waits = [&line[..], &["--json", "--set", "train.async_save=false"]].concat();
+    let waits: serde_json::Value = serde_json::from_str(&run(&waits).1).unwrap();
+    assert!(waits["save_copy"].is_null(), "{waits}");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
 use std::thread::ScopedJoinHandle;
 
+use foveate_gpu::GpuError;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Device, HostArray, default_timeout};
 use foveate_nn::{Array, ArrayBytes, NnError, NnErrorKind, StateMemory};
@@ -32,6 +33,7 @@ pub struct CudaStateMemory {
     device: Device,
     /// Bytes of a piece.
     piece: usize,
+    /// All but the last are whole.
     pieces: RwLock<Vec<HostArray>>,
 }
 
@@ -61,42 +63,43 @@ impl CudaStateMemory {
 impl StateMemory for CudaStateMemory {
     fn reserve(&self, bytes: usize, stop: &AtomicBool) -> Result<(), NnError> {
         let mut pieces = self.pieces.write().unwrap_or_else(PoisonError::into_inner);
-        let more = bytes.div_ceil(self.piece).saturating_sub(pieces.len());
-        let begun = AtomicUsize::new(0);
-        // What some of the threads have made stays, whatever stops the others.
+        let room: usize = pieces.iter().map(HostArray::bytes).sum();
+        if room >= bytes {
+            return Ok(());
+        }
+        // All but the last are whole.
+        pieces.pop_if(|last| last.bytes() < self.piece);
+        let (first, end) = (pieces.len(), bytes.div_ceil(self.piece));
+        let next = AtomicUsize::new(first);
         let make = || {
-            let (mut made, mut error) = (Vec::new(), None);
-            while error.is_none()
-                && !stop.load(Ordering::Relaxed)
-                && begun.fetch_add(1, Ordering::Relaxed) < more
-            {
-                match HostArray::new(&self.device, self.piece) {
-                    Ok(piece) => made.push(piece),
-                    Err(e) => error = Some(e),
+            let mut made = Vec::new();
+            while !stop.load(Ordering::Relaxed) {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                if number >= end {
+                    break;
                 }
+                let some = self.piece.min(bytes - number * self.piece);
+                made.push((number, HostArray::new(&self.device, some)?));
             }
-            (made, error)
+            Ok::<_, GpuError>(made)
         };
-        let made: Vec<_> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (1..THREADS.min(more)).map(|_| scope.spawn(make)).collect();
+        let made: Result<Vec<_>, _> = std::thread::scope(|scope| {
+            let others = THREADS.min(end - first) - 1;
+            let threads: Vec<_> = (0..others).map(|_| scope.spawn(make)).collect();
             let own = make();
             let joined = |thread: ScopedJoinHandle<'_, _>| {
                 thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
             std::iter::once(own).chain(threads.into_iter().map(joined)).collect()
         });
-        let mut failed = None;
-        for (made, error) in made {
-            pieces.extend(made);
-            failed = failed.or(error);
-        }
-        match failed {
-            None => Ok(()),
-            Some(e) => {
-                let reason = format!("{bytes} B of host memory for what is saved: {e}");
-                Err(NnErrorKind::Device(reason).into())
-            }
-        }
+        let made = made.map_err(|e| {
+            let reason = format!("{bytes} B of host memory for what is saved: {e}");
+            NnError::from(NnErrorKind::Device(reason))
+        })?;
+        let mut made: Vec<_> = made.into_iter().flatten().collect();
+        made.sort_by_key(|(number, _)| *number);
+        pieces.extend(made.into_iter().map(|(_, piece)| piece));
+        Ok(())
     }
 
     fn wait(&self) -> Result<(), NnError> {
@@ -127,7 +130,8 @@ impl Cuda {
         let bus = self.bus()?;
         let pieces = to.pieces.read().unwrap_or_else(PoisonError::into_inner);
         let all: usize = from.iter().map(|of| of.bytes.len()).sum();
-        assert!(all <= pieces.len() * to.piece, "{all} B are copied to {} pieces", pieces.len());
+        let room: usize = pieces.iter().map(HostArray::bytes).sum();
+        assert!(all <= room, "{all} B are copied to {room} B");
         let ([ready, left], stream) = (&bus.state, bus.leaving.stream());
         let queued = || {
             ready.record(self.queue.stream())?;

@@ -67,7 +67,12 @@ fn a_copy_has_the_bits_that_downloads_have_in_every_state() {
             let bytes = model.state_bytes(&RULE, &owned).unwrap() as u64;
             let planned = Precision::from(state).copy_bytes(elems, trained, 2);
             assert!(bytes == planned || owned.len() > 1 && bytes < planned, "{state:?}: {bytes}");
-            let copy = model.copy_state(moments, &owned, &memory(&steps, &owned)).unwrap();
+            // Memory that is not enough becomes more.
+            let room = Arc::new(model.state_memory().in_pieces_of(PIECE));
+            for some in [bytes / 2, bytes] {
+                room.reserve(some as usize, &AtomicBool::new(false)).unwrap();
+            }
+            let copy = model.copy_state(moments, &owned, &room).unwrap();
             copy.wait().unwrap();
             for range in owned {
                 let mut found = [(); 2].map(|()| vec![f32::NAN; range.len()]);
@@ -109,6 +114,11 @@ fn steps_go_on_beside_a_copy_and_only_their_update_waits_for_it_on_the_device() 
         let is_taken = |noted: &&Noted| matches!(noted, Noted::Taken { .. });
         let bytes = steps.model.state_bytes(&RULE, &all).unwrap();
         assert_eq!(taken.iter().filter(is_taken).count(), bytes.div_ceil(PIECE));
+        let all_taken = taken.iter().map(|noted| match noted {
+            Noted::Taken { bytes, .. } => *bytes,
+            _ => 0,
+        });
+        assert_eq!(all_taken.sum::<usize>(), bytes, "{state:?}: no more than is told");
         notes.extend(taken);
         // Of two copies to the same memory: the first reads what a step has left, the second what another has.
         for _ in 0..2 {

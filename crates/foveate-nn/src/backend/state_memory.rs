@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};
 
+use foveate::tensor::memory::reserve_exact;
 use rayon::prelude::*;
 
 use crate::error::NnError;
@@ -45,7 +46,8 @@ const PIECE: usize = 16 << 20;
 /// Memory of the process, which all threads fill: that is done when [`super::Blocks::copy_out`] returns.
 #[derive(Debug, Default)]
 pub struct ProcessMemory {
-    /// With room for [`PIECE`] bytes each, which the system gives when something is copied there.
+    /// With room for [`PIECE`] bytes each, the last maybe for fewer, which the system gives when something is copied
+    /// there.
     pieces: RwLock<Vec<Vec<u8>>>,
 }
 
@@ -82,12 +84,16 @@ impl ProcessMemory {
 impl StateMemory for ProcessMemory {
     fn reserve(&self, bytes: usize, stop: &AtomicBool) -> Result<(), NnError> {
         let mut pieces = self.pieces.write().unwrap_or_else(PoisonError::into_inner);
+        // All but the last have room for a whole piece.
+        if pieces.iter().map(Vec::capacity).sum::<usize>() < bytes {
+            pieces.pop_if(|last| last.capacity() < PIECE);
+        }
         while pieces.len() * PIECE < bytes {
             if stop.load(Ordering::Relaxed) {
                 return Ok(());
             }
             let mut piece = Vec::new();
-            let reserved = piece.try_reserve_exact(PIECE);
+            let reserved = reserve_exact(&mut piece, PIECE.min(bytes - pieces.len() * PIECE));
             reserved.map_err(|_| NnError::memory("a copy of what is saved", bytes))?;
             pieces.push(piece);
         }
@@ -121,7 +127,9 @@ mod tests {
         let numbers =
             |len: usize, by: usize| -> Vec<u8> { (0..len).map(|i| (i * by) as u8).collect() };
         let never = AtomicBool::new(false);
-        for (lens, by) in [([PIECE + 5, 0, 3, 2 * PIECE - 9], 7), ([1, PIECE, 2, 30], 11)] {
+        for (lens, by) in
+            [([1, 0, 7, 30], 3), ([PIECE + 5, 0, 3, 2 * PIECE - 9], 7), ([1, PIECE, 2, 30], 11)]
+        {
             let parts = lens.map(|len| numbers(len, by));
             let from = parts.each_ref().map(Vec::as_slice);
             let all = from.concat();
@@ -133,7 +141,10 @@ mod tests {
             let before = places();
             memory.fill(&from);
             assert_eq!(places(), before, "no memory is taken while something is copied");
-            for (start, len) in [(0, all.len()), (PIECE - 1, 2), (PIECE - 3, 20), (all.len(), 0)] {
+            let room: usize = before.iter().map(|(_, room)| room).sum();
+            assert!(room >= all.len() && (by != 3 || room < PIECE), "{room} B for {}", all.len());
+            let places = [(0, all.len()), (PIECE - 1, 2), (PIECE - 3, 20), (all.len(), 0)];
+            for (start, len) in places.into_iter().filter(|(at, len)| at + len <= all.len()) {
                 let mut found = vec![0; len];
                 memory.read(start, &mut found).unwrap();
                 assert!(found == all[start..start + len], "{start} {len}");
