@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
 #: Of tests of what a call says of elements that it reads.
 UNREAD = pytest.mark.cpu("calls do not wait for elements of CUDA tensors")
+NO_LOGSIGMOID = pytest.mark.cpu("PyTorch's vmap does not compute logsigmoid of CUDA tensors")
 
 
 class _Indexing(TransformGetItemToIndex):

@@ -427,7 +427,7 @@ def test_workers_of_a_data_loader_compute_what_their_parent_does():
     assert len(loaded) == len(here) and all(map(torch.equal, here, loaded))
 
 
-def test_numbers_whose_sign_torch_has_yet_to_change():
+def test_numbers_whose_sign_torch_has_yet_to_change(repeatable):
     """The imaginary part of a conjugate is such a view: its memory has the other sign."""
     q, k, v = operands((1, 2, 2, 20, 30, 16, 16))
     table, sink, d_out = torch.randn(30), torch.randn(2), torch.randn(1, 2, 20, 16)

@@ -182,7 +182,7 @@ def test_what_changed_is_seen(name, traced):
     q, k = torch.randn(2, 4, 30, 8), torch.randn(2, 4, 40, 8)
     out = flex_attention(q, k, k, block_mask=Mask(after))
     _kept._kept.clear()
-    allowed = create_mask(after, *EXTENTS, "cpu")
+    allowed = create_mask(after, *EXTENTS, q.device)
     scores = (q.double() @ k.double().mT / 8**0.5).masked_fill(~allowed, -torch.inf)
     torch.testing.assert_close(out.double(), scores.softmax(-1).nan_to_num() @ k.double(), rtol=1e-5, atol=1e-5)
 

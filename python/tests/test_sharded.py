@@ -74,5 +74,6 @@ def ranks(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.cpu("its four ranks are processes on a CPU")
 def test_sharded_tensors_on_four_ranks_equal_whole_ones(tmp_path):
     torch.multiprocessing.spawn(ranks, (str(tmp_path),), nprocs=4)

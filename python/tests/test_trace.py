@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import UNREAD, close, dense
+from reference import NO_LOGSIGMOID, UNREAD, close, dense
 from torch.overrides import TorchFunctionMode
 
 from foveate import AuxRequest, TraceError, _calls, _native, _trace, create_block_mask, flex_attention
@@ -119,8 +119,7 @@ UNARY = {
 
 def named(names):
     """Their parameters, of one of which the reference runs on the CPU alone."""
-    why = pytest.mark.cpu("PyTorch's vmap does not compute logsigmoid of CUDA tensors")
-    return [pytest.param(name, marks=why) if name == "logsigmoid" else name for name in names]
+    return [pytest.param(name, marks=NO_LOGSIGMOID) if name == "logsigmoid" else name for name in names]
 
 
 @pytest.mark.parametrize("name", named(UNARY))
