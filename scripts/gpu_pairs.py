@@ -389,7 +389,7 @@ class Pairs:
             f'[mesh]\nshard = 2\n[precision]\nstate = "{"f32" if self.args.cpu else "exact"}"\n[schedule]\nwarmup_steps = 0\n'
         )
         command = [self.args.foveate, "train", place / "saving.toml", "--ranks", 2, "--json"]
-        command += ["--device", "cpu"] if self.args.cpu else []
+        command += ["--device", "cpu" if self.args.cpu else "cuda:0"]
 
         def is_over(line):
             # The next save waits for the first one, if it must; then there is nothing more to see.
