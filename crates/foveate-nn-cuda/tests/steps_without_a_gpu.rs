@@ -7,6 +7,7 @@ mod context;
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 mod graphs;
+mod lost_rank;
 mod offload;
 mod order;
 mod ranks;
@@ -14,16 +15,15 @@ mod state_copies;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
-    KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, NnErrorKind, OptimizerStep,
-    ParameterState, Peers, ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule,
-    StepKind, StepRanks, TensorPart, Treatment,
+    KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState,
+    Peers, ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule, StepKind,
+    StepRanks, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -645,41 +645,6 @@ fn ranks_read_what_others_wrote_and_keep_what_others_read() {
         assert_eq!(is_read(&notes, "send of"), carrier == Carrier::Nccl);
         assert_eq!(trouble(&notes), [""; 0], "{carrier:?}");
     }
-}
-
-/// The other rank's part of a transfer never comes: without a look at the ranks a step would wait for the driver's
-/// timeout, a minute and more.
-#[test]
-fn a_step_that_waits_for_a_lost_rank_by_nccl_ends_in_seconds_and_says_that_it_is_lost() {
-    if !inside("a_step_that_waits_for_a_lost_rank_by_nccl_ends_in_seconds_and_says_that_it_is_lost")
-    {
-        return;
-    }
-    Cuda::available(0).unwrap();
-    let ranks = TestRank::all(2, Carrier::Nccl, DType::F32);
-    let (told, lost) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        let mut ranks = ranks.into_iter();
-        let [first, second] = [(); 2].map(|()| ranks.next().unwrap());
-        scope.spawn(move || {
-            let mut own = Steps::of_rank(&first);
-            let totals = own.queue(Recompute::None);
-            own.model.read(totals).unwrap();
-            let began = Instant::now();
-            let error = own.try_queue(Recompute::None).map(drop).unwrap_err();
-            told.send((began.elapsed(), error.to_string())).unwrap();
-            assert!(matches!(error.kind(), NnErrorKind::Ranks { lost: true, .. }), "{error}");
-        });
-        scope.spawn(move || {
-            let mut own = Steps::of_rank(&second);
-            let totals = own.queue(Recompute::None);
-            own.model.read(totals).unwrap();
-            std::thread::sleep(Duration::from_millis(300));
-            second.is_lost();
-            let (took, error) = lost.recv().unwrap();
-            assert!(took < Duration::from_secs(20), "{took:?}: {error}");
-        });
-    });
 }
 
 #[test]

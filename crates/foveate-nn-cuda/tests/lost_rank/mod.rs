@@ -1,0 +1,47 @@
+//! A rank that is lost while another waits for it by NCCL.
+
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use foveate_nn::{Carrier, NnErrorKind, Recompute};
+use foveate_nn_cuda::Cuda;
+use foveate_tensor::DType;
+
+use super::ranks::TestRank;
+use super::{Steps, inside};
+
+/// The other rank's part of a transfer never comes: without a look at the ranks a step would wait for the driver's
+/// timeout, a minute and more.
+#[test]
+fn a_step_that_waits_for_a_lost_rank_by_nccl_ends_in_seconds_and_says_that_it_is_lost() {
+    if !inside(
+        "lost_rank::a_step_that_waits_for_a_lost_rank_by_nccl_ends_in_seconds_and_says_that_it_is_lost",
+    ) {
+        return;
+    }
+    Cuda::available(0).unwrap();
+    let ranks = TestRank::all(2, Carrier::Nccl, DType::F32);
+    let (told, lost) = channel();
+    std::thread::scope(|scope| {
+        let mut ranks = ranks.into_iter();
+        let [first, second] = [(); 2].map(|()| ranks.next().unwrap());
+        scope.spawn(move || {
+            let mut own = Steps::of_rank(&first);
+            let totals = own.queue(Recompute::None);
+            own.model.read(totals).unwrap();
+            let began = Instant::now();
+            let error = own.try_queue(Recompute::None).map(drop).unwrap_err();
+            told.send((began.elapsed(), error.to_string())).unwrap();
+            assert!(matches!(error.kind(), NnErrorKind::Ranks { lost: true, .. }), "{error}");
+        });
+        scope.spawn(move || {
+            let mut own = Steps::of_rank(&second);
+            let totals = own.queue(Recompute::None);
+            own.model.read(totals).unwrap();
+            std::thread::sleep(Duration::from_millis(300));
+            second.is_lost();
+            let (took, error) = lost.recv().unwrap();
+            assert!(took < Duration::from_secs(20), "{took:?}: {error}");
+        });
+    });
+}
