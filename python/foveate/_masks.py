@@ -78,7 +78,8 @@ class Mask:
 
     def __bool__(self) -> bool:
         # Torch asks so whether there is a function; Dynamo, where it traces what asks, comes by without a frame of torch's.
-        if not torch.compiler.is_dynamo_compiling() and sys._getframe(1).f_globals["__name__"].startswith("torch."):
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        if not torch.compiler.is_dynamo_compiling() and asker.split(".")[0] == "torch":
             return True
         raise TypeError(
             f"a Mask has no truth value, got {shown(self)} in `and`, `or`, `not` or `if`: join masks with &, | and ~, and ask "

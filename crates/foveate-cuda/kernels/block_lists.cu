@@ -7,7 +7,8 @@
 //   4. runs       one warp turns the bits of the row into runs
 //
 // Barriers: __syncthreads between the phases. Shared memory: three bits a tile (live, full, undecided), so
-// a row of a million keys, 16384 tiles of 64, takes 6 KiB, and behind them the tables of phase 0. For causal, window, prefix and document masks phase 1 decides all but a few words of a row.
+// a row of a million keys, 16384 tiles of 64, takes 6 KiB, and behind them the tables of phase 0. For causal,
+// window, prefix and document masks phase 1 decides all but a few words of a row.
 //
 // A tile may have several cells (see Run in params.cuh). Phases 1 to 3 then take each strip of queries as a row of
 // its own, and phase 4 puts tiles together from their cells.

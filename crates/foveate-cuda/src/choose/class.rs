@@ -195,8 +195,8 @@ impl Class {
         kernel.owns_keys() && wanted && registers && short_waits
     }
 
-    /// Whether the Hopper family's backward can have items of a query head, whose dk and dv are added up: a gradient
-    /// of keys is asked for, and there is more than one head to a key/value head.
+    /// Whether `kernel` can have items of a query head, whose dk and dv are added up: a backward of more than one head
+    /// to a key/value head.
     pub(crate) fn can_split_gqa(&self, kernel: Kernel) -> bool {
         kernel.owns_keys() && self.group > 1
     }

@@ -65,11 +65,12 @@ struct Step {
 }
 
 /// Whether the tiles of a launch are too few for all SMs while smaller ones are not. The Hopper family's backward at
-/// head dims above 64 was measured to be 1.25 times as fast on half of all SMs as the portable one on all of them.
+/// head dims above 64 was measured to be 1.25 times as fast on 64 of 132 SMs as the portable one on all of them; fewer
+/// were not measured.
 pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
     let of_hopper = config.family == Family::Hopper && config.kernel.owns_keys();
     let least = match of_hopper && config.dim.max(config.dim_v) > 64 {
-        true => profile.sms * 2 / 5,
+        true => profile.sms * 64 / 132,
         false => profile.sms,
     };
     ctas(config, sizes) < least
@@ -151,7 +152,8 @@ fn backward_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
     // Under a mask like causal the heaviest items are as without a mask, and light ones fill the gaps at the end.
     let time = match (LIKE_CAUSAL..1.0).contains(&live) {
         true => {
-            hopper_item_us(profile, config, steps).max(mean * items as f64 / profile.sms as f64)
+            let on_all = mean * items as f64 / profile.sms as f64;
+            hopper_item_us(profile, config, steps).max(on_all)
         }
         false => even,
     };

@@ -78,6 +78,11 @@ impl KernelOptions {
             Some(("backward_dq", field)) => (&mut self.backward_dq, field),
             _ => return Err(unknown(name)),
         };
+        if matches!(field, "ordered_dq" | "split_gqa") && !name.starts_with("backward.") {
+            return Err(format!(
+                "there is no kernel option `{name}`; only the backward has {field}"
+            ));
+        }
         match field {
             "family" => {
                 of.family = Some(Family::named(value).ok_or_else(|| {

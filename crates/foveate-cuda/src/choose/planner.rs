@@ -158,8 +158,6 @@ impl KernelPlan {
             // What runs in its place leaves dq to the same kernel.
             let separate_dq = keys.chosen.config.separate_dq;
             keys.others.retain(|c| separate_dq || !c.config.separate_dq);
-            let split_gqa = keys.chosen.config.split_gqa;
-            keys.others.retain(|c| split_gqa || !c.config.split_gqa);
             keys.others.iter_mut().for_each(|c| c.config.separate_dq = separate_dq);
             let all = Pass::backward(class, &keys.chosen.config).kernels().into_iter();
             let mut keys = Some(keys);
@@ -344,17 +342,21 @@ fn measured_of_hopper(
 }
 
 impl Choice {
-    /// Everything that fits, what was chosen first and then by model.
+    /// What can run, what was chosen first and then by model. Where query heads have no items of their own nothing
+    /// adds up what they give, so that those which need it are left out.
     pub fn ranked(&self) -> impl Iterator<Item = &Candidate> {
-        std::iter::once(&self.chosen).chain(&self.others)
+        let split_gqa = self.chosen.config.split_gqa;
+        let others = self.others.iter().filter(move |c| split_gqa || !c.config.split_gqa);
+        std::iter::once(&self.chosen).chain(others)
     }
 
     /// The first `count` of these that a tuner should time: the chosen one and the others, but
     /// where the Hopper family is among them, so on compute capability 9.0 alone, not those that the
     /// model has far behind the best.
     pub fn worth_timing(&self, count: usize) -> impl Iterator<Item = &Candidate> {
-        let best = self.ranked().map(|c| c.modelled_us).fold(f64::INFINITY, f64::min);
-        let known = self.ranked().any(|c| c.config.family == Family::Hopper);
+        let all = || std::iter::once(&self.chosen).chain(&self.others);
+        let best = all().map(|c| c.modelled_us).fold(f64::INFINITY, f64::min);
+        let known = all().any(|c| c.config.family == Family::Hopper);
         let near = move |c: &&Candidate| !known || c.modelled_us <= FAR_BEHIND * best;
         std::iter::once(&self.chosen).chain(self.others.iter().filter(near)).take(count.max(1))
     }

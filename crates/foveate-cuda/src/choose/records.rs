@@ -30,7 +30,7 @@ use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::sync::lock;
 
 /// Changes with the format.
-const FORMAT: u32 = 3;
+const FORMAT: u32 = 4;
 
 /// What a time depends on beside the problem.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

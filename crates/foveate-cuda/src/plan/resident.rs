@@ -607,7 +607,8 @@ impl CudaPlan {
     ) -> Result<(Function, Arc<Printed>, OwnTables), CudaError> {
         let printed = self.printed_mask(call, tile)?;
         let list_bytes = tile.cells.list_bytes(columns);
-        let own = OwnTables::new(call, &printed.source, heads, list_bytes);
+        let limit = self.engine.profile().shared_per_block;
+        let own = OwnTables::new(call, &printed.source, heads, [list_bytes, limit]);
         let function = self.list_kernel(call, &printed, own.shared_bytes)?;
         Ok((function, printed, own))
     }

@@ -260,6 +260,12 @@ fn the_hopper_backward_of_head_dims_above_64_runs_on_half_of_all_multiprocessors
     // Measured with 64, 96 and 128 tiles of 128 keys, for 132 multiprocessors.
     assert_eq!([8, 12, 16].map(|heads| family(128, heads)), [Family::Hopper; 3]);
     assert_eq!([8, 16].map(|heads| family(64, heads)), [Family::Portable; 2]);
+    let leaves_idle = |heads, len: usize| {
+        let keys = Class::new(Elem::Bf16, 128, 128, 1)
+            .config(Kernel::Backward, Tiles::hopper_backward(64, 3));
+        model::leaves_idle(&profile, &keys, &sizes(1, heads, heads, len))
+    };
+    assert_eq!([(8, 1024), (7, 1024)].map(|(heads, len)| leaves_idle(heads, len)), [false, true]);
 }
 
 #[test]
@@ -280,8 +286,12 @@ fn query_heads_have_items_of_their_own_where_groups_leave_multiprocessors_waitin
         // They are rounded once, when they are added up.
         let keys = found.config(Kernel::Backward).unwrap();
         assert!(!keys.split_gqa || keys.grad_dtype == Elem::F32);
-        let others = &found.choice(Kernel::Backward).others;
-        assert!(keys.split_gqa || others.iter().all(|c| !c.config.split_gqa));
+        // Nothing that has to be added up stands in for what is whole; but the tuner times both.
+        let choice = found.choice(Kernel::Backward);
+        assert!(keys.split_gqa || choice.ranked().all(|c| !c.config.split_gqa));
+        let timed =
+            [true, false].map(|split| choice.worth_timing(99).any(|c| c.config.split_gqa == split));
+        assert_eq!(timed, [class.group > 1, true]);
         found.splits_gqa()
     };
     let causal = |sizes: Sizes| Sizes { mean_kv_len: sizes.keys / 2, ..sizes };

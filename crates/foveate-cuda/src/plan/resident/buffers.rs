@@ -77,10 +77,17 @@ impl OwnTables {
     const GRANULE: usize = 4 << 10;
 
     /// Those of a call whose mask is printed as `source`, with lists for so many heads, behind so many
-    /// bytes of shared memory.
-    pub fn new(call: &Call<'_>, source: &ModsSource, heads: usize, before: usize) -> Self {
+    /// bytes of shared memory, of which a CTA can have `limit`.
+    pub fn new(
+        call: &Call<'_>,
+        source: &ModsSource,
+        heads: usize,
+        [before, limit]: [usize; 2],
+    ) -> Self {
         // No place is 0, which is nowhere.
         let first = before.next_multiple_of(8).max(8);
+        let most =
+            Self::MOST_BYTES.min(limit.saturating_sub(first) / Self::GRANULE * Self::GRANULE);
         let (mut tables, mut elems, mut end) = (Vec::new(), 0, first);
         for slot in source.bounded() {
             let buffer = &source.buffers()[slot];
@@ -89,7 +96,7 @@ impl OwnTables {
             }
             let more = buffer.elems().saturating_mul(heads);
             let bytes = range_table_bytes(buffer.shape());
-            if more <= Self::MOST_ELEMS - elems && bytes <= Self::MOST_BYTES - (end - first) {
+            if more <= Self::MOST_ELEMS - elems && bytes <= most - (end - first) {
                 tables.push((slot, end));
                 (elems, end) = (elems + more, end + bytes);
             }
