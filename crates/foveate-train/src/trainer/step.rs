@@ -116,6 +116,8 @@ impl<B: Blocks> Setup<'_, B> {
         if let Some(profile) = &mut run.profile {
             profile.device(self.model.block_times());
         }
+        // Before the numbers are judged: where a rank is lost, a device that waited for it may be left with anything.
+        let [pairs] = self.ranks.sum([pairs])?;
         sums.labelled = found.labelled;
         let mean = found.nats * (1.0 / sums.labelled.max(1) as f64);
         for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
@@ -131,7 +133,6 @@ impl<B: Blocks> Setup<'_, B> {
                            chat template prints nothing of what assistants say";
             return Err(TrainError::recipe("data.files", message));
         }
-        let [pairs] = self.ranks.sum([pairs])?;
         sums.seconds = run.since.elapsed().as_secs_f64();
         run.since = Instant::now();
         run.sums.add(&sums);

@@ -13,6 +13,7 @@ mod probe;
 mod ranks;
 mod recording;
 mod resume;
+mod step_by_step;
 mod tensor;
 mod together;
 
