@@ -457,6 +457,12 @@ impl Observer for View<'_> {
         self.bar.suspend(|| crate::output::tell!("graphs: off from here on, since {reason}"));
     }
 
+    fn saves_wait(&mut self, reason: &str) {
+        self.bar.suspend(|| {
+            crate::output::tell!("saves: steps wait for them from here on, since {reason}");
+        });
+    }
+
     fn counting(&mut self, done: usize, all: usize) {
         self.share(done as f64 / all.max(1) as f64);
     }

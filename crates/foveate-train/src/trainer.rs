@@ -103,6 +103,9 @@ pub trait Observer {
     /// Passes of batches are queued block by block from here on, though they were recorded: why, in words
     /// that follow "since".
     fn not_recorded(&mut self, _reason: &str) {}
+    /// Steps wait for saves from here on, though they were to go on beside them: why, in words that follow
+    /// "since".
+    fn saves_wait(&mut self, _reason: &str) {}
     /// A profile was written.
     fn profiled(&mut self, _path: &Path) {}
     /// The tokens of `done` documents are counted, of `all`.

@@ -39,34 +39,54 @@ impl<M: StateMemory> CopyMemory<M> {
         let bytes = model.state_bytes(rule, owned)?;
         let (memory, dropped) = (Arc::new(model.state_memory()), Arc::new(AtomicBool::new(false)));
         let (room, stop) = (Arc::clone(&memory), Arc::clone(&dropped));
-        let thread = Builder::new()
-            .name("foveate-save-memory".to_owned())
-            .spawn(move || room.reserve(bytes, &stop));
+        #[cfg(test)]
+        let is_refused = tests::REFUSED.get();
+        let make = move || {
+            #[cfg(test)]
+            if is_refused {
+                return Err(NnErrorKind::Device("planted".to_owned()).into());
+            }
+            room.reserve(bytes, &stop)
+        };
+        let thread = Builder::new().name("foveate-save-memory".to_owned()).spawn(make);
         let thread = thread
             .map_err(|e| TrainError::model(format!("no thread could be started to save: {e}")))?;
         Ok(Self { memory, values, dropped, thread: Some(thread) })
     }
 
-    /// Waits until there is room, and gives it.
+    /// Whether it was waited for.
+    pub fn is_awaited(&self) -> bool {
+        self.thread.is_none()
+    }
+
+    /// Waits until there is room, once.
     ///
     /// # Errors
-    /// When there is none.
-    pub fn room(&mut self) -> Result<&Arc<M>, TrainError> {
-        let Some(thread) = self.thread.take() else { return Ok(&self.memory) };
+    /// In words that follow "since", when there is none: nothing can be copied then.
+    pub fn wait(&mut self) -> Result<(), String> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
         let made = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         made.map_err(|e| {
             let why = match e.kind() {
                 NnErrorKind::Memory { .. } => String::new(),
                 _ => format!(" ({e})"),
             };
-            TrainError::model(format!(
-                "there is no memory for a copy of {} values to save while the run goes on{why}; set \
-                 train.async_save = false",
-                self.values
-            ))
-        })?;
-        Ok(&self.memory)
+            let values = self.values;
+            format!(
+                "there is no memory for a copy of {values} values to save while the run goes on{why}"
+            )
+        })
     }
+
+    /// The memory, which was [waited for](Self::wait).
+    pub fn room(&self) -> &Arc<M> {
+        &self.memory
+    }
+}
+
+/// What ends a run that is to save beside its steps, and cannot, since `why`.
+pub(super) fn refused(why: &str) -> TrainError {
+    TrainError::model(format!("{why}; set train.async_save = false"))
 }
 
 impl<M> Drop for CopyMemory<M> {
@@ -79,10 +99,17 @@ impl<M> Drop for CopyMemory<M> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use std::cell::Cell;
+
     use foveate_nn::ProcessMemory;
 
     use super::*;
+
+    thread_local! {
+        /// Whether memory that this thread asks for is refused.
+        pub static REFUSED: Cell<bool> = const { Cell::new(false) };
+    }
 
     fn made(
         make: impl FnOnce(&AtomicBool) -> Result<(), NnError> + Send + 'static,
@@ -97,17 +124,18 @@ mod tests {
     fn memory_that_is_not_there_is_told_with_what_to_do() {
         let told = |kind: NnErrorKind| {
             let mut copies = made(move |_| Err(kind.into()));
-            copies.room().unwrap_err().to_string()
+            refused(&copies.wait().unwrap_err()).to_string()
         };
         let none = told(NnErrorKind::Memory { name: "a copy", elems: 7 });
         let line = "there is no memory for a copy of 7 values to save while the run goes on; set \
                     train.async_save = false";
         assert_eq!(none, line);
-        let refused = told(NnErrorKind::Device("pinning 64 B: no".to_owned()));
-        assert_eq!(refused, line.replace("; set", " (pinning 64 B: no); set"));
+        let pinned = told(NnErrorKind::Device("pinning 64 B: no".to_owned()));
+        assert_eq!(pinned, line.replace("; set", " (pinning 64 B: no); set"));
         let mut copies = made(|_| Ok(()));
-        copies.room().unwrap();
-        copies.room().unwrap();
+        copies.wait().unwrap();
+        assert!(copies.is_awaited());
+        copies.wait().unwrap();
     }
 
     #[test]

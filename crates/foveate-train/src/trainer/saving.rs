@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use foveate_nn::Blocks;
 
 use super::Observer;
+use super::copies::refused;
 use super::pending::Pending;
 use super::setup::Setup;
 use crate::checkpoint::{Content, HostCopy, Save, Snapshot, Written};
@@ -28,6 +29,7 @@ impl<B: Blocks> Setup<'_, B> {
     ) -> Result<PathBuf, TrainError> {
         self.settle(observer)?;
         observer.begins("saving");
+        let beside = beside && self.can_copy(observer)?;
         let (began, ranks, step) = (Instant::now(), self.ranks, self.state.step);
         let save = Save::of(&self.folder.checkpoints(), step, self.recipe.train.keep);
         let place = save.place.clone();
@@ -63,8 +65,8 @@ impl<B: Blocks> Setup<'_, B> {
             return Ok(place);
         }
         let copied = Content::of(&snapshot).and_then(|content| {
-            let memory = self.copies.as_mut().expect("there is memory for saves beside the steps");
-            HostCopy::begin(&snapshot, &owned, memory.room()?).map(|copy| (content, copy))
+            let memory = self.copies.as_ref().expect("there is memory for saves beside the steps");
+            HostCopy::begin(&snapshot, &owned, memory.room()).map(|copy| (content, copy))
         });
         let (content, copy) = match ranks.together(copied) {
             Ok(copied) => copied,
@@ -83,6 +85,35 @@ impl<B: Blocks> Setup<'_, B> {
         let pending = ranks.together(pending).map_err(|e| self.abandoned(&save, e))?;
         self.saving = Some(pending);
         Ok(place)
+    }
+
+    /// Waits for the memory that saves beside the steps copy to, where the recipe asks for them: what it cannot have
+    /// is refused before there is a step to lose.
+    pub(super) fn admit_copies(&mut self, observer: &mut dyn Observer) -> Result<(), TrainError> {
+        let Some(copies) = &mut self.copies else { return Ok(()) };
+        if self.recipe.train.async_save != Some(true) {
+            return Ok(());
+        }
+        observer.begins("making room for copies of what is saved");
+        copies.wait().map_err(|why| refused(&why))
+    }
+
+    /// Whether all ranks have the memory that a save beside the steps copies to, which the first such save waits for.
+    /// Where one has none, which the recipe did not ask for, the steps wait for saves from here on.
+    fn can_copy(&mut self, observer: &mut dyn Observer) -> Result<bool, TrainError> {
+        let copies = self.copies.as_mut().expect("there is memory for saves beside the steps");
+        // All ranks waited before the first step, or all at the same save.
+        if copies.is_awaited() {
+            return Ok(true);
+        }
+        let own = copies.wait().err().unwrap_or_default();
+        let all = self.ranks.all(own.as_bytes())?;
+        let Some(rank) = all.iter().position(|why| !why.is_empty()) else { return Ok(true) };
+        let why = String::from_utf8_lossy(&all[rank]);
+        let why = if self.ranks.alone() { why } else { format!("on rank {rank} {why}").into() };
+        (self.saves_beside, self.copies) = (false, None);
+        observer.saves_wait(&why);
+        Ok(false)
     }
 
     /// What all ranks know at the end of a step: whether the run is to end, which `interrupted` says of this

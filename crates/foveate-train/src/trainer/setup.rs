@@ -214,7 +214,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             context: strategy.filter(|_| ranks.mesh().size(MeshAxis::Context) > 1),
             dir: recipe.run.dir.clone(),
         };
-        let run = Self {
+        let mut run = Self {
             recipe,
             ranks,
             context,
@@ -242,6 +242,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             schedule: recipe.learning_rate(steps),
         };
         let resolved = run.resolved(place, chat_template)?;
+        run.admit_copies(observer)?;
         Ok((run, resolved))
     }
 

@@ -6,6 +6,8 @@ use foveate_nn::Cpu;
 use foveate_shard::collectives::{Collectives, run_threads};
 
 use super::*;
+use crate::trainer::copies::CopyMemory;
+use crate::trainer::copies::tests::REFUSED;
 
 fn setup<'a>(
     world: &'a dyn Collectives,
@@ -42,5 +44,84 @@ fn numbers_that_a_lost_rank_left_behind_are_not_judged() {
             TrainErrorKind::Ranks { lost: true, .. } => assert!(is_lost, "{first}"),
             _ => panic!("{first}"),
         }
+    }
+}
+
+/// Whether saves are as they were to be, or why not.
+#[derive(Default)]
+struct Waits {
+    steps: usize,
+    why: Vec<String>,
+}
+
+impl Observer for Waits {
+    fn step(&mut self, _: &StepMetrics) {
+        self.steps += 1;
+    }
+
+    fn saves_wait(&mut self, reason: &str) {
+        self.why.push(reason.to_owned());
+    }
+}
+
+#[test]
+fn steps_wait_for_saves_where_a_rank_has_no_memory_for_copies_that_nobody_asked_for() {
+    for ranks in [1, 2] {
+        let (place, straight) = (Place::new(), Place::new());
+        let [recipe, other] = [&place, &straight].map(|place| place.recipe(&["train.keep=9"]));
+        let told = run_threads(ranks, Duration::from_secs(60), |world| {
+            let mut waits = Waits::default();
+            let mut setup = setup(world, &place, &recipe, &mut waits).unwrap();
+            // As on a GPU, whose driver pins no memory for one of the ranks.
+            setup.saves_beside = true;
+            REFUSED.set(world.rank() + 1 == ranks);
+            let owned = setup.ranks.owned(setup.model.layout());
+            let copies = CopyMemory::begin(&setup.model, &recipe.optimizer.rule(), &owned);
+            setup.copies = Some(copies.unwrap());
+            let summary = setup.steps(None, &mut waits).unwrap();
+            assert!(setup.copies.is_none(), "nothing stays pinned");
+            train_on(world, &other, &straight.file(), Start::New, &mut Log::default()).unwrap();
+            assert_eq!((summary.steps, waits.steps), (6, 6));
+            Ok(waits.why)
+        });
+        for why in told.unwrap() {
+            let [why] = why.try_into().expect("it is told once");
+            let of_rank = if ranks == 1 { "" } else { "on rank 1 " };
+            assert!(
+                why.starts_with(&format!("{of_rank}there is no memory for a copy of ")),
+                "{why}"
+            );
+            assert!(why.ends_with(" values to save while the run goes on (planted)"), "{why}");
+        }
+        let saved = |place: &Place, step: u64| {
+            let folder = place.0.path().join(format!("run/checkpoints/step-{step:06}"));
+            std::fs::read(folder.join("checksums.json")).unwrap()
+        };
+        for step in [2, 4, 6] {
+            assert_eq!(saved(&place, step), saved(&straight, step));
+        }
+    }
+}
+
+#[test]
+fn saves_beside_the_steps_that_are_asked_for_are_refused_before_the_first_step() {
+    for ranks in [1, 2] {
+        let place = Place::new();
+        let recipe = place.recipe(&["train.async_save=true"]);
+        let ended = run_threads(ranks, Duration::from_secs(60), |world| {
+            REFUSED.set(world.rank() + 1 == ranks);
+            let mut log = Log::default();
+            Ok(train_on(world, &recipe, &place.file(), Start::New, &mut log).unwrap_err())
+        });
+        let ended = ended.unwrap();
+        for e in &ended {
+            let text = e.to_string();
+            let of_rank = if std::ptr::eq(e, &ended[ranks - 1]) { "" } else { "rank 1: " };
+            let begin = format!("{of_rank}there is no memory for a copy of ");
+            let end =
+                " values to save while the run goes on (planted); set train.async_save = false";
+            assert!(text.starts_with(&begin) && text.ends_with(end), "{text}");
+        }
+        assert!(!place.0.path().join("run").exists(), "nothing was begun");
     }
 }
