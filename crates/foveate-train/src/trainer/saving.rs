@@ -98,6 +98,15 @@ impl<B: Blocks> Setup<'_, B> {
         copies.wait().map_err(|why| refused(&why))
     }
 
+    /// Has saves beside the steps made by all ranks or by none: each has looked at the free memory of its host.
+    pub(super) fn agree_on_saves(&mut self) -> Result<(), TrainError> {
+        let all = self.ranks.all(&[u8::from(self.saves_beside)])?;
+        if all.iter().any(|beside| *beside == [0]) {
+            (self.saves_beside, self.copies) = (false, None);
+        }
+        Ok(())
+    }
+
     /// Whether all ranks have the memory that a save beside the steps copies to, which the first such save waits for.
     /// Where one has none, which the recipe did not ask for, the steps wait for saves from here on.
     fn can_copy(&mut self, observer: &mut dyn Observer) -> Result<bool, TrainError> {

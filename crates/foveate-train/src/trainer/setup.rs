@@ -120,6 +120,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ranks.together(Self::made(ranks, recipe, file, texts, blocks, gpu, observer))?;
         ranks
             .agree(&[("step", run.state.step), ("number of parameters", run.started.parameters)])?;
+        run.agree_on_saves()?;
         let logs = ranks.first().then(|| run.open(options, last.as_deref(), &resolved));
         run.logs = ranks.together(logs.transpose())?;
         run.started.mixed_devices = mixed;

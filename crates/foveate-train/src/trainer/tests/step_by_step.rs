@@ -104,6 +104,25 @@ fn steps_wait_for_saves_where_a_rank_has_no_memory_for_copies_that_nobody_asked_
 }
 
 #[test]
+fn ranks_whose_hosts_have_other_memory_free_save_alike() {
+    let place = Place::new();
+    let recipe = place.recipe(&[]);
+    let saved = run_threads(2, Duration::from_secs(60), |world| {
+        let mut log = Log::default();
+        let mut setup = setup(world, &place, &recipe, &mut log).unwrap();
+        for (beside, all) in [(world.rank() == 0, false), (true, true)] {
+            setup.saves_beside = beside;
+            setup.agree_on_saves().unwrap();
+            assert_eq!(setup.saves_beside, all);
+        }
+        setup.saves_beside = false;
+        setup.steps(None, &mut log).unwrap();
+        Ok(log.saved)
+    });
+    assert_eq!(saved.unwrap(), [[2, 4, 6], [2, 4, 6]]);
+}
+
+#[test]
 fn saves_beside_the_steps_that_are_asked_for_are_refused_before_the_first_step() {
     for ranks in [1, 2] {
         let place = Place::new();
