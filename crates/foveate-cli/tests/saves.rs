@@ -50,6 +50,7 @@ fn a_signal_during_a_save_beside_the_steps_ends_a_run_that_goes_on_as_if_it_had_
         command: &|args| place.command(args),
         sets: &SETS,
     };
+    let mut ended = 0;
     for round in 0..8 {
         let child = run.start_and_save(&slow);
         sleep(ms(&mut random, 80));
@@ -64,6 +65,7 @@ fn a_signal_during_a_save_beside_the_steps_ends_a_run_that_goes_on_as_if_it_had_
             break;
         }
         assert_eq!(code, Some(130), "{said}");
+        ended += 1;
         let told = said.lines().find_map(|line| line.strip_prefix("interrupted after step "));
         assert!(told.is_some() || twice, "{said}");
         if let Some((step, how)) = told.and_then(|told| told.split_once("; ")) {
@@ -74,6 +76,7 @@ fn a_signal_during_a_save_beside_the_steps_ends_a_run_that_goes_on_as_if_it_had_
             assert!(run.named(".writing-").is_empty(), "{said}");
         }
     }
+    assert!(ended > 0, "no run met its signal");
     run.is_as_if_it_had_not_ended();
 }
 
@@ -127,6 +130,7 @@ fn a_disk_that_is_full_ends_a_run_that_goes_on_when_there_is_space() {
         command: &|args| place.command(args),
         sets: &SETS,
     };
+    let mut ended = 0;
     let filler = disk.path.join("filler");
     for round in 0..6 {
         // Mostly while it saves: what cannot be written is a file of the checkpoint, or a line of the log.
@@ -144,7 +148,9 @@ fn a_disk_that_is_full_ends_a_run_that_goes_on_when_there_is_space() {
         assert!(said.contains("; free some space and "), "{said}");
         run.says_how_it_goes_on(&said);
         assert!(run.named(".writing-").is_empty(), "what was begun is removed: {said}");
+        ended += 1;
     }
+    assert!(ended > 0, "no run met the full disk");
     run.is_as_if_it_had_not_ended();
 }
 
@@ -160,6 +166,7 @@ fn memory_that_ends_in_the_middle_of_a_run_is_a_line_and_the_run_goes_on_where_t
         command: &|args| place.command(args),
         sets: &SETS,
     };
+    let mut ended = 0;
     for _ in 0..8 {
         let mut child = run.start_and_save(&slow);
         sleep(ms(&mut random, 120));
@@ -182,6 +189,8 @@ fn memory_that_ends_in_the_middle_of_a_run_is_a_line_and_the_run_goes_on_where_t
         }
         assert_eq!(code, Some(1), "{said}");
         run.says_how_it_goes_on(&said);
+        ended += 1;
     }
+    assert!(ended > 0, "no run met the end of its memory");
     run.is_as_if_it_had_not_ended();
 }
