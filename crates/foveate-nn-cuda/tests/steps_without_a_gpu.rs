@@ -33,10 +33,16 @@ use ranks::TestRank;
 
 /// Whether this is the process with the libraries; otherwise starts it for the test `name`.
 fn inside(name: &str) -> bool {
+    inside_with(name, &[])
+}
+
+/// The same, with variables for the libraries.
+fn inside_with(name: &str, variables: &[(&str, &str)]) -> bool {
     // Kernels that have not changed are not compiled again.
     let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
     let libraries = ["nvrtc", "cublaslt", "nccl"];
-    driver::inside(name, &libraries, &["-DLOADS"], &[("FOVEATE_CACHE_DIR", cache)])
+    let variables = [&[("FOVEATE_CACHE_DIR", cache)], variables].concat();
+    driver::inside(name, &libraries, &["-DLOADS"], &variables)
 }
 
 const RULE: Rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });

@@ -18,7 +18,8 @@
  * What is queued while a graph is recorded is listed, becomes a node of the graph and is not done; so is a call of
  * the libraries beside this one. Launching the graph does all of it in order, with the addresses it had, and is
  * listed as one line. To allocate memory, or to ask about an event, fails with 900 then and spoils the graph.
- * HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
+ * PIN_MS: how long it takes to pin memory of the host; each call is a line in the file `pins` there. PIN_FAILS: which of them
+ * fails. HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
  * CUDA: its version. CAPABILITY: that of the devices, times 10. */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -31,7 +32,7 @@ typedef unsigned long long Address;
 static struct { char *to; const char *from; size_t bytes; int byte; } queue[4096];
 static struct { Address start; size_t bytes; int device; } blocks[8192]; /* PINNED: of the host */
 enum { BLOCKS = 8192, PINNED = -1 };
-static size_t queued, carried, taken[2], used_blocks; /* no block is behind the last used one */
+static size_t queued, carried, pins, taken[2], used_blocks; /* no block is behind the last used one */
 static _Thread_local int now = -1; /* the device of the current context */
 int contexts_set; /* calls that set one */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -180,8 +181,10 @@ int cuMemFree_v2(Address a) {
 int cuMemHostAlloc(void **p, size_t n, unsigned f) {
     Address a = 0;
     IN_CONTEXT;
+    usleep((unsigned)number("PIN_MS", 0) * 1000);
     pthread_mutex_lock(&lock);
-    int code = ((void)f, alloc(&a, n, PINNED));
+    int code = ((void)f, ++pins == number("PIN_FAILS", 0)) ? 2 : alloc(&a, n, PINNED);
+    note("pins");
     return pthread_mutex_unlock(&lock), *p = (void *)(size_t)a, code;
 }
 int cuMemFreeHost(void *p) {
@@ -290,7 +293,22 @@ int cuGraphLaunch(void *r, void *s) {
     return 0;
 }
 float device_ms; /* of work that takes time, which libraries beside this one add to */
-struct event { size_t end; int behind_work; float ms; };
+enum { WAITS = 16 };
+/* What the device waits for: that so many have ended. */
+struct wait { const _Atomic size_t *ended; size_t count; };
+/* Of the work that this thread has queued. */
+static _Thread_local struct wait waits[WAITS];
+struct event { size_t end; int behind_work; float ms; struct wait waits[WAITS]; };
+/* What this thread queues from here on is done when `count` have ended, which a library beside this one counts. */
+void device_waits(const _Atomic size_t *ended, size_t count) {
+    int i = 0;
+    while (waits[i].ended && waits[i].ended != ended) if (++i == WAITS) abort();
+    waits[i].ended = ended, waits[i].count = count;
+}
+static int is_waiting(const struct event *of) {
+    for (int i = 0; i < WAITS && of->waits[i].ended; i++) if (*of->waits[i].ended < of->waits[i].count) return 1;
+    return 0;
+}
 static int busy(void) { return !access(at_home("busy"), F_OK); }
 static int faults(void) { return !access(at_home("fault"), F_OK); }
 int cuEventCreate(void **e, unsigned f) { IN_CONTEXT; (void)f; return *e = calloc(1, sizeof(struct event)), 0; }
@@ -301,14 +319,15 @@ int cuEventRecord(void *e, void *s) {
     if (spoils()) return 900;
     pthread_mutex_lock(&lock);
     of->end = carried + queued, of->behind_work = busy(), of->ms = device_ms;
+    memcpy(of->waits, waits, sizeof waits);
     return pthread_mutex_unlock(&lock), 0;
 }
 /* The libraries beside this one ask about no event: about all work. */
 int cuEventQuery(void *e) {
     if (spoils()) return 900;
     pthread_mutex_lock(&lock);
-    struct event all = {carried + queued, 1}, *of = e ? e : &all;
-    int code = number("HANGS", 0) || (of->behind_work && busy()) ? 600 : faults() ? 700 : 0;
+    struct event all = {.end = carried + queued, .behind_work = 1}, *of = e ? e : &all;
+    int code = number("HANGS", 0) || (of->behind_work && busy()) || is_waiting(of) ? 600 : faults() ? 700 : 0;
     if (!code && of->end > carried) carry_out(of->end - carried);
     return pthread_mutex_unlock(&lock), code;
 }

@@ -1,25 +1,30 @@
 /* NCCL for tests, without a GPU: ranks are threads of a process, and what they transfer is carried
  * out once all of them have asked for it; until then a communicator is in progress. NCCL: its
- * version. FAILS: what a communicator reports after its first transfer. Compiled with -DOLD_NCCL
- * it has no ncclCommFinalize, with -DWRONG it adds one rank too few. */
+ * version. FAILS: what a communicator reports after its first transfer. ON_DEVICE: a communicator is done when
+ * a transfer is queued, and the device waits for the others' part: no event is done that the thread recorded
+ * behind it, until it is carried out or the communicator is aborted. ABORT_MS: how long aborting takes. Compiled
+ * with -DOLD_NCCL it has no ncclCommFinalize, with -DWRONG it adds one rank too few. */
 #include <pthread.h>
 #include <stdlib.h>
+#include <unistd.h>
 #include "numbers.h"
 
 #ifndef WRONG
 #define WRONG 0
 #endif
 
-enum { MOST_RANKS = 8, MOST_CALLS = 64 };
+enum { MOST_RANKS = 8, MOST_CALLS = 256 };
 typedef enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, SEND, RECEIVE } Kind;
 typedef struct { Kind kind; const void *from; void *into; size_t count; int type, op, peer; } Call;
 typedef struct World World;
-typedef struct { World *world; int rank, queued, failed; Call calls[MOST_CALLS]; } Rank;
+/* `ended`: how many of its transfers are carried out, all when it is aborted. */
+typedef struct { World *world; int rank, queued, failed; size_t asked; _Atomic size_t ended; Call calls[MOST_CALLS]; } Rank;
 struct World { char id[128]; int ranks, joined; Rank *rank[MOST_RANKS]; World *next; };
 typedef struct { char bytes[128]; } Id;
 typedef struct { size_t bytes; unsigned magic, version; int blocking; } Config;
 
 int cuEventQuery(void *), cuCtxSetCurrent(void *);
+void device_waits(const _Atomic size_t *ended, size_t count);
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static World *worlds;
 static int ids;
@@ -70,6 +75,7 @@ static double reduced(World *w, const Call *call, int64_t i) {
     return call->op == 4 ? result / w->ranks : result;
 }
 static void take(Rank *rank, int i) {
+    rank->ended++;
     memmove(&rank->calls[i], &rank->calls[i + 1], (size_t)(--rank->queued - i) * sizeof(Call));
 }
 /* A collective that all ranks have come to. */
@@ -110,7 +116,12 @@ static int pair(World *w) {
 static int finish_group(void) {
     cuCtxSetCurrent(0); /* NCCL goes from context to context and promises nothing */
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < waiting; i++) group[i].rank->calls[group[i].rank->queued++] = group[i].call;
+    for (int i = 0; i < waiting; i++) {
+        Rank *rank = group[i].rank;
+        if (rank->queued == MOST_CALLS) abort();
+        rank->calls[rank->queued++] = group[i].call, rank->asked++;
+        if (number("ON_DEVICE", 0)) device_waits(&rank->ended, rank->asked);
+    }
     for (int i = 0; i < waiting; i++) {
         World *world = group[i].rank->world;
         cuEventQuery(0); /* everything queued before */
@@ -153,11 +164,16 @@ int ncclRecv(void *into, size_t n, int type, int peer, Rank *r, void *s) {
 }
 int ncclCommGetAsyncError(Rank *r, int *code) {
     pthread_mutex_lock(&lock);
-    *code = r->failed ? r->failed : r->world->joined < r->world->ranks || r->queued ? 7 : 0;
+    *code = r->failed ? r->failed : r->world->joined < r->world->ranks || (r->queued && !number("ON_DEVICE", 0)) ? 7 : 0;
     return pthread_mutex_unlock(&lock), 0;
 }
 #ifndef OLD_NCCL
 int ncclCommFinalize(Rank *r) { return (void)r, cuCtxSetCurrent(0); }
 #endif
 int ncclCommDestroy(Rank *r) { return (void)r, cuCtxSetCurrent(0); }
-int ncclCommAbort(Rank *r) { return (void)r, cuCtxSetCurrent(0); }
+int ncclCommAbort(Rank *r) {
+    usleep((unsigned)number("ABORT_MS", 0) * 1000);
+    pthread_mutex_lock(&lock);
+    r->queued = 0, r->ended = (size_t)-1;
+    return pthread_mutex_unlock(&lock), cuCtxSetCurrent(0);
+}

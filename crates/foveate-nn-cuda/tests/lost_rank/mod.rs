@@ -8,7 +8,7 @@ use foveate_nn_cuda::Cuda;
 use foveate_tensor::DType;
 
 use super::ranks::TestRank;
-use super::{Steps, inside};
+use super::{Steps, inside, inside_with};
 
 /// The other rank's part of a transfer never comes: without a look at the ranks a step would wait for the driver's
 /// timeout, a minute and more.
@@ -42,6 +42,53 @@ fn a_step_that_waits_for_a_lost_rank_by_nccl_ends_in_seconds_and_says_that_it_is
             second.is_lost();
             let (took, error) = lost.recv().unwrap();
             assert!(took < Duration::from_secs(20), "{took:?}: {error}");
+        });
+    });
+}
+
+/// When the test loses a rank, after the other has begun a step.
+const LOST_AFTER: Duration = Duration::from_millis(700);
+
+/// As NCCL has it on a GPU: the transfer is queued at once, the device waits for the other rank's part and the host
+/// for the device. No call of NCCL is under way that could say anything.
+#[test]
+fn a_host_that_waits_for_the_device_behind_a_lost_rank_ends_in_seconds_and_is_told() {
+    if !inside_with(
+        "lost_rank::a_host_that_waits_for_the_device_behind_a_lost_rank_ends_in_seconds_and_is_told",
+        &[("ON_DEVICE", "1")],
+    ) {
+        return;
+    }
+    Cuda::available(0).unwrap();
+    let ranks = TestRank::all(2, Carrier::Nccl, DType::F32);
+    let ((begun, begins), (told, lost)) = (channel(), channel());
+    std::thread::scope(|scope| {
+        let mut ranks = ranks.into_iter();
+        let [first, second] = [(); 2].map(|()| ranks.next().unwrap());
+        scope.spawn(move || {
+            let mut own = Steps::of_rank(&first);
+            let totals = own.queue(Recompute::None);
+            own.model.read(totals).unwrap();
+            begun.send(()).unwrap();
+            let began = Instant::now();
+            let queued = own.try_queue(Recompute::None);
+            let read = queued.and_then(|totals| own.model.read(totals)).map(drop);
+            let took = began.elapsed();
+            told.send((took, read, own.try_queue(Recompute::None).map(drop))).unwrap();
+        });
+        scope.spawn(move || {
+            let mut own = Steps::of_rank(&second);
+            let totals = own.queue(Recompute::None);
+            own.model.read(totals).unwrap();
+            begins.recv().unwrap();
+            std::thread::sleep(LOST_AFTER);
+            second.is_lost();
+            let (took, read, next) = lost.recv().unwrap();
+            assert!(took >= LOST_AFTER, "{took:?}: the device did not wait");
+            assert!(took < Duration::from_secs(20), "{took:?}: {read:?}");
+            for error in [read.unwrap_err(), next.unwrap_err()] {
+                assert!(matches!(error.kind(), NnErrorKind::Ranks { lost: true, .. }), "{error}");
+            }
         });
     });
 }
