@@ -219,6 +219,25 @@ fn a_failure_of_another_rank_ends_the_communicator() {
 }
 
 #[test]
+fn a_communicator_that_is_being_aborted_says_so_at_once() {
+    let name = "a_communicator_that_is_being_aborted_says_so_at_once";
+    if !inside(name, &["nccl"], &[], &[("ABORT_MS", "3000")]) {
+        return;
+    }
+    let (engine, (among, _memory, _)) = (Engine::get(0).unwrap(), alone());
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| among.abort());
+        let mut asked = (1..).map(|_| among.wait(engine.queue()));
+        let error = asked.find_map(Result::err).unwrap();
+        let took = began.elapsed();
+        assert!(error.to_string().contains("was aborted"), "{error}");
+        assert!(took < Duration::from_millis(3000), "{took:?}: only when NCCL was done");
+    });
+    assert!(began.elapsed() >= Duration::from_millis(3000));
+}
+
+#[test]
 fn transfers_that_hang_on_the_device_end_after_a_time() {
     let name = "transfers_that_hang_on_the_device_end_after_a_time";
     if !inside(name, &["nccl"], &[], &[("HANGS", "1")]) {

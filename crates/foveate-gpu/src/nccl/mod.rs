@@ -294,19 +294,24 @@ impl Communicator {
         GpuErrorKind::Communication { rank, ranks, reason: reason.to_owned() }.into()
     }
 
-    /// Aborts it, unless it has ended before; the error for who finds out.
+    /// Aborts it, unless it has ended before; the error for who finds out. Whoever asks meanwhile is told at once: NCCL
+    /// may wait for its threads, and the driver for the device.
     fn end(&self, reason: String) -> GpuError {
         let mut state = lock(&self.state);
-        if let State::Ready(handle) = *state {
+        let (handle, why) = match &*state {
+            State::Ready(handle) => (Some(*handle), reason),
+            State::Ended(why) => (None, why.clone()),
+        };
+        let error = self.error(&why);
+        *state = State::Ended(why);
+        drop(state);
+        if let Some(handle) = handle {
             let _around = self.engine.device().current_around();
-            // SAFETY: the communicator is alive; nobody has its handle once the state says so.
+            // SAFETY: the communicator is alive; others use its handle while the state is locked and ready, which it
+            // is no more.
             unsafe { (self.functions.abort)(handle) };
-            *state = State::Ended(reason);
         }
-        match &*state {
-            State::Ended(why) => self.error(why),
-            State::Ready(_) => unreachable!("ended above"),
-        }
+        error
     }
 }
 
