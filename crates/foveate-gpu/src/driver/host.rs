@@ -1,7 +1,7 @@
 //! Arrays in the memory of the host, which a device copies from and to while the host goes on.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::device::Device;
@@ -10,6 +10,9 @@ use super::stream::{Event, Stream};
 use crate::error::GpuError;
 use crate::sync::lock;
 use crate::trace::{HOST, Noted, note};
+
+/// How long memory that is dropped waits for the copies that use it.
+const FAREWELL: Duration = Duration::from_secs(5);
 
 /// Pinned memory that streams of its device copy pieces from and to. The host reads and writes it behind the
 /// work that was marked last ([`HostArray::mark`]), for which it waits.
@@ -23,6 +26,7 @@ pub struct HostArray {
     /// How often it was marked, and how many of these marks the host has seen reached: what has come does not go
     /// again where the device fails later.
     marks: [AtomicU64; 2],
+    is_left: bool,
 }
 
 impl HostArray {
@@ -35,7 +39,7 @@ impl HostArray {
         let (start, used) = (memory.data() as u64, Event::new(device)?);
         note(|| Noted::Taken { address: start, bytes });
         let (memory, marks) = (Mutex::new(memory), Default::default());
-        let array = Self { memory, start, bytes, used, marks };
+        let array = Self { memory, start, bytes, used, marks, is_left: false };
         array.note_use(0, bytes, HOST, true);
         Ok(array)
     }
@@ -181,6 +185,16 @@ impl HostArray {
         self.change(start, bytes, limit, |some| fill(some, byte))
     }
 
+    /// Leaves the memory to the device, which may use it for ever: its end waits for nothing and frees nothing.
+    pub fn leave(mut self) {
+        self.leak();
+    }
+
+    fn leak(&mut self) {
+        self.memory.get_mut().unwrap_or_else(PoisonError::into_inner).leak();
+        self.is_left = true;
+    }
+
     fn admit(&self, stream: &Stream, start: usize, bytes: usize) -> Result<(), GpuError> {
         stream.refuse_recording("a copy between host and device")?;
         self.fits(start, bytes)
@@ -209,8 +223,8 @@ impl HostArray {
 impl Drop for HostArray {
     fn drop(&mut self) {
         // Memory that the device may still use is not freed.
-        if self.wait(Duration::from_secs(5)).is_err() {
-            self.memory.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).leak();
+        if !self.is_left && self.wait(FAREWELL).is_err() {
+            self.leak();
         }
         note(|| Noted::Given { address: self.start });
     }

@@ -13,6 +13,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
 use std::thread::ScopedJoinHandle;
+use std::time::Instant;
 
 use foveate_gpu::GpuError;
 use foveate_gpu::abi::Address;
@@ -20,6 +21,7 @@ use foveate_gpu::driver::{Device, HostArray, default_timeout};
 use foveate_nn::{Array, ArrayBytes, NnError, NnErrorKind, StateMemory};
 
 use super::array::CudaArray;
+use super::sharing::FAREWELL;
 use super::{Cuda, failed};
 
 /// Bytes that are pinned at once.
@@ -43,8 +45,9 @@ impl CudaStateMemory {
     }
 
     /// The same in pieces of so many bytes, as tests of small models have it.
-    pub fn in_pieces_of(self, bytes: usize) -> Self {
-        Self { piece: bytes.max(1), ..self }
+    pub fn in_pieces_of(mut self, bytes: usize) -> Self {
+        self.piece = bytes.max(1);
+        self
     }
 
     /// The pieces that bytes from `start` on lie in: which, where in it, and how many of them.
@@ -57,6 +60,19 @@ impl CudaStateMemory {
             at += some;
             (some > 0).then_some(place)
         })
+    }
+}
+
+impl Drop for CudaStateMemory {
+    /// One wait for the copies of all pieces. Where the device hangs, all are left to it: to free one may wait for
+    /// the device as well.
+    fn drop(&mut self) {
+        let pieces = self.pieces.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let until = Instant::now() + FAREWELL;
+        let left = || until.saturating_duration_since(Instant::now());
+        if pieces.iter().try_for_each(|piece| piece.wait(left())).is_err() {
+            pieces.drain(..).for_each(HostArray::leave);
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use foveate_gpu::trace::{self, HOST, Noted};
@@ -186,4 +187,29 @@ fn what_has_come_is_there_when_the_device_is_gone() {
     let told = late.wait().unwrap_err().to_string();
     fs::remove_file(&fault).unwrap();
     assert!(told.contains("start it again"), "{told}");
+}
+
+#[test]
+fn memory_whose_device_hangs_ends_after_one_wait_and_is_left_to_it() {
+    if !inside("state_copies::memory_whose_device_hangs_ends_after_one_wait_and_is_left_to_it") {
+        return;
+    }
+    let steps = of_state(ParameterState::Exact);
+    let [all, _] = owned(steps.model.layout().elems());
+    let room = memory(&steps, &all);
+    let pieces = steps.model.state_bytes(&RULE, &all).unwrap().div_ceil(PIECE);
+    assert!(pieces > 5, "{pieces}");
+    let [busy, frees] =
+        ["busy", "frees"].map(|name| Path::new(&env::var("HOME").unwrap()).join(name));
+    let freed = || fs::read_to_string(&frees).unwrap_or_default().lines().count();
+    fs::write(&busy, "").unwrap();
+    let copy = steps.model.copy_state(&steps.state.1, &all, &room).unwrap();
+    drop(copy);
+    let (before, began) = (freed(), Instant::now());
+    drop(Arc::into_inner(room).expect("nothing else has it"));
+    let (took, freed) = (began.elapsed(), freed() - before);
+    fs::remove_file(&busy).unwrap();
+    // A wait for each piece takes 5 s for each.
+    assert!(took < Duration::from_secs(15), "{took:?} for {pieces} pieces");
+    assert_eq!(freed, 0, "of memory that the device may still write");
 }
