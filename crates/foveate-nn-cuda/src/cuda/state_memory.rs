@@ -86,16 +86,18 @@ impl StateMemory for CudaStateMemory {
         // All but the last are whole.
         pieces.pop_if(|last| last.bytes() < self.piece);
         let (first, end) = (pieces.len(), bytes.div_ceil(self.piece));
-        let next = AtomicUsize::new(first);
+        let (next, over) = (AtomicUsize::new(first), AtomicBool::new(false));
         let make = || {
             let mut made = Vec::new();
-            while !stop.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) && !over.load(Ordering::Relaxed) {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 if number >= end {
                     break;
                 }
                 let some = self.piece.min(bytes - number * self.piece);
-                made.push((number, HostArray::new(&self.device, some)?));
+                let piece = HostArray::new(&self.device, some);
+                over.fetch_or(piece.is_err(), Ordering::Relaxed);
+                made.push((number, piece?));
             }
             Ok::<_, GpuError>(made)
         };

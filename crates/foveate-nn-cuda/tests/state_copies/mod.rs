@@ -12,7 +12,7 @@ use foveate_nn::{Moment, ParameterState, Precision, Recompute, StateMemory};
 use foveate_nn_cuda::{Cuda, CudaStateMemory};
 
 use super::order::trouble;
-use super::{RULE, Steps, filled, inside, unfilled};
+use super::{RULE, Steps, cuda, filled, inside, inside_with, unfilled};
 
 /// Bytes of a piece of the memory: many of them.
 const PIECE: usize = 3000;
@@ -212,4 +212,23 @@ fn memory_whose_device_hangs_ends_after_one_wait_and_is_left_to_it() {
     // A wait for each piece takes 5 s for each.
     assert!(took < Duration::from_secs(15), "{took:?} for {pieces} pieces");
     assert_eq!(freed, 0, "of memory that the device may still write");
+}
+
+/// Of 400 pieces the tenth fails, and each takes 5 ms.
+#[test]
+fn no_more_is_pinned_when_a_piece_could_not_be() {
+    let name = "state_copies::no_more_is_pinned_when_a_piece_could_not_be";
+    if !inside_with(name, &[("PIN_FAILS", "10"), ("PIN_MS", "5")]) {
+        return;
+    }
+    let model = unfilled(cuda());
+    let pins = Path::new(&env::var("HOME").unwrap()).join("pins");
+    let count = || fs::read_to_string(&pins).unwrap_or_default().lines().count();
+    let before = count();
+    assert!(before < 10, "{before}");
+    let memory = model.state_memory().in_pieces_of(64);
+    let error = memory.reserve(400 * 64, &AtomicBool::new(false)).unwrap_err().to_string();
+    assert!(error.starts_with("25600 B of host memory for what is saved: "), "{error}");
+    let made = count() - before;
+    assert!(made < 200, "{made} of 400 pieces");
 }
