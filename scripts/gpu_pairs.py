@@ -104,7 +104,8 @@ class Pairs:
         }
 
     def gpu_gib(self) -> float:
-        command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.sm,temperature.gpu", "--format=csv,noheader"]
+        command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.sm,temperature.gpu",
+                   "--format=csv,noheader"]
         if self.args.cpu:
             return 141.0
         if shutil.which(command[0]) is None:
@@ -112,7 +113,8 @@ class Pairs:
         done = subprocess.run(command, capture_output=True, text=True)
         cards = done.stdout.strip().splitlines()
         if len(cards) < 2:
-            sys.exit(f"gpu_pairs: two GPUs are needed, and there are {len(cards)}: {done.stdout.strip()} {done.stderr.strip()}")
+            sys.exit(f"gpu_pairs: two GPUs are needed, and there are {len(cards)}: "
+                     f"{done.stdout.strip()} {done.stderr.strip()}")
         self.rows.add("machine", {"cards": cards}, "; ".join(cards))
         return min(float(card.split(",")[1].split()[0]) for card in cards) / 1024
 
@@ -177,10 +179,11 @@ class Pairs:
         sets = [*sets, *mesh, *([f"model.num_hidden_layers={layers}"] if layers else [])]
         if cpu:
             model, length, steps, device, state = "135m", length // 128, 2, "cpu", "f32"
-            sets = [s for s in sets if not s.startswith("model")] + ["model.num_hidden_layers=2", "model.vocab_size=512"]
+            sets = [s for s in sets if not s.startswith("model")]
+            sets += ["model.num_hidden_layers=2", "model.vocab_size=512"]
         command = [self.args.foveate, "bench", "train", "--json", "--model", model, "--rows", rows, "--len", length]
-        command += ["--documents", documents, "--state", state, "--recompute", recompute, "--order", order, "--steps", steps]
-        command += ["--ranks", 2] if mesh else []
+        command += ["--documents", documents, "--state", state, "--recompute", recompute, "--order", order]
+        command += ["--steps", steps, *(["--ranks", 2] if mesh else [])]
         command += ["--device", device] if device else []
         for key in sets:
             command += ["--set", key]
@@ -193,7 +196,8 @@ class Pairs:
         status, _, last = self.run(name, command, limit, come)
         self.failed(name, status, last)
 
-    def peer(self, name: str, model: str, limit: float, *, length=8192, rows=1, documents=1, state="f32", mesh="context",
+    def peer(self, name: str, model: str, limit: float, *, length=8192, rows=1, documents=1, state="f32",
+             mesh="context",
              steps=6, layers=None, recompute="none", quiet=False, more=()):
         """Steps of torchtitan; a row, or why there is none."""
         if self.site is None:
@@ -201,7 +205,8 @@ class Pairs:
             return
         if self.args.cpu:
             model, length, steps = "tiny", length // 128, 1
-        command = [sys.executable, ROOT / "benches/train_gpu_peers.py", "--peers", "torchtitan", "--torchtitan", self.site]
+        command = [sys.executable, ROOT / "benches/train_gpu_peers.py", "--peers", "torchtitan",
+                   "--torchtitan", self.site]
         command += ["--foveate", self.args.foveate, "--models", model, "--documents", documents, "--states", state]
         command += ["--recompute", recompute, "--rows", rows, "--len", length, "--steps", steps, "--seconds", limit - 8]
         command += ["--ranks", 2, "--mesh", mesh, *(["--layers", layers] if layers else [])]
@@ -233,7 +238,8 @@ class Pairs:
         (self.work / "kernels").mkdir(exist_ok=True)
         peers = [
             lambda: self.compile_peer("documents", documents=DOCUMENTS),
-            lambda: (self.compile_peer("causal"), self.compile_peer("tensor", mesh="tensor", state="bf16", model="8b", length=8192)),
+            lambda: (self.compile_peer("causal"),
+                     self.compile_peer("tensor", mesh="tensor", state="bf16", model="8b", length=8192)),
         ]
         if self.is_small:
             # Logits of a row of 64k tokens are half of such a card.
@@ -250,9 +256,11 @@ class Pairs:
 
     def compile_peer(self, what, *, documents=1, mesh="context", state="f32", model="3b", length=LONG):
         # What is chosen by time goes into a folder of its own and is not used again; what Triton compiles is.
-        more = {"TORCHINDUCTOR_CACHE_DIR": str(self.work / f"inductor-{what}"), "TORCHINDUCTOR_COMPILE_THREADS": "6"} | self.segments
+        folder = str(self.work / f"inductor-{what}")
+        more = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "6"} | self.segments
         self.peer(f"compile torchtitan, {what}", model, 100, length=length, documents=documents, mesh=mesh, state=state,
-                  steps=1, layers=2, recompute=self.recompute if mesh == "context" else "none", quiet=True, more=more.items())
+                  steps=1, layers=2, recompute=self.recompute if mesh == "context" else "none",
+                  quiet=True, more=more.items())
 
     def compile_ours(self):
         sizes = {"steps": 1, "layers": 2, "sets": ["model.vocab_size=8192"], "quiet": True}
@@ -263,22 +271,27 @@ class Pairs:
     def documents(self):
         """CP 2, 3B, a row of 64k tokens in 16 documents: whole steps beside torchtitan's with FlexAttention"""
         peer = "torchtitan, CP 2 documents"
-        self.peer(peer, "3b", 150, length=LONG, documents=DOCUMENTS, recompute=self.recompute, more=self.segments.items())
+        self.peer(peer, "3b", 150, length=LONG, documents=DOCUMENTS, recompute=self.recompute,
+                  more=self.segments.items())
         # What it refuses it refuses again; what memory or the driver refused it may not.
         if any(word in self.rows.all.get(peer, {}).get("declined", "") for word in ("CUDA", "memory")):
             self.segments = {}
             self.peer(peer, "3b", 150, length=LONG, documents=DOCUMENTS, recompute=self.recompute)
-        self.ours("CP 2 documents", "3b", 90, length=LONG, documents=DOCUMENTS, mesh=["mesh.context=2"], steps=6, recompute=self.recompute)
+        self.ours("CP 2 documents", "3b", 90, length=LONG, documents=DOCUMENTS, mesh=["mesh.context=2"],
+                  steps=6, recompute=self.recompute)
         for order in ("fixed", "any"):
-            self.beside(f"CP 2 documents beside torchtitan, {order}", f"CP 2 documents, {order} order", "torchtitan, CP 2 documents", 1.4, "1.15 to 1.3")
+            self.beside(f"CP 2 documents beside torchtitan, {order}", f"CP 2 documents, {order} order",
+                        "torchtitan, CP 2 documents", 1.4, "1.15 to 1.3")
             self.waits(f"CP 2 documents waits, {order}", f"CP 2 documents, {order} order")
 
     def causal(self):
         """CP 2, 3B, a causal row of 64k tokens: whole steps beside torchtitan's, and what waits for transfers"""
         self.ours("CP 2 causal", "3b", 125, length=LONG, mesh=["mesh.context=2"], steps=4, recompute=self.recompute)
-        self.peer("torchtitan, CP 2 causal", "3b", 130, length=LONG, steps=4, recompute=self.recompute, more=self.segments.items())
+        self.peer("torchtitan, CP 2 causal", "3b", 130, length=LONG, steps=4, recompute=self.recompute,
+                  more=self.segments.items())
         for order in ("fixed", "any"):
-            self.beside(f"CP 2 causal beside torchtitan, {order}", f"CP 2 causal, {order} order", "torchtitan, CP 2 causal", 1.15, "1.04 to 1.08")
+            self.beside(f"CP 2 causal beside torchtitan, {order}", f"CP 2 causal, {order} order",
+                        "torchtitan, CP 2 causal", 1.15, "1.04 to 1.08")
             # Where torchtitan refused documents: PyTorch's ring, which masks no document.
             if "declined" in self.rows.all.get("torchtitan, CP 2 documents", {}):
                 self.beside(f"CP 2 documents beside PyTorch's context_parallel, which is causal only, {order}",
@@ -304,7 +317,8 @@ class Pairs:
         devices = ["cpu", "cpu"] if self.args.cpu else ["cuda:0", "cuda:1"]
         kinds = (("documents", DOCUMENTS), ("causal", 1))
         with ThreadPoolExecutor(2) as pool:
-            alone = [pool.submit(self.ours, f"attention on one GPU, {what}", "3b", 60, documents=n, device=device, **sizes)
+            alone = [pool.submit(self.ours, f"attention on one GPU, {what}", "3b", 60,
+                                 documents=n, device=device, **sizes)
                      for (what, n), device in zip(kinds, devices)]
             for job in alone:
                 job.result()
@@ -314,7 +328,8 @@ class Pairs:
                 self.rates(what, order)
 
     def rates(self, what: str, order: str):
-        both = [self.rows.all.get(f"attention {where}, {what}, {order} order", {}) for where in ("on one GPU", "under CP 2")]
+        both = [self.rows.all.get(f"attention {where}, {what}, {order} order", {})
+                for where in ("on one GPU", "under CP 2")]
         rates = [attention_rates(found) for found in both]
         if None in rates:
             return
@@ -322,7 +337,8 @@ class Pairs:
         ratio = two["both"] / one["both"]
         predicted = "0.85 to 0.93" if what == "documents" else "0.95"
         line = f"{ratio:.3f} of one GPU's rate (bar 0.90; predicted {predicted}): "
-        line += ", ".join(f"{name} {two[name]:.0f} of {one[name]:.0f} TFLOP/s" for name in ("forward", "backward", "both"))
+        line += ", ".join(f"{name} {two[name]:.0f} of {one[name]:.0f} TFLOP/s"
+                          for name in ("forward", "backward", "both"))
         found = {"ratio": ratio, "bar": 0.9, "one": one, "two": two, "met": ratio >= 0.9}
         self.rows.add(f"attention, {what}, {order} order", found, line)
 
@@ -337,10 +353,12 @@ class Pairs:
                 job.result()
         self.ours("TP 2, 8B", "8b", 60, state="bf16", mesh=["mesh.tensor=2"], layers=layers)
         for order in ("fixed", "any"):
-            self.beside(f"TP 2 beside one GPU, by GPU, {order}", f"TP 2, 8B, {order} order", f"one GPU, 8B, {order} order", 0.8, "0.82 to 0.90", (2, 1))
+            self.beside(f"TP 2 beside one GPU, by GPU, {order}", f"TP 2, 8B, {order} order",
+                        f"one GPU, 8B, {order} order", 0.8, "0.82 to 0.90", (2, 1))
         self.peer("torchtitan, TP 2 8B", "8b", 110, state="bf16", mesh="tensor", layers=layers)
         for order in ("fixed", "any"):
-            self.beside(f"TP 2 beside torchtitan, {order}", f"TP 2, 8B, {order} order", "torchtitan, TP 2 8B", 1.1, "1.1 to 1.2")
+            self.beside(f"TP 2 beside torchtitan, {order}", f"TP 2, 8B, {order} order",
+                        "torchtitan, TP 2 8B", 1.1, "1.1 to 1.2")
 
     def shard(self):
         """FSDP 2 of 1B, 3B and 8B"""
@@ -352,7 +370,8 @@ class Pairs:
     def simulated(self):
         """what `foveate shard simulate` says of the eight configurations, beside what was measured here; no GPU"""
         again = {"train.recompute": "none"}
-        narrow, long = again | {"precision.state": "bf16"}, {"data.len": LONG, "model.max_position_embeddings": LONG, "train.recompute": self.recompute}
+        narrow = again | {"precision.state": "bf16"}
+        long = {"data.len": LONG, "model.max_position_embeddings": LONG, "train.recompute": self.recompute}
         fewer = {"model.num_hidden_layers": self.layers_8b} if self.layers_8b else {}
         lens = ["--doc-lens", ",".join(map(str, self.lengths()))]
         for name, model, mesh, rows, settings, more in [
@@ -378,7 +397,8 @@ class Pairs:
             self.rows.add(f"simulated, {name}", row | ({"met": abs(off) <= 10} if measured else {}), line)
 
     def lengths(self) -> list[int]:
-        command = [self.args.foveate, "bench", "train", "--starts", "--model", "135m", "--rows", "1", "--len", str(LONG), "--documents", str(DOCUMENTS)]
+        command = [self.args.foveate, "bench", "train", "--starts", "--model", "135m", "--rows", "1",
+                   "--len", str(LONG), "--documents", str(DOCUMENTS)]
         [starts] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         return [end - start for start, end in zip(starts, [*starts[1:], LONG])]
 
@@ -391,10 +411,12 @@ class Pairs:
         self.checkpoint(self.work / "3b")
         every, length = (40, 8192) if not self.args.cpu else (8, 64)
         (place / "saving.toml").write_text(
-            f'[run]\ndir = "{place / "run"}"\n[model]\ncheckpoint = "{self.work / "3b"}"\n[attention]\nmask = "causal"\n'
+            f'[run]\ndir = "{place / "run"}"\n[model]\ncheckpoint = "{self.work / "3b"}"\n'
+            f'[attention]\nmask = "causal"\n'
             f'[data]\nfiles = ["*.txt"]\nlen = {length}\nheld_out = 0\n[train]\nsteps = 100000\nbatch_rows = 2\n'
             f'accumulate = 1\nsave_every = {every}\nkeep = 1\neval_every = 0\nasync_save = true\nrecompute = "none"\n'
-            f'[mesh]\nshard = 2\n[precision]\nstate = "{"f32" if self.args.cpu else "exact"}"\n[schedule]\nwarmup_steps = 0\n'
+            f'[mesh]\nshard = 2\n[precision]\nstate = "{"f32" if self.args.cpu else "exact"}"\n'
+            f'[schedule]\nwarmup_steps = 0\n'
         )
         command = [self.args.foveate, "train", place / "saving.toml", "--ranks", 2, "--json"]
         command += ["--device", "cpu" if self.args.cpu else "cuda:0"]
@@ -411,8 +433,9 @@ class Pairs:
         found = lost(place / "run" / "metrics.jsonl", every)
         if found is None:
             return self.rows.add("saving beside steps, 3B", {"failed": last}, f"FAILED: {last}")
-        line = f"a step takes {found['quiet_s']:.3f} s; steps waited {found['waited_s']:.2f} s for the copy, and {found['steps']} beside the "
-        line += f"writing took {found['slowed_s']:+.2f} s more: {found['lost_s']:.2f} s in all (bar 2 s, aim 0.5 s); "
+        line = f"a step takes {found['quiet_s']:.3f} s; steps waited {found['waited_s']:.2f} s for the copy, "
+        line += f"and {found['steps']} beside the writing took {found['slowed_s']:+.2f} s more: "
+        line += f"{found['lost_s']:.2f} s in all (bar 2 s, aim 0.5 s); "
         line += f"whole after {found['seconds']:.1f} s" if found["seconds"] else "it was not whole when the run was cut"
         self.rows.add("saving beside steps, 3B", found | {"met": found["lost_s"] <= 2}, line)
 
@@ -421,13 +444,15 @@ class Pairs:
         if (folder / "config.json").exists():
             return
         folder.mkdir(exist_ok=True)
-        hidden, wide, layers, heads, kv, dim, vocab = (64, 96, 2, 4, 2, 16, 512) if self.args.cpu else (3072, 8192, 28, 24, 8, 128, 128256)
+        sizes = (64, 96, 2, 4, 2, 16, 512) if self.args.cpu else (3072, 8192, 28, 24, 8, 128, 128256)
+        hidden, wide, layers, heads, kv, dim, vocab = sizes
         shapes = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
         for layer in range(layers):
             at = f"model.layers.{layer}"
             shapes |= {f"{at}.input_layernorm.weight": [hidden], f"{at}.post_attention_layernorm.weight": [hidden]}
             shapes |= {f"{at}.self_attn.{name}_proj.weight": shape for name, shape in
-                       (("q", [heads * dim, hidden]), ("k", [kv * dim, hidden]), ("v", [kv * dim, hidden]), ("o", [hidden, heads * dim]))}
+                       (("q", [heads * dim, hidden]), ("k", [kv * dim, hidden]),
+                        ("v", [kv * dim, hidden]), ("o", [hidden, heads * dim]))}
             shapes |= {f"{at}.mlp.{name}_proj.weight": shape for name, shape in
                        (("gate", [wide, hidden]), ("up", [wide, hidden]), ("down", [hidden, wide]))}
         header, at = {}, 0
@@ -444,16 +469,21 @@ class Pairs:
         with open(folder / "model.safetensors", "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for name, entry in header.items():
-                left, source = entry["data_offsets"][1] - entry["data_offsets"][0], one if len(entry["shape"]) == 1 else small
+                left = entry["data_offsets"][1] - entry["data_offsets"][0]
+                source = one if len(entry["shape"]) == 1 else small
                 while left > 0:
                     left -= file.write(source[:left])
-        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
-                  "intermediate_size": wide, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
+                  "hidden_size": hidden,
+                  "intermediate_size": wide, "num_hidden_layers": layers, "num_attention_heads": heads,
+                  "num_key_value_heads": kv,
                   "head_dim": dim, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
                   "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16"}
         characters = {character: number for number, character in enumerate(" etaoinshrdlu")}
-        end = {"id": len(characters), "content": "</s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        tokenizer = {"version": "1.0", "added_tokens": [end], "model": {"type": "BPE", "vocab": characters | {"</s>": end["id"]}, "merges": []}}
+        end = {"id": len(characters), "content": "</s>", "special": True, "single_word": False,
+               "lstrip": False, "rstrip": False, "normalized": False}
+        model = {"type": "BPE", "vocab": characters | {"</s>": end["id"]}, "merges": []}
+        tokenizer = {"version": "1.0", "added_tokens": [end], "model": model}
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": end["id"]}))
 
@@ -461,13 +491,16 @@ class Pairs:
         """what is right or wrong on two GPUs: blocks by NCCL, meshes by NCCL, plans of batches, processes that die"""
         jobs = [(f"blocks, {what}", [self.args.tests, f"cuda::tests::{what}", "--test-threads", 1, "--nocapture"], 120)
                 for what in ("context", "sharing", "tensor")] if self.args.tests else []
-        jobs.append(("runs by NCCL", [sys.executable, ROOT / "scripts/gpu_shard.py", self.args.foveate, self.work / "shard", "pairs"], 150))
+        meet = [sys.executable, ROOT / "scripts/gpu_shard.py", self.args.foveate, self.work / "shard", "pairs"]
+        jobs.append(("runs by NCCL", meet, 150))
 
         def check(name, command, limit):
             status, lines, last = self.run(name, command, limit)
-            told = [line for line in lines if line.endswith(("passed", "FAILED", "... ok")) or "skipped" in line or "test result" in line]
+            ends, has = ("passed", "FAILED", "... ok"), ("skipped", "test result")
+            told = [line for line in lines if line.endswith(ends) or any(words in line for words in has)]
             found = {"status": status, "lines": told}
-            self.rows.add(f"check: {name}", found, f"{'passed' if status == 0 else f'FAILED ({status}): {last}'}; {len(told)} lines")
+            outcome = "passed" if status == 0 else f"FAILED ({status}): {last}"
+            self.rows.add(f"check: {name}", found, f"{outcome}; {len(told)} lines")
             for line in told:
                 print(f"    {line}", flush=True)
 
@@ -480,7 +513,8 @@ def told(found: dict) -> str:
     """A row of steps in words."""
     gib = (found.get("peak_bytes") or 0) / 2**30
     ranks = found.get("ranks", 1)
-    line = f"{found['ms']:.1f} ms a step, {found['tokens_per_s']:,.0f} tokens/s ({found['tokens_per_s'] / ranks:,.0f} a GPU), {gib:.1f} GiB"
+    rate = found["tokens_per_s"]
+    line = f"{found['ms']:.1f} ms a step, {rate:,.0f} tokens/s ({rate / ranks:,.0f} a GPU), {gib:.1f} GiB"
     rates = attention_rates(found)
     if rates:
         line += f", attention {rates['forward']:.0f} and {rates['backward']:.0f} TFLOP/s"
@@ -509,7 +543,8 @@ def lost(metrics: Path, every: int) -> dict | None:
     steps = {record["step"]: record for record in records if record["kind"] == "step"}
     save = next((record for record in records if record["kind"] == "save" and record["step"] == every), None)
     # The first steps compile.
-    quiet = [record["unix_time"] - steps[number - 1]["unix_time"] for number, record in steps.items() if 5 < number <= every]
+    quiet = [record["unix_time"] - steps[number - 1]["unix_time"]
+             for number, record in steps.items() if 5 < number <= every]
     whole = save["unix_time"] if save else float("inf")
     during = [r for number, r in steps.items() if every < number <= 2 * every and r["unix_time"] - r["seconds"] < whole]
     if not quiet or not during:
@@ -517,7 +552,8 @@ def lost(metrics: Path, every: int) -> dict | None:
     usual = statistics.median(quiet)
     wall = during[-1]["unix_time"] - steps[every]["unix_time"]
     waited, all_lost = wall - sum(record["seconds"] for record in during), wall - usual * len(during)
-    found = {"quiet_s": usual, "steps": len(during), "waited_s": waited, "slowed_s": all_lost - waited, "lost_s": all_lost}
+    found = {"quiet_s": usual, "steps": len(during), "waited_s": waited,
+             "slowed_s": all_lost - waited, "lost_s": all_lost}
     return found | {"seconds": save["seconds"] if save else None, "record": save}
 
 
@@ -532,7 +568,8 @@ def main() -> int:
     parser.add_argument("--torchtitan", type=lambda text: Path(text).absolute())
     parser.add_argument("--work", type=Path, default=Path("/tmp/foveate-pairs"), help="%(default)s")
     parser.add_argument("--seconds", type=float, default=1e6)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[*PARTS, "checks"], help="parts, comma between")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[*PARTS, "checks"],
+                        help="parts, comma between")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
@@ -542,7 +579,8 @@ def main() -> int:
         return 0
     unknown = [part for part in args.only if part not in (*PARTS, "checks")]
     if unknown or args.foveate is None or args.out is None:
-        sys.exit(f"gpu_pairs: there is no part {unknown[0]}; --list says which there are" if unknown else "gpu_pairs: give FOVEATE and OUT")
+        unheard = f"there is no part {unknown[0]}; --list says which there are" if unknown else "give FOVEATE and OUT"
+        sys.exit(f"gpu_pairs: {unheard}")
     pairs = Pairs(args)
     for part in PARTS:
         if part in args.only:
