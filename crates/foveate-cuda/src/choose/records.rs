@@ -296,13 +296,13 @@ mod tests {
         records.keep(&key(128), record(6.0)).unwrap();
         let file = records.folder().unwrap().join(file_name(&key(64)));
         let whole = fs::read_to_string(&file).unwrap();
-        let first = whole.replace("\"format\": 3", "\"format\": 2").replace("dropout", "keep");
+        let first = whole.replace("\"format\": 4", "\"format\": 2").replace("dropout", "keep");
         let damaged = [
             (whole[..whole.len() / 2].to_owned(), "it is damaged: "),
             (String::new(), "it is damaged: "),
             (whole.replace("\"tile_q\": 128", "\"tile_q\": -1"), "it is damaged: "),
-            (whole.replace("\"format\": 3", "\"format\": 4"), "it has format 4, not 3"),
-            (first, "it has format 2, not 3"),
+            (whole.replace("\"format\": 4", "\"format\": 5"), "it has format 5, not 4"),
+            (first, "it has format 2, not 4"),
             (whole.replace("H200", "H100"), "it is of another machine: "),
             (whole.replace("\"dim\": 64", "\"dim\": 80"), "it is of another problem than its name"),
         ];
