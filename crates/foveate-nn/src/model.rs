@@ -1,5 +1,6 @@
 //! The model: its parameters on a device, its attention plans and the workspace of its steps.
 
+mod gradients;
 mod memory;
 mod prepared;
 mod replay;
@@ -36,6 +37,7 @@ use crate::sharing::{Carrier, Peers, Sharing, StepRanks, TensorSharing};
 use crate::tape::Workspace;
 use crate::tensor::TensorPart;
 
+pub use gradients::Gradients;
 pub use replay::{NotFinite, NotFinitePlace};
 
 /// A model on the device of `B`: the CPU, in f32, unless said otherwise.
@@ -81,43 +83,6 @@ pub(crate) struct Running<B: Blocks> {
 /// What the places of arrays depend on: rows of a batch and tokens of a row, what is run, and whether
 /// the memory of gradients is idle.
 type Passed = ([usize; 2], StepKind, bool);
-
-/// The gradients of all parameters of a model, each at its parameter's place.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Gradients<A = Vec<f32>> {
-    /// Elements as [`ParameterLayout`] places them. They mean nothing between [`Model::clear`] and the
-    /// next batch.
-    pub array: A,
-    /// Whether the next batch writes over them.
-    pub(crate) cleared: bool,
-    /// Whether they are of one batch, whose activations lie in their memory before they begin.
-    pub(crate) one_batch: bool,
-}
-
-impl<A> Gradients<A> {
-    /// Their memory, where activations may lie in it between steps; they hold nothing from there on.
-    pub(crate) fn idle(&mut self) -> Option<&A> {
-        self.cleared |= self.one_batch;
-        self.one_batch.then_some(&self.array)
-    }
-}
-
-impl Gradients {
-    /// Zeros for every parameter of `model`.
-    pub fn zeros(model: &Model) -> Self {
-        Self { array: vec![0.0; model.layout.trained()], ..Self::default() }
-    }
-
-    /// Sets all to zero.
-    pub fn clear(&mut self) {
-        self.array.fill(0.0);
-    }
-
-    /// The gradient of one parameter that is trained, row-major.
-    pub fn of(&self, parameter: &Parameter) -> &[f32] {
-        &self.array[parameter.place.clone()]
-    }
-}
 
 impl Moments {
     /// Zero moments for `elems` elements.
