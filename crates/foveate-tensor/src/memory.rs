@@ -32,6 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri ends where an allocator would refuse")]
     fn what_is_not_there_is_refused_and_nobody_asks_afterwards() {
         let mut values = vec![7u8];
         assert!(reserve_exact(&mut values, isize::MAX as usize - 8).is_err());
