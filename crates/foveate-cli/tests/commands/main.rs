@@ -1,6 +1,8 @@
 //! What the commands say to input that cannot be: one line with the place and the remedy, the
 //! exit code, and never a panic.
 
+mod explained;
+
 use std::process::{Command, Stdio};
 
 /// Runs `foveate` in a folder with a document `a.txt`; its exit code, stdout and stderr.
@@ -332,134 +334,6 @@ fn the_doctor_says_which_level_and_threads_are_used_and_what_is_wrong_with_those
 }
 
 #[test]
-fn the_kernels_of_a_cache_in_pages_are_explained() {
-    let line = "explain --device h200 --heads 8/2 --batch 16 --len 1 --kv-len 700 --dim 64 \
-                --dtype bf16 --page-size 16";
-    let line: Vec<&str> = line.split_whitespace().collect();
-    let (code, out, err) = run(&line);
-    assert!(code == Some(0) && err.is_empty(), "{err}");
-    assert!(
-        out.contains("heads      packed GQA: 4 query heads share a tile, 4 rows of it each"),
-        "{out}"
-    );
-    let (_, json, _) = run(&[&line[..], &["--json"]].concat());
-    let found: serde_json::Value = serde_json::from_str(&json).unwrap();
-    assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["paged"], true);
-    assert_eq!(found["class"]["paged"], true);
-}
-
-#[test]
-fn the_kernels_of_dropout_are_explained() {
-    let line = "explain --device h200 --heads 8/2 --len 700 --dim 64 --dtype bf16 --dropout 0.1";
-    let line: Vec<&str> = line.split_whitespace().collect();
-    let (code, out, err) = run(&line);
-    assert!(code == Some(0) && err.is_empty(), "{err}");
-    assert!(out.contains("dropout    0.1\n"), "{out}");
-    let (_, json, _) = run(&[&line[..], &["--json"]].concat());
-    let found: serde_json::Value = serde_json::from_str(&json).unwrap();
-    assert_eq!(found["class"]["dropout"], true);
-    let (_, on_cpu, _) =
-        run(&"explain --heads 2 --len 9 --dim 8 --dropout 0.25".split(' ').collect::<Vec<_>>());
-    assert!(on_cpu.contains("dropout    0.25\n"), "{on_cpu}");
-    assert_eq!(found["plan"]["kernels"][0]["chosen"]["config"]["dropout"], true);
-}
-
-/// The case of torchtune #2113: FlexAttention has no valid choice for this backward.
-#[test]
-fn the_kernels_of_a_card_that_is_not_there_are_explained() {
-    let line = "explain --device l40s --heads 28/4 --len 512 --dim 128 --dtype bf16 --backward";
-    let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
-    assert_eq!(code, Some(0), "{err}");
-    for said in [
-        "device     l40s (sm_89): 142 SMs, 101376 B of shared memory a CTA",
-        "of 101376 B: k, v ",
-        "per SM, ",
-        "refused    tile 64x128, 8 warps, 2 stages: 175168 B of shared memory, a CTA can have 101376",
-    ] {
-        assert!(out.contains(said), "`{said}` is not in\n{out}");
-    }
-    let json = format!("{line} --json");
-    let (code, out, err) = run(&json.split(' ').collect::<Vec<_>>());
-    assert_eq!(code, Some(0), "{err}");
-    let plan: serde_json::Value = serde_json::from_str(&out).unwrap();
-    let kernels = plan["plan"]["kernels"].as_array().unwrap();
-    let names: Vec<_> = kernels.iter().map(|k| &k["chosen"]["config"]["kernel"]).collect();
-    assert_eq!(names, ["forward", "delta", "backward", "dq"]);
-    for kernel in kernels {
-        assert!(kernel["chosen"]["resources"]["shared_bytes"].as_u64().unwrap() <= 101_376);
-    }
-    // Rows of 33 f16 numbers begin at multiples of 2 bytes.
-    let odd = "explain --device l40s --heads 4 --len 50 --dim 33 --dtype f16 --json";
-    let (_, out, _) = run(&odd.split(' ').collect::<Vec<_>>());
-    let plan: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!(plan["plan"]["kernels"][0]["chosen"]["config"]["align"], 2);
-}
-
-#[test]
-fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
-    let sizes = "explain --device h200 --heads 4 --len 1024 --dim 64 --dtype bf16 --backward \
-                 --kernel backward.tile_q=128 --kernel backward.tile_kv=128";
-    let explained = |more: &[&str]| {
-        let (code, out, err) =
-            run(&sizes.split_whitespace().chain(more.iter().copied()).collect::<Vec<_>>());
-        assert_eq!(code, Some(0), "{err}");
-        out
-    };
-    let out = explained(&["--mask", "causal", "--json"]);
-    let told: serde_json::Value = serde_json::from_str(&out).unwrap();
-    let [forward, backward] = [0, 1].map(|n| &told["tiles"][n]);
-    assert_eq!([&forward["kernel"], &backward["kernel"]], ["forward", "backward"]);
-    assert_eq!(backward["tile"], serde_json::json!([128, 128]));
-    let counts = ["tiles", "full", "partial"].map(|name| backward[name].as_u64().unwrap());
-    assert_eq!(counts, [64, 28, 8]);
-    let live = backward["live_share"].as_f64().unwrap();
-    assert!((live - (1024.0 * 1025.0 / 2.0) / (36.0 * 128.0 * 128.0)).abs() < 1e-12, "{live}");
-    let out = explained(&["--mask", "causal & h < 2"]);
-    let said =
-        "backward: 64 of 128 x 128, in the first head: 43.8 % full, 12.5 % partial, 43.8 % empty";
-    assert!(out.contains(said), "{out}");
-    assert!(!explained(&[]).contains("\ntiles"));
-    // What takes minutes is left out, and the rest told.
-    let long = "explain --device h200 --heads 8 --len 1000000 --dim 128 --dtype bf16 --mask";
-    let line: Vec<_> = long.split(' ').chain(["q*kv % 7 == 1"]).collect();
-    let (code, out, err) = run(&line);
-    assert_eq!(code, Some(0), "{err}");
-    assert!(out.contains("tiles      counting the tiles of this mask takes about"), "{out}");
-    assert!(out.contains("--insist does it\n") && out.contains("\nforward\n"), "{out}");
-}
-
-#[test]
-fn a_stated_length_of_live_keys_is_explained() {
-    let line = "explain --device h200 --heads 16 --len 8192 --dim 64 --dtype bf16 --mask causal \
-                --backward --mean-kv-len";
-    for (stated, taken) in [("256", 256), ("9000", 8192)] {
-        let (code, out, err) = run(&line.split_whitespace().chain([stated]).collect::<Vec<_>>());
-        assert_eq!(code, Some(0), "{err}");
-        let said = format!("live keys  {taken} a query on average, as stated");
-        assert!(out.contains(&said), "`{said}` is not in\n{out}");
-    }
-}
-
-#[test]
-fn problems_without_elements_are_explained_in_plain_zeros() {
-    for line in ["explain --heads 4 --len 0 --dim 8", "explain --heads 4 --len 9 --dim 8 --batch 0"]
-    {
-        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
-        assert_eq!((code, err.as_str()), (Some(0), ""), "{line}");
-        assert!(out.contains("forward    0.000 FLOP dense, 0.000 FLOP live"), "{line}: {out}");
-    }
-}
-
-#[test]
-fn sizes_that_no_machine_holds_are_still_explained() {
-    let line = "explain --heads 100000 --len 2000000000 --dim 1000 --json";
-    let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
-    assert_eq!((code, err.as_str()), (Some(0), ""));
-    let found: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert!(found["dense_forward_flops"].as_f64().unwrap() > 1e27, "{found}");
-}
-
-#[test]
 fn every_command_that_reports_figures_prints_one_object_a_line() {
     for (line, key) in [
         ("mask causal --len 300 --json", "sparsity"),
@@ -544,92 +418,6 @@ fn what_is_drawn_is_what_is_built() {
 }
 
 #[test]
-fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
-    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
-    let of = |mesh: &str, more: &[&str]| {
-        run(&[&["explain", "--recipe", recipe, "--mesh", mesh], more].concat())
-    };
-    let json = |mesh: &str, sets: &[&str]| {
-        let (code, out, err) = of(mesh, &[sets, &["--json"]].concat());
-        assert_eq!((code, err.as_str()), (Some(0), ""));
-        serde_json::from_str::<serde_json::Value>(&out).unwrap()["mesh"].clone()
-    };
-    let count = |found: &serde_json::Value, kind: &str| {
-        let edges = found["edges"].as_array().unwrap();
-        edges.iter().filter(|edge| edge["kind"] == kind).count()
-    };
-    // Four layers, embedding and head, which is the embedding, too; the last layer stays for its backward
-    // pass.
-    let cut = json("replicate=2,shard=4", &[]);
-    let counts = ["all-gather", "reduce-scatter", "all-reduce"].map(|kind| count(&cut, kind));
-    assert_eq!((counts, &cut["rows"]), ([7 + 3, 6, 2], &1.into()));
-    let kept = json("shard=8", &["--set", "mesh.reshard=never", "--set", "train.accumulate=3"]);
-    assert_eq!((count(&kept, "all-gather"), count(&kept, "all-reduce")), (6, 1));
-    assert_eq!(kept["edges"][0]["times"], 1);
-    assert_eq!(kept["edges"][6]["times"], 3, "{kept}");
-    let whole = json("replicate=8", &[]);
-    assert_eq!((count(&whole, "all-gather"), count(&whole, "all-reduce")), (0, 2));
-    let memory = |found: &serde_json::Value| found["memory_bytes"].as_u64().unwrap();
-    assert!(memory(&cut).max(memory(&kept)) < memory(&whole));
-    let (_, text, _) = of("shard=4", &[]);
-    for line in [
-        "  all-gather     layers.1 to layers.3   f32[elements@shard] -> f32[elements]",
-        "beside layers.0 forward to layers.2 forward",
-        "  reduce-scatter embedding              f32[elements] by rank -> f32[elements@shard]",
-    ] {
-        assert!(text.contains(line), "{line}: {text}");
-    }
-    // Of each layer two gathers and two sums forward, four and two backward.
-    let tensor = json("tensor=2", &[]);
-    let times = |kind: &str| {
-        let of_kind = tensor["edges"].as_array().unwrap().iter().filter(|e| e["kind"] == kind);
-        of_kind.map(|e| e["times"].as_u64().unwrap()).sum::<u64>()
-    };
-    assert_eq!((times("all-gather"), times("reduce-scatter")), (4 * 6 + 3, 4 * 4 + 2));
-    // Of as many rows, the largest part of weights, their state and activations is half.
-    assert!(3 * memory(&tensor) < 2 * memory(&json("shard=1", &[])));
-    let edge = &tensor["edges"][2];
-    assert_eq!(edge["from"], "f32[batch, stream@tensor, hidden]", "{tensor}");
-    assert_eq!(edge["to"], "f32[batch, seq, hidden]", "{tensor}");
-    assert_eq!(edge["on_gpus"], "the product, rank by rank");
-    let again = json("tensor=2", &["--set", "train.recompute=full"]);
-    let of_again = again["edges"].as_array().unwrap().iter().filter(|e| {
-        e["what"].as_str().unwrap().ends_with("o again")
-            || e["what"].as_str().unwrap().contains("up again")
-    });
-    assert_eq!(of_again.map(|e| e["times"].as_u64().unwrap()).collect::<Vec<_>>(), [4, 4]);
-    // Keys of two ranks: the later has half of the causal keys still to come, in two stages, and sends as
-    // many gradients back.
-    let context =
-        json("context=2", &["--set", "train.batch_rows=1", "--set", "mesh.strategy=exchange"]);
-    let keys: Vec<_> =
-        context["edges"].as_array().unwrap().iter().filter(|e| e["kind"] == "exchange").collect();
-    let bytes = |e: &serde_json::Value| e["bytes"].as_u64().unwrap();
-    assert_eq!(keys.len(), 3, "{context}");
-    assert_eq!(keys[0]["on_gpus"], "attention on the keys before");
-    // Keys and values of two heads of 32, and a position.
-    assert_eq!((bytes(keys[0]) + bytes(keys[1])) % (2 * 2 * 32 * 4 + 4), 0, "{context}");
-    assert_eq!((bytes(keys[2]) % (2 * 2 * 32 * 4), keys[2]["times"].as_u64()), (0, Some(4)));
-    // What it keeps is in the memory that is told.
-    let (_, text, _) = of("context=2", &["--set", "train.batch_rows=2"]);
-    assert!(text.contains("; waited for, on GPUs beside attention on the keys before"), "{text}");
-    let gather = json("context=4", &["--set", "mesh.strategy=gather"]);
-    let exchange = json("context=4", &["--set", "mesh.strategy=exchange"]);
-    assert!(memory(&gather) >= memory(&exchange), "{gather} {exchange}");
-    // Fewer key/value heads than ranks: their gradients are summed, and said to be.
-    let (_, text, _) = of("tensor=4", &[]);
-    assert!(text.contains("copies of key/value heads"), "{text}");
-    for (mesh, said) in [
-        ("shard=auto", "shard is auto, but the number of ranks is not known"),
-        ("tensor=16", "num_attention_heads: is 6, which cannot be cut over 16 ranks of tensor"),
-        ("shard=16", "train.batch_rows is 8, and 16 ranks share the rows"),
-    ] {
-        let (code, _, err) = of(mesh, &[]);
-        assert!(code != Some(0) && err.contains(said), "{mesh}: {err}");
-    }
-}
-
-#[test]
 fn a_mask_that_sees_nothing_warns() {
     let (code, _, err) = run(&["mask", "kv < 0", "--len", "300"]);
     let warning = "warning: the mask `kv < 0` lets no query see any key\n";
@@ -653,44 +441,6 @@ fn a_mask_that_sees_nothing_warns() {
     let (_, out, _) =
         run(&["explain", "--heads", "2", "--len", "9", "--dim", "8", "--mask", "kv < 0"]);
     assert!(out.contains("warning    the mask lets no query see any key"), "{out}");
-}
-
-#[test]
-fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
-    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/smollm-135m.toml");
-    let line = ["explain", "--recipe", recipe, "--device", "rtx 4090"];
-    let (code, out, err) = run(&line);
-    assert_eq!(code, Some(0), "{err}");
-    for part in [
-        "RTX 4090 with",
-        "weights, masters",
-        "gate and up",
-        "in all",
-        "  fits",
-        "backward",
-        "if none shared its memory",
-        "of the host's memory, pinned, where steps go on beside saves",
-    ] {
-        assert!(out.contains(part), "{part}: {out}");
-    }
-    let (_, out, _) = run(&[&line[..], &["--json"]].concat());
-    let step: serde_json::Value = serde_json::from_str(&out).unwrap();
-    let sum = |of: &serde_json::Value, key: &str| -> u64 {
-        of.as_object().unwrap().values().map(|v| v.get(key).unwrap_or(v).as_u64().unwrap()).sum()
-    };
-    let memory = &step["memory"];
-    // Arrays that live at other times share memory.
-    let (arrays, taken) = (&step["activations"], memory["activations"].as_u64().unwrap());
-    let largest = arrays.as_object().unwrap().values().map(|v| v["bytes"].as_u64().unwrap()).max();
-    assert!(largest.unwrap() < taken && taken < sum(arrays, "bytes"), "{step}");
-    assert_eq!(sum(memory, "bytes"), 2 * memory["total"].as_u64().unwrap());
-    assert!(!step["attention"][0]["plan"]["kernels"].as_array().unwrap().is_empty(), "{out}");
-    // 12 bytes a parameter.
-    let copied = step["save_copy"].as_u64().unwrap() as f64 / 12.0;
-    assert!((copied / 134_515_008.0 - 1.0).abs() < 1e-4, "{copied}");
-    let waits = [&line[..], &["--json", "--set", "train.async_save=false"]].concat();
-    let waits: serde_json::Value = serde_json::from_str(&run(&waits).1).unwrap();
-    assert!(waits["save_copy"].is_null(), "{waits}");
 }
 
 #[test]
