@@ -10,22 +10,12 @@
 // stages of fixed order: fv_rms_norm_backward over every PARTS-th row, fv_sum_parts (sum_parts.cu) over these.
 //   FV_HELD      vectors of a row that a thread holds
 
-constexpr int HELD = FV_HELD;
-
 struct RmsNormParams {
     Rows x, residual, sum, out;     // no residual: its data is null; sum may be x
     u64 weight;                     // [width]
     u64 inverse;                    // f32 [rows]
     int width;
     float eps, offset;
-};
-
-struct RmsNormBackwardParams {
-    Rows x, d_out, d_x, again;      // what the forward gave, once more: nobody asks where its data is null
-    u64 weight, inverse;
-    u64 partial;                    // f32 [parts, width]; a part a CTA
-    int rows, width, accumulate;
-    float offset;
 };
 
 // Calls `each(h, column)` for this thread's vectors of a row.
@@ -118,17 +108,7 @@ fv_rms_norm_backward(const __grid_constant__ RmsNormBackwardParams p) {
                 d_x[i] += inverse * (widen<FV_DTYPE>(g[h].of[i]) * (p.offset + w[i]) - widen<FV_DTYPE>(x[h].of[i]) * mean);
             store(to, d_x);
         });
-        if (p.again.data == 0) continue;
-        // From x in the caches, a few vectors at a time, so that no registers hold it until here.
-        #pragma unroll 4
-        for (int column = int(threadIdx.x) * VECTOR; column < p.width; column += THREADS * VECTOR) {
-            float again[VECTOR];
-            load(again, p.x.row(row) + column);
-            load(w, weight + column);
-            #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) again[i] = again[i] * inverse * (p.offset + w[i]);
-            store(p.again.row(row) + column, again);
-        }
+        if (p.again.data != 0) give_again(p, row, inverse, int(threadIdx.x), THREADS);
     }
     float* const partial = reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width;
     for_each_held(p.width, [&](int h, int column) {

@@ -5,16 +5,6 @@
 // fv_sum_parts (sum_parts.cu) over the CTAs.
 //   FV_HELD      vectors of a row that a lane holds
 
-constexpr int HELD = FV_HELD;
-
-struct RmsNormBackwardParams {
-    Rows x, d_out, d_x, again;      // what the forward gave, once more: nobody asks where its data is null
-    u64 weight, inverse;
-    u64 partial;                    // f32 [parts, width]; a part a CTA
-    int rows, width, accumulate;
-    float offset;
-};
-
 // Calls `each(h, column)` for this lane's vectors of a row.
 template <typename F>
 __device__ void for_each_held(int width, F each) {
@@ -63,17 +53,7 @@ fv_rms_norm_backward_rows(const __grid_constant__ RmsNormBackwardParams p) {
             }
             store(p.d_x.row(row) + column, d_x);
         });
-        if (p.again.data == 0) continue;
-        // From x in the caches, a few vectors at a time, so that no registers hold it until here.
-        #pragma unroll 4
-        for (int column = int(threadIdx.x % 32) * VECTOR; column < p.width; column += 32 * VECTOR) {
-            float again[VECTOR];
-            load(again, p.x.row(row) + column);
-            load(w, weight + column);
-            #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) again[i] = again[i] * inverse * (p.offset + w[i]);
-            store(p.again.row(row) + column, again);
-        }
+        if (p.again.data != 0) give_again(p, row, inverse, int(threadIdx.x % 32), 32);
     }
     float* const sums = scratch<float>();
     #pragma unroll 1

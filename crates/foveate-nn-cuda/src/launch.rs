@@ -98,8 +98,18 @@ pub(crate) enum File {
 impl File {
     fn text(self) -> &'static str {
         match self {
-            Self::RmsNorm { .. } => include_str!("../kernels/rms_norm.cu"),
-            Self::RmsNormRows { .. } => include_str!("../kernels/rms_norm_rows.cu"),
+            Self::RmsNorm { .. } => {
+                concat!(
+                    include_str!("../kernels/rms_norm.cuh"),
+                    include_str!("../kernels/rms_norm.cu")
+                )
+            }
+            Self::RmsNormRows { .. } => {
+                concat!(
+                    include_str!("../kernels/rms_norm.cuh"),
+                    include_str!("../kernels/rms_norm_rows.cu")
+                )
+            }
             Self::SumParts => include_str!("../kernels/sum_parts.cu"),
             Self::HeadNorm { .. } => include_str!("../kernels/head_norm.cu"),
             Self::Gated { .. } => include_str!("../kernels/gated.cu"),

@@ -32,7 +32,7 @@ abi_structs! {
         /// Added to the weight.
         pub offset: f32,
     }
-    /// Of `kernels/rms_norm.cu`.
+    /// Of `kernels/rms_norm.cuh`.
     pub struct RmsNormBackwardParams {
         /// `[tokens, width]`.
         pub x: Rows,
