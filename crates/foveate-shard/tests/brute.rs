@@ -380,7 +380,7 @@ fn disturb(random: &mut Random, plan: &mut ShardPlan) {
     let others_q = plan.ranks[other].own.q.clone();
     let s = random.below(plan.ranks[r].stages.len());
     let rank = &mut plan.ranks[r];
-    match random.below(14) {
+    match random.below(15) {
         0 => {
             let kv = nudge(random, &rank.stages[s].compute.kv, len);
             rank.stages[s].compute.kv = kv.clone();
@@ -432,6 +432,24 @@ fn disturb(random: &mut Random, plan: &mut ShardPlan) {
                 let sends = &mut plan.ranks[peer].stages[s].sends;
                 *sends.iter_mut().find(|p| p.peer == r).unwrap() = part;
             }
+        }
+        13 => {
+            // A part of several query heads, of which both sides forget one.
+            let back = random.below(2) == 0;
+            let parts = if back { &mut rank.returns } else { &mut rank.stages[s].receives };
+            let Some(part) = parts.first_mut().filter(|part| part.cells.heads.len() > 1) else {
+                return;
+            };
+            let Cells { batch, heads, q, .. } = &part.cells;
+            part.bytes -= (batch.len() * q.len() * 4 * 4) as u64;
+            part.cells.heads = match random.below(2) {
+                0 => heads.start + 1..heads.end,
+                _ => heads.start..heads.end - 1,
+            };
+            let (peer, part) = (part.peer, Part { peer: r, ..part.clone() });
+            let of_peer = &mut plan.ranks[peer];
+            let theirs = if back { &mut of_peer.returned } else { &mut of_peer.stages[s].sends };
+            *theirs.iter_mut().find(|p| p.peer == r).unwrap() = part;
         }
         _ => rank.stages[s].sink = !rank.stages[s].sink,
     }

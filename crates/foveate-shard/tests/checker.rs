@@ -245,6 +245,15 @@ fn without(part: &mut foveate_shard::Part, name: &str) {
     part.carries.retain(|n| *n != name);
 }
 
+/// Leaves the first query head of a part alone, with its bytes: queries, or gradients of queries in f32.
+fn first_head(part: &mut foveate_shard::Part) {
+    let stored = if part.carries.contains(&"dq") { 4 } else { 2 };
+    let heads = part.cells.heads.clone();
+    let lost = part.cells.batch.len() * (heads.len() - 1) * part.cells.q.len() * 8 * stored;
+    part.bytes -= lost as u64;
+    part.cells.heads = heads.start..heads.start + 1;
+}
+
 /// A rank and a stage that receive something, and the rank that sends it.
 fn receiver(plan: &ShardPlan) -> (usize, usize, usize) {
     let ranks = 0..plan.ranks.len();
@@ -461,6 +470,15 @@ const FAULTS: &[Fault] = &[
     Fault { name: "positions of queries do not travel with them", strategy: SWAP, point: 'c', operand: "q_positions", plant: |p| both(p, 0, |part| without(part, "q_positions")) },
     Fault { name: "gradients of queries do not return", strategy: SWAP, point: 'c', operand: "dq", plant: |p| for r in &mut p.ranks {
         r.returns.iter_mut().chain(&mut r.returned).for_each(|part| without(part, "dq"));
+    } },
+    Fault { name: "gradients of one query head of two return", strategy: SWAP, point: 'c', operand: "dq", plant: |p| {
+        let peer = p.ranks[0].returns[0].peer; first_head(&mut p.ranks[0].returns[0]);
+        first_head(p.ranks[peer].returned.iter_mut().find(|x| x.peer == 0).unwrap());
+    } },
+    Fault { name: "one query head of two arrives", strategy: SWAP, point: 'c', operand: "q", plant: |p| both(p, 0, first_head) },
+    Fault { name: "a stage computes other heads than the one before", strategy: TWO, point: 'c', operand: "dq", plant: |p| {
+        let s = &mut p.ranks[0].stages[2];
+        for cells in [&mut s.compute, &mut s.coordinates] { (cells.heads, cells.kv_heads) = (0..2, 0..1); }
     } },
     Fault { name: "a rank computes the heads of another", strategy: SWAP, point: 'c', operand: "k", plant: |p| {
         let (heads, kv_heads) = { let c = &p.ranks[2].stages[0].compute; (c.heads.clone(), c.kv_heads.clone()) };

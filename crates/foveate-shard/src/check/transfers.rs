@@ -118,7 +118,7 @@ fn differing(one: &Part, other: &Part) -> &'static str {
 }
 
 fn cells(cells: &Cells) -> String {
-    let mut said = format!("kv heads {:?}", cells.kv_heads);
+    let mut said = format!("heads {:?} of kv heads {:?}", cells.heads, cells.kv_heads);
     for (name, ranges) in [("queries", &cells.q), ("keys", &cells.kv)] {
         if !ranges.is_empty() {
             said += &format!(", {name} {ranges}");
@@ -131,11 +131,20 @@ fn holds(outer: &Range<usize>, inner: &Range<usize>) -> bool {
     outer.start <= inner.start && inner.end <= outer.end
 }
 
-/// True when what a part or a rank has is of all batch entries and heads of a computation.
-fn serves(has: &Cells, compute: &Cells) -> bool {
-    holds(&has.batch, &compute.batch)
-        && holds(&has.kv_heads, &compute.kv_heads)
-        && holds(&has.heads, &compute.heads)
+/// The keys, or the queries, of cells; and whether what a part or a rank has of them is of all batch entries
+/// and heads of a computation.
+struct Side {
+    of: fn(&Cells) -> &Ranges,
+    heads: fn(&Cells) -> &Range<usize>,
+}
+
+const KEYS: Side = Side { of: |c| &c.kv, heads: |c| &c.kv_heads };
+const QUERIES: Side = Side { of: |c| &c.q, heads: |c| &c.heads };
+
+impl Side {
+    fn serves(&self, has: &Cells, compute: &Cells) -> bool {
+        holds(&has.batch, &compute.batch) && holds((self.heads)(has), (self.heads)(compute))
+    }
 }
 
 /// Everything that a stage reads is local or has arrived, in that stage or before.
@@ -145,20 +154,18 @@ fn arrives(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
     for (number, stage) in own.stages.iter().enumerate() {
         let at = At::stage('c', rank, number);
         for part in &stage.sends {
-            let lacks = [
-                ("k", part.cells.kv.difference(&own.own.kv)),
-                ("q", part.cells.q.difference(&own.own.q)),
-            ];
-            let heads = !serves(&own.own, &part.cells);
-            if let Some((name, lacks)) = lacks.iter().find(|(_, lacks)| heads || !lacks.is_empty())
-            {
-                let message = format!(
-                    "sends {} to rank {}, of which it does not hold {}",
-                    cells(&part.cells),
-                    part.peer,
-                    if heads { "the heads".to_owned() } else { lacks.to_string() }
-                );
-                return at.contradicts(*name, message);
+            for (name, side) in [("k", KEYS), ("q", QUERIES)] {
+                let lacks = (side.of)(&part.cells).difference((side.of)(&own.own));
+                let heads = !side.serves(&own.own, &part.cells);
+                if heads || !lacks.is_empty() {
+                    let message = format!(
+                        "sends {} to rank {}, of which it does not hold {}",
+                        cells(&part.cells),
+                        part.peer,
+                        if heads { "the heads".to_owned() } else { lacks.to_string() }
+                    );
+                    return at.contradicts(name, message);
+                }
             }
         }
         for part in &stage.receives {
@@ -181,19 +188,16 @@ fn arrives(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
         if compute.is_empty() {
             continue;
         }
-        let here = |of: fn(&Cells) -> &Ranges| {
+        for (name, side) in [("k", KEYS), ("q", QUERIES)] {
             let local = Some(&own.own).into_iter();
-            let have = local.chain(parts.iter().map(|p| &p.cells)).filter(|c| serves(c, compute));
-            Ranges::of(have.flat_map(|c| of(c).as_slice().iter().cloned()))
-        };
-        for (name, reads, has) in
-            [("k", &compute.kv, here(|c| &c.kv)), ("q", &compute.q, here(|c| &c.q))]
-        {
-            let missing = reads.difference(&has);
+            let have = local.chain(parts.iter().map(|p| &p.cells));
+            let have = have.filter(|c| side.serves(c, compute));
+            let has = Ranges::of(have.flat_map(|c| (side.of)(c).as_slice().iter().cloned()));
+            let missing = (side.of)(compute).difference(&has);
             if !missing.is_empty() {
                 let message = format!(
                     "reads {missing} of heads {:?}, which are neither local nor arrived",
-                    compute.kv_heads
+                    (side.heads)(compute)
                 );
                 return at.contradicts(name, message);
             }
@@ -206,18 +210,27 @@ fn arrives(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
 fn returns(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
     let own = &plan.ranks[rank];
     let at = At::rank('c', rank);
-    type Of = fn(&Cells) -> &Ranges;
-    let sides: [(&str, Of, &[&str]); 2] =
-        [("dk", |c| &c.kv, &BACK), ("dq", |c| &c.q, &BACK_QUERIES)];
-    for (name, of, with) in sides {
+    let computes: Vec<&Cells> =
+        own.stages.iter().map(|s| &s.compute).filter(|c| !c.is_empty()).collect();
+    let pairs = |c: &Cells| [c.batch.clone(), c.heads.clone(), c.kv_heads.clone()];
+    if let Some(two) = computes.windows(2).find(|two| pairs(two[0]) != pairs(two[1])) {
+        let [one, other] = [pairs(two[0]), pairs(two[1])];
+        let message = format!(
+            "stages compute batch entries, heads and key/value heads {one:?} and {other:?}; gradients \
+             of one stage would return for both"
+        );
+        return at.contradicts("dq", message);
+    }
+    let sides: [(&str, Side, &[&str]); 2] = [("dk", KEYS, &BACK), ("dq", QUERIES, &BACK_QUERIES)];
+    for (name, side, with) in sides {
+        let of = side.of;
         let mut computed = Ranges::default();
-        for stage in own.stages.iter().filter(|s| !s.compute.is_empty()) {
-            let local = if serves(&own.own, &stage.compute) {
-                of(&own.own).clone()
-            } else {
-                Ranges::default()
+        for compute in &computes {
+            let local = match side.serves(&own.own, compute) {
+                true => of(&own.own).clone(),
+                false => Ranges::default(),
             };
-            computed = computed.union(&of(&stage.compute).difference(&local));
+            computed = computed.union(&of(compute).difference(&local));
         }
         let mut returned = Ranges::default();
         for part in &own.returns {
@@ -234,21 +247,22 @@ fn returns(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
                 return at.contradicts(name, format!("gradients of {twice} return twice"));
             }
             let owner = plan.ranks.get(part.peer).map(|r| &r.own);
-            if !owner.is_some_and(|o| serves(o, &part.cells) && ranges.difference(of(o)).is_empty())
-            {
+            let holds =
+                |o: &Cells| side.serves(o, &part.cells) && ranges.difference(of(o)).is_empty();
+            if !owner.is_some_and(holds) {
                 let message = format!(
                     "gradients of {ranges} return to rank {}, which does not hold them",
                     part.peer
                 );
                 return at.contradicts(name, message);
             }
-            let of_computed = |s: &Stage| {
-                s.compute.kv_heads == part.cells.kv_heads && s.compute.batch == part.cells.batch
-            };
-            if !own.stages.iter().any(of_computed) {
+            let returns = (&part.cells.batch, (side.heads)(&part.cells));
+            if let Some(c) = computes.first().filter(|c| (&c.batch, (side.heads)(c)) != returns) {
                 let message = format!(
-                    "gradients of heads {:?} return, which it does not compute",
-                    part.cells.kv_heads
+                    "gradients of batch entries and heads {returns:?} return to rank {}, of {:?} that it \
+                     computes",
+                    part.peer,
+                    (&c.batch, (side.heads)(c))
                 );
                 return at.contradicts(name, message);
             }
