@@ -321,8 +321,8 @@ impl Variables<'_> {
             launch.run = format!("slurm {job}.{step}");
         }
         // Jobs that share a host rarely share the number.
-        (launch.port, launch.port_from) =
-            (20_000 + ((job * 7 + step) % 20_000) as u16, "the number of the job");
+        let number = (job % 20_000 * 7 + step % 20_000) % 20_000;
+        (launch.port, launch.port_from) = (20_000 + number as u16, "the number of the job");
         let nodes = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
         if let Some(nodes) = nodes.iter().find_map(|name| self.text(name)) {
             launch.host = first_node(&nodes);
@@ -466,6 +466,19 @@ mod tests {
     fn the_script_of_a_slurm_job_is_no_rank() {
         let batch = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16"), ("SLURM_JOB_ID", "1")];
         assert_eq!(none(&batch).unwrap().launcher, Launcher::Alone);
+    }
+
+    #[test]
+    fn the_largest_numbers_of_slurm_give_a_port() {
+        let largest = u64::MAX.to_string();
+        let slurm = none(&[
+            ("SLURM_PROCID", "0"),
+            ("SLURM_NTASKS", "1"),
+            ("SLURM_JOB_ID", &largest),
+            ("SLURM_STEP_ID", &largest),
+        ]);
+        // The number is 11,615 modulo 20,000, and eight of them 12,920.
+        assert_eq!(slurm.unwrap().port, 32_920);
     }
 
     #[test]
