@@ -288,3 +288,50 @@ fn a_rank_of_another_version_is_told_so_and_the_meeting_goes_on() {
         assert!(first.join().unwrap().is_ok());
     });
 }
+
+/// Says hello as a rank does, and waits for no answer.
+fn says_hello(at: &Meeting) -> TcpStream {
+    let mut stream = loop {
+        match TcpStream::connect((&*at.host, at.port)) {
+            Ok(stream) => break stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    let mut hello = b"foveate2".to_vec();
+    hello.extend([at.run, at.attempt].iter().flat_map(|word| word.to_le_bytes()));
+    hello.extend([at.rank, at.ranks].iter().flat_map(|&n| (n as u32).to_le_bytes()));
+    hello.extend([0; 4]);
+    stream.write_all(&hello).unwrap();
+    stream
+}
+
+/// A pod that is started again comes while the connection of the one before is still held.
+#[test]
+fn a_rank_that_is_started_again_takes_the_place_of_the_one_that_died() {
+    let at = Meeting { silence: Duration::from_secs(2), ..meeting(3, SOON) };
+    let of = |rank| Meeting { rank, ..at.clone() };
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| connect(&of(0)).unwrap().all_gather(&[0]).unwrap());
+        // The host of one rank 1 is gone without a word, the process of the next has ended.
+        let silent = says_hello(&of(1));
+        drop(says_hello(&of(1)));
+        let last = scope.spawn(|| connect(&of(2)).unwrap().all_gather(&[2]).unwrap());
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(!first.is_finished() && !last.is_finished(), "nobody is rank 1");
+        let second = connect(&of(1)).unwrap().all_gather(&[1]).unwrap();
+        for came in [first.join().unwrap(), second, last.join().unwrap()] {
+            assert_eq!(came, [[0], [1], [2]]);
+        }
+        drop(silent);
+    });
+    // Of those who came all are there but one who has ended: its successor is waited for.
+    let at = meeting(2, SOON);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| connect(&at).unwrap().all_gather(&[0]).unwrap());
+        drop(says_hello(&Meeting { rank: 1, ..at.clone() }));
+        std::thread::sleep(Duration::from_millis(300));
+        let second = connect(&Meeting { rank: 1, ..at.clone() }).unwrap().all_gather(&[1]).unwrap();
+        assert_eq!(second, [[0], [1]]);
+        assert_eq!(first.join().unwrap(), second);
+    });
+}

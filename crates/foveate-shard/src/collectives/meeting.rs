@@ -3,7 +3,8 @@
 //! Rank 0 listens at the address that all know. Every other rank connects to it, says who it is and
 //! where it listens itself, and is told where the others do; then each rank connects to those below
 //! it. Who does not belong (another run, an older attempt of this one, a rank that is there already)
-//! is told why and turned away, and the meeting goes on.
+//! is told why and turned away, and the meeting goes on. A rank that died while it waited is no longer
+//! there: rank 0 asks who came before it turns another of the same number away, and before it begins.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
@@ -41,7 +42,7 @@ pub struct Meeting {
 }
 
 /// What opens every connection: whose it is, and the version of what is said.
-const MAGIC: [u8; 8] = *b"foveate1";
+const MAGIC: [u8; 8] = *b"foveate2";
 const OURS: &[u8] = b"foveate";
 const HELLO: usize = 36;
 
@@ -109,6 +110,9 @@ enum Answer {
     Later,
 }
 
+/// Before an answer: whoever still waits for it sends a byte back.
+const ASKED: u8 = 4;
+
 impl Answer {
     fn write(&self, stream: &mut TcpStream) -> io::Result<()> {
         let (kind, text) = match self {
@@ -124,19 +128,42 @@ impl Answer {
     }
 
     fn read(stream: &mut TcpStream) -> io::Result<Self> {
-        let mut head = [0; 5];
-        stream.read_exact(&mut head)?;
-        let len = u32::from_le_bytes([head[1], head[2], head[3], head[4]]);
+        let mut kind = [ASKED];
+        loop {
+            stream.read_exact(&mut kind)?;
+            if kind != [ASKED] {
+                break;
+            }
+            stream.write_all(&kind)?;
+        }
+        let mut len = [0; 4];
+        stream.read_exact(&mut len)?;
+        let len = u32::from_le_bytes(len);
         let mut text = String::new();
         if stream.take(u64::from(len)).read_to_string(&mut text)? < len as usize {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        Ok(match head[0] {
+        Ok(match kind[0] {
             0 => Self::Welcome(text),
             1 => Self::Refused(text),
             3 => Self::Missing(text),
             _ => Self::Later,
         })
+    }
+}
+
+/// Drops those who wait for an answer and are no longer there: their process has ended, or they are silent.
+fn drop_gone(streams: &mut [Option<TcpStream>], silence: Duration) {
+    let until = Instant::now() + silence;
+    for stream in streams.iter_mut() {
+        stream.take_if(|stream| stream.write_all(&[ASKED]).is_err());
+    }
+    for stream in streams {
+        stream.take_if(|stream| {
+            let left = until.saturating_duration_since(Instant::now()).max(PAUSE);
+            let heard = stream.set_read_timeout(Some(left));
+            heard.and_then(|()| stream.read_exact(&mut [0])).is_err()
+        });
     }
 }
 
@@ -198,7 +225,14 @@ impl Meet<'_> {
         let ranks = self.meeting.ranks;
         let mut streams: Streams = (0..ranks).map(|_| None).collect();
         let mut places = vec![String::from("-"); ranks];
-        while streams.iter().skip(1).any(Option::is_none) {
+        let all_came = |streams: &Streams| streams.iter().skip(1).all(Option::is_some);
+        loop {
+            if all_came(&streams) {
+                drop_gone(&mut streams, self.meeting.silence);
+                if all_came(&streams) {
+                    break;
+                }
+            }
             let Some((mut stream, from)) = self.accept(&listener)? else {
                 let missing: Vec<_> = (1..ranks).filter(|&r| streams[r].is_none()).collect();
                 let why = format!(
@@ -233,6 +267,7 @@ impl Meet<'_> {
                 let all = streams.iter_mut().flatten().chain([&mut stream]);
                 return self.send_home(all, why);
             }
+            drop_gone(&mut streams[peer..=peer], self.meeting.silence);
             if peer == 0 || streams[peer].is_some() {
                 let why = format!("there is a rank {peer} already; start each rank once");
                 let _ = Answer::Refused(why).write(&mut stream);
