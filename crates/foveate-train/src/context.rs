@@ -145,15 +145,13 @@ impl ContextPlanner {
     fn planned(&self, shape: [usize; 2], documents: Vec<i32>) -> Result<PlannedBatch, ShardError> {
         let (proven, programs) = self.proven(shape, &documents)?;
         let rank = self.rank;
-        let live_pairs = {
-            let (loads, layers) = (&proven.proof().loads, self.layers.iter().sum::<u64>());
-            loads[rank] as f64 / (self.heads[0] as u64 * layers) as f64
-        };
+        // Of the heads that this rank computes, in the mean of the layers.
+        let pairs = proven.proof().loads[rank] as f64 / self.layers.iter().sum::<u64>() as f64;
         let attention = match self.by_device {
             true => {
                 let states = |program: &AttentionProgram| proven.states(&program.attention(), None);
                 let statements = programs.iter().map(states).collect::<Result<_, _>>()?;
-                let plan = device_plan(proven.plan(), rank, &documents, live_pairs);
+                let plan = device_plan(proven.plan(), rank, &documents, pairs);
                 PlannedPrograms::Device(statements, Arc::new(plan))
             }
             false => {
@@ -165,6 +163,7 @@ impl ContextPlanner {
                 PlannedPrograms::Host(planned, learned)
             }
         };
+        let live_pairs = pairs / self.heads[0] as f64;
         Ok(PlannedBatch { shape, documents, proven, rank, live_pairs, attention })
     }
 
@@ -209,7 +208,8 @@ pub(crate) struct PlannedBatch {
     documents: Vec<i32>,
     proven: Arc<ProvenPlan>,
     rank: usize,
-    /// Pairs that the masks let through of the rank's queries, in the mean of heads and layers.
+    /// Pairs that the masks let through of what the rank computes, in the mean of all heads of the model and of
+    /// the layers.
     live_pairs: f64,
     attention: PlannedPrograms,
 }
@@ -471,8 +471,9 @@ impl ContextAttention for ContextBatch {
     }
 }
 
-/// What `plan` says of a rank, as a device is told; `live` is of its queries, in the mean of heads and layers.
-fn device_plan(plan: &ShardPlan, rank: usize, documents: &[i32], live: f64) -> ContextPlan {
+/// What `plan` says of a rank, as a device is told; `pairs` are what the masks let through of all that the rank
+/// computes, in the mean of the layers.
+fn device_plan(plan: &ShardPlan, rank: usize, documents: &[i32], pairs: f64) -> ContextPlan {
     let own = &plan.ranks[rank].own;
     let members = plan.sharding.map().mesh().group(rank, &[MeshAxis::Context]);
     let of_ranks = |parts: &[foveate_shard::Part]| {
@@ -502,13 +503,14 @@ fn device_plan(plan: &ShardPlan, rank: usize, documents: &[i32], live: f64) -> C
             ContextMoves::Heads(members.iter().map(heads).collect())
         }
     };
-    let queries = own.batch.len() * own.q.len();
+    let Cells { batch, heads, q, .. } = &plan.ranks[rank].stages[0].compute;
+    let computed = batch.len() * heads.len() * q.len();
     ContextPlan {
         whole: [plan.whole.batch, plan.whole.q_len],
         documents: documents.to_vec(),
         first_row: own.batch.start,
         first_heads: [own.heads.start, own.kv_heads.start],
-        mean_kv_len: ((live / queries.max(1) as f64).ceil() as usize).max(1),
+        mean_kv_len: ((pairs / computed.max(1) as f64).ceil() as usize).max(1),
         rank: members.iter().position(|&member| member == rank).expect("it is one of them"),
         tokens: members
             .iter()

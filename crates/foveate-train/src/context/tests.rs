@@ -354,6 +354,18 @@ fn every_strategy_and_recomputation_comes_to_what_one_rank_comes_to() {
     }
 }
 
+/// Keys that a query of `cells` sees on average in its own document, itself and those before it, rounded up.
+fn mean_of_live_keys(cells: &Cells, rows: &Packed) -> usize {
+    let queries = cells.q.as_slice().iter().cloned().flatten();
+    let live = cells.batch.clone().flat_map(|row| queries.clone().map(move |q| (row, q)));
+    let live = live.map(|(row, q)| {
+        let documents = &rows.documents[row * rows.len..][..=q];
+        documents.iter().filter(|&of| *of == documents[q]).count()
+    });
+    let live: Vec<usize> = live.collect();
+    live.iter().sum::<usize>().div_ceil(live.len()).max(1)
+}
+
 /// What a device moves is what the plan that was proven moves, rank by rank.
 #[test]
 fn a_device_is_told_what_the_plan_says() {
@@ -364,18 +376,26 @@ fn a_device_is_told_what_the_plan_says() {
         [2, 1, 4, 1],
         [1, 1, 2, 2],
         [1, 1, 4, 1],
+        [1, 2, 2, 2],
     ]) {
         let [replicate, shard, context, tensor] = sizes;
         let text = format!("replicate={replicate},shard={shard},context={context},tensor={tensor}");
         let mesh = Mesh::parse(&text, sizes.iter().product()).unwrap();
         let rows = rows(4, 37, 5);
         let planner = ContextPlanner::new(Ranks::one(), &model, Some(strategy), true).unwrap();
-        let planner = ContextPlanner { map: Map::new(mesh), ..planner };
-        let (proven, _) = planner.proven([4, 37], &rows.documents).unwrap();
-        let plan = proven.plan();
-        let told = |rank: usize| device_plan(plan, rank, &rows.documents, 30.0);
+        let planned: Vec<PlannedBatch> = (0..mesh.ranks())
+            .map(|rank| {
+                let planner = ContextPlanner { map: Map::new(mesh), rank, ..planner.clone() };
+                planner.planned([4, 37], rows.documents.clone()).unwrap()
+            })
+            .collect();
+        let told = |rank: usize| match &planned[rank].attention {
+            PlannedPrograms::Device(_, plan) => Arc::clone(plan),
+            PlannedPrograms::Host(..) => panic!("planned for the host"),
+        };
         for rank in 0..mesh.ranks() {
-            let (of, own) = (told(rank), &plan.ranks[rank]);
+            let (proven, of) = (&planned[rank].proven, told(rank));
+            let own = &proven.plan().ranks[rank];
             let members = mesh.group(rank, &[MeshAxis::Context]);
             assert_eq!((of.whole, members[of.rank]), ([4, 37], rank));
             assert_eq!(of.first_row, own.own.batch.start);
@@ -384,7 +404,7 @@ fn a_device_is_told_what_the_plan_says() {
             let all: Vec<Range<usize>> = of.tokens.concat();
             assert_eq!(all.iter().map(Range::len).sum::<usize>(), 37);
             assert_eq!(Ranges::of(all), Ranges::one(0..37));
-            assert_eq!(of.mean_kv_len, 30usize.div_ceil(own.own.batch.len() * own.own.q.len()));
+            assert_eq!(of.mean_kv_len, mean_of_live_keys(&own.stages[0].compute, &rows));
             let stages = match &of.moves {
                 ContextMoves::Keys(stages) => stages,
                 ContextMoves::Heads(heads) => {
@@ -420,7 +440,8 @@ fn a_device_is_told_what_the_plan_says() {
                     assert!(stage.queries.is_empty());
                 }
                 for (place, &other) in members.iter().enumerate() {
-                    let ContextMoves::Keys(theirs) = told(other).moves else { unreachable!() };
+                    let other = told(other);
+                    let ContextMoves::Keys(theirs) = &other.moves else { unreachable!() };
                     assert_eq!(stage.sends[place], theirs[number].receives[of.rank]);
                     assert_eq!(stage.moves, theirs[number].moves);
                     assert!(stage.moves || stage.sends[place].is_empty());
