@@ -185,6 +185,77 @@ fn transfers_that_take_longer_make_a_step_longer_and_are_seen_in_its_trace() {
     assert!(last < number(&one, "memory_bytes") / 2.0);
 }
 
+/// The events of a trace by name: `[begin, end]`, in microseconds.
+fn named(events: &[serde_json::Value], name: &str) -> Vec<[f64; 2]> {
+    let found = events.iter().filter(|event| event["name"] == name);
+    found.map(|e| [number(e, "ts"), number(e, "ts") + number(e, "dur")]).collect()
+}
+
+/// Copies of the parameters have their gradients summed once a step, behind all of its batches, and the norm waits;
+/// where groups are updated in the backward pass, each behind its layer.
+#[test]
+fn gradients_of_copies_are_summed_once_a_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let of = |sets: &[&str]| {
+        let mesh = ["--mesh", "replicate=2", "--rows", "2", "--machine", "h100x8", "--trace"];
+        let args = [&mesh[..], &[file.to_str().unwrap()], sets].concat();
+        simulated("llama3-8b.toml", &args);
+        let trace = std::fs::read_to_string(&file).unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+        trace["traceEvents"].as_array().unwrap().clone()
+    };
+    let events = of(&["--set", "train.accumulate=3"]);
+    let sums = named(&events, "all-reduce gradients");
+    let [norm, last] = ["norm of gradients", "embed backward"].map(|name| named(&events, name));
+    assert_eq!((sums.len(), norm.len(), last.len()), (1, 1, 2), "two batches are traced");
+    assert!(last[1][1] <= sums[0][0] + 1e-3, "behind the last batch");
+    assert!(sums[0][1] <= norm[0][0] + 1e-3, "the norm waits");
+    let events = of(&["--set", "optimizer.in_backward=true", "--set", "optimizer.clip_norm=0"]);
+    assert!(named(&events, "all-reduce gradients").is_empty());
+    let (first, last) = (named(&events, "all-reduce block.31"), named(&events, "embed backward"));
+    assert!(first.len() == 1 && first[0][0] < last[0][0], "{first:?} {last:?}");
+}
+
+/// What a recipe says of how parameters stay and gradients travel is what is checked and simulated.
+#[test]
+fn what_a_recipe_says_of_its_mesh_is_held_to_the_gpu_and_simulated() {
+    let mesh = ["--mesh", "shard=8", "--rows", "8", "--machine", "h100x8"];
+    let of = |sets: &[&str]| simulated("llama3-8b.toml", &[&mesh[..], sets].concat());
+    let memory = |sets: &[&str]| number(&of(sets), "memory_bytes");
+    // In 16 bits all weights in place of two groups, which are embedding and head.
+    let (all, head) = (8_030_261_248.0, 128_256.0 * 4096.0);
+    let usual = memory(&[]);
+    for kept in ["never", "after_backward"] {
+        let more = memory(&["--set", &format!("mesh.reshard={kept}")]) - usual;
+        assert!((more / (2.0 * (all - 2.0 * head)) - 1.0).abs() < 0.01, "{kept}: {more}");
+    }
+    let rounded = memory(&["--set", "mesh.reduce_dtype=bf16"]) - usual;
+    assert!((rounded / (2.0 * head) - 1.0).abs() < 0.01, "{rounded}");
+    let state = ["--set", "precision.state=exact", "--machine", "h100x8", "--rows", "2"];
+    let full = ["--set", "train.recompute=full", "--mesh", "shard=2"];
+    let args = [&state[..], &full].concat();
+    let (code, _, said) = check("llama3-8b.toml", &args);
+    assert_eq!(code, Some(0), "{said}");
+    let (code, _, said) =
+        check("llama3-8b.toml", &[&args[..], &["--set", "mesh.reshard=never"]].concat());
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("(f) a step, place 0 of context: takes "), "{said}");
+    // Half the bytes of gradients.
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let reduced = |sets: &[&str]| {
+        of(&[&["--trace", file.to_str().unwrap()], sets].concat());
+        let trace = std::fs::read_to_string(&file).unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let reduce = named(events, "reduce block.3");
+        reduce[0][1] - reduce[0][0]
+    };
+    let (f32, bf16) = (reduced(&[]), reduced(&["--set", "mesh.reduce_dtype=bf16"]));
+    assert!(bf16 < 0.6 * f32, "{bf16} µs beside {f32}");
+}
+
 /// Over four ranks of `tensor` a product is of one rank's tokens at a time: this one's while others' come, or
 /// others' first, each sent while the next is computed.
 #[test]
@@ -199,10 +270,6 @@ fn the_stream_moves_as_a_step_on_gpus_moves_it() {
         trace["traceEvents"].as_array().unwrap().clone()
     };
     let events = of(&[]);
-    let named = |events: &[serde_json::Value], name: &str| -> Vec<[f64; 2]> {
-        let found = events.iter().filter(|event| event["name"] == name);
-        found.map(|e| [number(e, "ts"), number(e, "ts") + number(e, "dur")]).collect()
-    };
     let near = |a: f64, b: f64| (a - b).abs() < 1e-3;
     let (kernels, gathers) =
         (named(&events, "layer 3: qkv"), named(&events, "layer 3: qkv: gather tokens"));

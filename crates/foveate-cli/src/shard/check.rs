@@ -6,7 +6,7 @@ use std::time::Instant;
 use foveate_shard::{Limits, Proof, arrays, picture};
 use serde::Serialize;
 
-use super::memory::{self, Reshard, StepMemory};
+use super::memory::{self, StepMemory};
 use super::plan::{PlanArgs, PlannedRecipe, refused};
 use crate::failure::Failure;
 use crate::limits;
@@ -25,9 +25,6 @@ pub struct Args {
     /// Hold the memory of a whole step to that of this machine's GPUs: h100x8, h200x8, or a TOML file
     #[arg(long, value_name = "NAME|FILE")]
     machine: Option<String>,
-    /// When gathered weights are dropped, for --machine
-    #[arg(long, value_enum, default_value_t = Reshard::Always)]
-    reshard: Reshard,
     /// Write a picture of who computes what to this file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
@@ -73,7 +70,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let prove_ms = began.elapsed().as_secs_f64() * 1e3;
     let plan = proven.plan();
     let step = match &machine {
-        Some(machine) => Some(StepMemory::of(&recipe, &config, &proven, machine, args.reshard)?),
+        Some(machine) => Some(StepMemory::of(&recipe, &config, &proven, machine)?),
         None => None,
     };
     if let Some(step) = step.as_ref().filter(|step| !step.fits()) {

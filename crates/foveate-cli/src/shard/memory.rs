@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
-use foveate_nn::{Account, ModelConfig, Recompute};
+use foveate::DType;
+use foveate_nn::{Account, ModelConfig, Precision, Recompute, Reshard};
 use foveate_shard::simulate::Machine;
 use foveate_shard::{Axis, MeshAxis, ProvenPlan};
 use foveate_train::memory::{BESIDE, Planned, Setting};
-use foveate_train::recipe::Recipe;
+use foveate_train::recipe::{MeshSection, Recipe, ReduceDtype};
 
 use crate::failure::Failure;
 
@@ -33,16 +34,6 @@ pub fn machine(name: &str) -> Result<Machine, Failure> {
     machine.checked().map_err(|e| wrong(&e))
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Reshard {
-    /// After each use.
-    Always,
-    /// After the backward pass.
-    AfterBackward,
-    /// Never: all ranks hold them whole.
-    Never,
-}
-
 /// A step on a rank's part of a model and of its rows, and the memory that it takes.
 pub struct StepMemory {
     pub account: Account,
@@ -66,7 +57,6 @@ impl StepMemory {
         config: &ModelConfig,
         proven: &ProvenPlan,
         machine: &Machine,
-        reshard: Reshard,
     ) -> Result<Self, Failure> {
         let plan = proven.plan();
         let reps = plan.sharding.map().mesh().group(0, &[MeshAxis::Context]);
@@ -83,7 +73,8 @@ impl StepMemory {
             let setting = Setting { rows, recompute, ..Setting::of(recipe) };
             let account = planned.account(&setting, device)?;
             let kept = recompute.kept_attention(config.num_hidden_layers) as u64;
-            let bytes = bytes_of(&account, proven, &reps, reshard, kept);
+            let precision = setting.state.into();
+            let bytes = bytes_of(&account, proven, &reps, &recipe.mesh, precision, kept);
             Ok(Self { account, setting, len, bytes, device })
         };
         let mut step = run(given.unwrap_or(Recompute::None.into()))?;
@@ -124,14 +115,15 @@ fn local_config(config: &ModelConfig, proven: &ProvenPlan) -> ModelConfig {
 /// Arrays of the stream between layers, whose tokens are cut over `tensor`.
 const STREAM_ARRAYS: [&str; 5] = ["layer input", "residual", "output", "inverse rms", "d_x"];
 
-/// Bytes that each of `reps` holds: its part of parameters, gradients and moments, two gathered
-/// groups and gradients of two, activations, what attention over `context` keeps for the backward pass of
-/// `kept` layers, and what it needs for the time of a layer.
+/// Bytes that each of `reps` holds: its part of parameters, gradients and moments, the groups that stay gathered and
+/// gradients of two, one of them a second time where it travels rounded, activations, what attention over
+/// `context` keeps for the backward pass of `kept` layers, and what it needs for the time of a layer.
 fn bytes_of(
     account: &Account,
     proven: &ProvenPlan,
     reps: &[usize],
-    reshard: Reshard,
+    moves: &MeshSection,
+    precision: Precision,
     kept: u64,
 ) -> Vec<u64> {
     let plan = proven.plan();
@@ -144,10 +136,12 @@ fn bytes_of(
     groups.sort_unstable_by(|a, b| b.cmp(a));
     let two: u64 = groups.iter().take(2).sum();
     let state = (all.weights + all.gradients + all.optimizer).div_ceil(parts);
-    let gathered = match (parts, reshard) {
+    let rounded = moves.reduce_dtype == ReduceDtype::Bf16 && precision.gradients == DType::F32;
+    let travelling = two * 4 + if rounded { 2 * groups.first().copied().unwrap_or(0) } else { 0 };
+    let gathered = match (parts, moves.reshard) {
         (1, _) => 0,
-        (_, Reshard::Always) => two * (2 + 4),
-        (_, Reshard::AfterBackward | Reshard::Never) => whole * 2 + two * 4,
+        (_, Reshard::Always) => two * 2 + travelling,
+        (_, Reshard::AfterBackward | Reshard::Never) => whole * 2 + travelling,
     };
     let activations: u64 = account
         .activations

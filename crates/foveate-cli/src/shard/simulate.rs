@@ -15,7 +15,7 @@ use foveate_shard::simulate::{Idle, Queue};
 use foveate_shard::{Limits, MeshAxis};
 use serde::Serialize;
 
-use super::memory::{self, Reshard, StepMemory};
+use super::memory::{self, StepMemory};
 use super::plan::{PlanArgs, PlannedRecipe};
 use crate::failure::Failure;
 use crate::limits::{self, Need};
@@ -34,9 +34,6 @@ pub struct Args {
     /// The machine: h100x8, h200x8, or a TOML file like those of crates/foveate-shard/machines
     #[arg(long, value_name = "NAME|FILE")]
     machine: String,
-    /// When gathered weights are dropped
-    #[arg(long, value_enum, default_value_t = Reshard::Always)]
-    reshard: Reshard,
     /// Write a trace for Chrome or ui.perfetto.dev to this file
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -87,7 +84,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let plan = proven.plan();
     let mesh = *plan.sharding.map().mesh();
     let reps = mesh.group(0, &[MeshAxis::Context]);
-    let step = StepMemory::of(&recipe, &config, &proven, &machine, args.reshard)?;
+    let step = StepMemory::of(&recipe, &config, &proven, &machine)?;
     let layers = config.num_hidden_layers;
     let stages = plan.ranks[0].stages.len();
     let tasks = layers * reps.len() * (24 * mesh.size(MeshAxis::Tensor) + 2 * stages + 4) * 2;
@@ -104,7 +101,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         len: step.len,
         layers,
         tiles: &tiles,
-        reshard: args.reshard,
+        moves: recipe.mesh,
+        in_backward: step.setting.in_backward,
         reps: &reps,
     };
     // Batches of a step but the first are alike.

@@ -1,10 +1,9 @@
 //! The tasks of a step: groups that are gathered and reduced beside layers, and the update.
 
-use foveate_nn::ParameterState;
+use foveate_nn::{ParameterState, Reshard};
 use foveate_shard::MeshAxis;
 use foveate_shard::simulate::{Queue, Span, Task, TaskId, Timeline, Timing};
 
-use super::super::memory::Reshard;
 use super::step::{Moves, Pass, Product, Step};
 
 /// Tasks of a step so far.
@@ -44,8 +43,8 @@ impl Run<'_> {
         let step = self.step;
         let groups = step.proven.plan().shape.parameters.len();
         let tied = step.config.tie_word_embeddings;
-        let keeps = step.reshard != Reshard::Always;
-        let gathers = step.reshard != Reshard::Never || batch == 0;
+        let keeps = step.moves.reshard != Reshard::Always;
+        let gathers = step.moves.reshard != Reshard::Never || batch == 0;
         let mut whole = vec![None; groups];
         for (group, whole) in whole.iter_mut().enumerate() {
             // The head of a tied model is its embedding.
@@ -113,18 +112,27 @@ impl Run<'_> {
         )
     }
 
-    /// Sums the gradients of a group, in f32, and cuts them over the ranks.
+    /// Sums the gradients of a group and cuts them over the ranks.
     fn reduce(&mut self, group: usize) {
         let (plan, step) = (self.step.proven.plan(), self.step);
         let after = self.computed.last().cloned().unwrap_or_default();
         let (named, elements) = &plan.shape.parameters[group];
-        let over = |axes: &[MeshAxis]| step.mesh().group(step.reps[0], axes);
-        let members = over(&[MeshAxis::Shard, MeshAxis::Context]);
-        let whole = 4.0 * *elements as f64;
-        let taken = step.machine.gather_seconds(&members, whole);
+        let members = step.mesh().group(step.reps[0], &[MeshAxis::Shard, MeshAxis::Context]);
+        let taken =
+            step.machine.gather_seconds(&members, step.gradient_bytes(true) * *elements as f64);
         self.together(format!("reduce {named}"), Queue::Gradients, taken, after.clone());
-        let copies = over(&[MeshAxis::Replicate]);
-        let (seconds, span) = step.machine.gather_seconds(&copies, whole / members.len() as f64);
+        if step.in_backward {
+            self.sum_copies(named, *elements, after);
+        }
+    }
+
+    /// Sums the gradients of `elements` parameters, of which a rank has its part, over ranks with copies of them.
+    fn sum_copies(&mut self, named: &str, elements: usize, after: Vec<TaskId>) {
+        let step = self.step;
+        let parts = step.mesh().size_of(&[MeshAxis::Shard, MeshAxis::Context]);
+        let copies = step.mesh().group(step.reps[0], &[MeshAxis::Replicate]);
+        let bytes = step.gradient_bytes(false) * elements as f64 / parts as f64;
+        let (seconds, span) = step.machine.gather_seconds(&copies, bytes);
         let taken = (2.0 * seconds, span);
         self.together(format!("all-reduce {named}"), Queue::Gradients, taken, after);
     }
@@ -209,9 +217,17 @@ impl Run<'_> {
         }
     }
 
-    /// The norm of all gradients, and the update of a rank's part.
+    /// The sums over copies behind all batches, the norm of all gradients, and the update of a rank's part.
     fn update(&mut self) {
         let step = self.step;
+        if !step.in_backward {
+            let queues = [Queue::Compute, Queue::Gradients];
+            let ranks = self.ranks().into_iter();
+            let all = ranks.flat_map(|rank| queues.map(|queue| self.line.last(rank, queue)));
+            let all = all.flatten().collect();
+            let elements = step.proven.plan().shape.parameters.iter().map(|(_, n)| n).sum();
+            self.sum_copies("gradients", elements, all);
+        }
         let over = [MeshAxis::Shard, MeshAxis::Context];
         let parts = step.mesh().size_of(&over) as f64;
         let memory = step.account.memory();
