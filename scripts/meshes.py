@@ -7,30 +7,23 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = {"135M": "smollm-135m", "1B": "llama32-1b-24gb"}
-SIZES = {
-    "3B": {
-        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": "true",
-    },
-    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
-}
+# Models, and the steps that were measured.
+GIVEN = tomllib.loads((ROOT / "scripts/meshes.toml").read_text())
 # State as it was measured, steps of one batch.
 EXACT = {"train.accumulate": 1, "precision.state": "exact"}
-SIXTEEN = ["--doc-lens", ",".join(["512"] * 16)]
 
 
 def simulate(program, model, mesh, rows, machine, settings, more=()):
-    recipe = ROOT / "recipes" / (RECIPES.get(model, "llama3-8b") + ".toml")
-    sizes = {f"model.{name}": value for name, value in SIZES.get(model, {}).items()}
+    sizes = {f"model.{name}": value for name, value in GIVEN["models"][model].items()}
+    recipe = ROOT / "recipes" / (sizes.pop("model.recipe") + ".toml")
     command = [program, "shard", "simulate", recipe, "--json", "--mesh", mesh, "--rows", str(rows)]
     command += ["--machine", machine, "--insist", *more]
     for name, value in (EXACT | sizes | settings).items():
-        command += ["--set", f"{name}={value}"]
+        command += ["--set", f"{name}={str(value).lower()}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
 
@@ -44,24 +37,16 @@ def table(*rows):
 
 
 def beside_gpus(program):
-    none = {"train.recompute": "none"}
-    narrow = none | {"precision.state": "bf16"}
     rows = [("model", "GPUs", "rows", "measured, ms", "simulated, ms", "off")]
-    # docs/records/2026-11-ranks.md; one GPU's on the card beside which two were measured, or the day's.
-    for model, gpus, batch, what, measured, settings, more in [
-        ("1B", 1, "2 × 8,192", "bf16", 281.4, narrow, []),
-        ("8B", 1, "1 × 8,192", "bf16", 735.9, narrow, []),
-        ("3B", 1, "1 × 8,192", "f32 states", 365.8, none, []),
-        ("1B", 1, "2 × 8,192", "bf16, 16 documents", 213.8, narrow, SIXTEEN),
-        ("1B", 1, "1 × 8,192", "bf16", 136.6, narrow, []),
-        ("135M", 1, "8 × 2,048", "f32 states", 43.8, none, []),
-        ("3B", 2, "2 × 8,192", "f32 states, shard=2", 379.0, none, []),
-        ("8B", 2, "2 × 8,192", "bf16, shard=2", 759.4, narrow, []),
-    ]:
-        count = int(batch.split()[0])
-        found = simulate(program, model, f"shard={gpus}", count, "h200x8", settings, more)["step_ms"]
-        off = 100 * (found / measured - 1)
-        rows.append((f"{model}, {what}", gpus, batch, measured, f"{found:.1f}", f"{off:+.1f} %"))
+    for step in GIVEN["steps"]:
+        length, gpus = step["len"], step["mesh"].split("=")[1]
+        settings = {"train.recompute": "none", "precision.state": step["state"], "data.len": length}
+        settings |= {"model.max_position_embeddings": length} if length > 8192 else {}
+        more = ["--doc-lens", ",".join(map(str, step["doc_lens"]))] if "doc_lens" in step else []
+        found = simulate(program, step["model"], step["mesh"], step["rows"], "h200x8", settings, more)["step_ms"]
+        off = 100 * (found / step["ms"] - 1)
+        batch = f"{step['rows']} × {length:,}"
+        rows.append((step["name"], gpus, batch, f"{step['ms']:,.1f}", f"{found:,.1f}", f"{off:+.1f} %"))
     table(*rows)
 
 
