@@ -216,6 +216,19 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
     }
 }
 
+/// What moves between 16 ranks, two of each axis: edge, kind, layouts, bytes, how often, and what hides it.
+#[test]
+fn transfers_of_every_axis_are_those_that_were_derived() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let mesh = "replicate=2,shard=2,context=2,tensor=2";
+    let (code, out, err) = run(&["explain", "--recipe", recipe, "--mesh", mesh, "--json"]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let found: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let edges = found["mesh"]["edges"].as_array().unwrap();
+    let lines: Vec<String> = edges.iter().map(ToString::to_string).collect();
+    insta::assert_snapshot!("transfers_of_every_axis", lines.join("\n"));
+}
+
 #[test]
 fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
     let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/smollm-135m.toml");
