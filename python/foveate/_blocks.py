@@ -8,9 +8,10 @@ authoritative: ``full | partial & mask_mod``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -87,20 +88,31 @@ def create_block_mask(
         raise ValueError("dq_kv_order must be a bool when using create_block_mask")
     lengths = (Q_LEN, KV_LEN)
     made: BlockMask
-    if device.type == "cuda":
-        tables = _tables_on_device(_trace.mask(mask_mod, extents), extents, tile, device, separate_full_blocks)
-        made = BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **tables)
-    else:
-        kinds = _kinds(mask_mod, extents, tile, device)
-        partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
-        full: tuple[Tensor | None, Tensor | None] = _listed(kinds == 2) if separate_full_blocks else (None, None)
-        made = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
-    if compute_dq_write_order and _torchs_write_order is not None:
-        order, full_order = _torchs_write_order(made, dq_kv_order=dq_kv_order)
-        vars(made).update(dq_write_order=order, dq_write_order_full=full_order, dq_kv_order=None, dq_kv_order_spt=dq_kv_order)
+    with _counting_writes():
+        if device.type == "cuda":
+            tables = _tables_on_device(_trace.mask(mask_mod, extents), extents, tile, device, separate_full_blocks)
+            made = BlockMask(seq_lengths=lengths, BLOCK_SIZE=tile, mask_mod=mask_mod, **tables)
+        else:
+            kinds = _kinds(mask_mod, extents, tile, device)
+            partial = _listed(kinds == 1 if separate_full_blocks else kinds != 0)
+            full: tuple[Tensor | None, Tensor | None] = _listed(kinds == 2) if separate_full_blocks else (None, None)
+            made = BlockMask.from_kv_blocks(*partial, *full, tile, mask_mod, lengths)
+        if compute_dq_write_order and _torchs_write_order is not None:
+            order, full_order = _torchs_write_order(made, dq_kv_order=dq_kv_order)
+            more = dict(dq_write_order=order, dq_write_order_full=full_order)
+            vars(made).update(more, dq_kv_order=None, dq_kv_order_spt=dq_kv_order)
     _own[made] = _State(made)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
+
+
+@contextlib.contextmanager
+def _counting_writes() -> Iterator[None]:
+    """Tensors that are made inside count what is written to them, as :class:`_State` asks, in inference mode too."""
+    learns = torch.is_grad_enabled()
+    # Leaving inference mode would enable gradients.
+    with torch.inference_mode(False), torch.set_grad_enabled(learns):
+        yield
 
 
 def _tile(size: Any) -> tuple[int, int]:
@@ -222,6 +234,11 @@ def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
     return live.sum(dim=-1).to(torch.int32), indices.to(torch.int32, memory_format=torch.contiguous_format)
 
 
+def version_of(tensor: Tensor) -> object:
+    """What changes when the tensor is written to; of one that does not count its writes, something new each time."""
+    return object() if tensor.is_inference() else tensor._version
+
+
 class _State:
     """What of a block mask must not have changed for what was found of it to hold: its tables, held, and their
     versions, its function and sizes."""
@@ -230,7 +247,7 @@ class _State:
 
     def __init__(self, mask: BlockMask) -> None:
         self.tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-        versions = [None if t is None else t._version for t in self.tables]
+        versions = [None if t is None else version_of(t) for t in self.tables]
         self.rest = (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
 
     def holds(self, mask: BlockMask) -> bool:

@@ -316,6 +316,11 @@ def _score(softcap: float | None, added: list[Callable[..., Any]]) -> Callable[.
     return score_mod
 
 
+def _state(offsets: Tensor) -> Any:
+    """What changes when offsets are written to: their elements, where they do not count the writes."""
+    return offsets.tolist() if offsets.is_inference() else offsets._version
+
+
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -324,7 +329,7 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None, q_len: int, kv_len: int) -> Ma
     _strided("cu_seq_lens_q", cu_q)
     if cu_k is not None:
         _strided("cu_seq_lens_k", cu_k)
-    state = (cu_q._version, None if cu_k is None else (id(cu_k), cu_k._version), q_len, kv_len)
+    state = (_state(cu_q), None if cu_k is None else (id(cu_k), _state(cu_k)), q_len, kv_len)
     found = _known.get(cu_q)
     if found is None or found[0] != state:
         documents = Mask.from_cu_seqlens(cu_q, cu_k)
