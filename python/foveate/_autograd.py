@@ -114,22 +114,22 @@ class _Attention(torch.autograd.Function):
         q, k, v, sink, call, *learned = inputs
         out, lse, max_scores = output
         ctx.call = call
-        ctx.learned = learned
-        ctx.sink = sink
         ctx.set_materialize_grads(False)
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
-        # Torch says so if one that is read where it lies is written to before the backward.
+        # Torch says so if one of them is written to before the backward; of captured tensors without a gradient, those
+        # that are read where they lie.
         shared = (t for traced in (call.score, call.mask) if traced is not None for t in traced.shared)
-        ctx.save_for_backward(q, k, v, out, lse, *shared)
+        ctx.learns = len(learned)
+        ctx.save_for_backward(q, k, v, sink, out, lse, *learned, *shared)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        q, k, v, out, lse, *_shared = ctx.saved_tensors
+        q, k, v, sink, out, lse, *read = ctx.saved_tensors
         if d_out is None:
             d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         d_out, d_lse = (None if d is None else d.resolve_neg() for d in (d_out, d_lse))
-        inputs = (ctx.call, ctx.needs_input_grad, q, k, v, ctx.sink, out, lse, d_out, d_lse, *ctx.learned)
+        inputs = (ctx.call, ctx.needs_input_grad, q, k, v, sink, out, lse, d_out, d_lse, *read[: ctx.learns])
         if torch.is_grad_enabled() or _transforms_active():
             gradients = Gradient.apply(*inputs)  # type: ignore[no-untyped-call]
         else:

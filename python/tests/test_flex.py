@@ -258,6 +258,22 @@ def test_a_large_captured_tensor_is_read_where_it_lies():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("which", ["sink", "bias", "dense bias"])
+def test_what_gets_a_gradient_must_not_be_written_to_before_the_backward(which):
+    q, k, v = operands((1, 3, 3, 20, 30, 8, 8))
+    read = {"sink": torch.randn(3), "bias": torch.randn(3), "dense bias": torch.randn(3, 20, 30)}
+    read = {name: t.requires_grad_() for name, t in read.items()}
+
+    def score_mod(s, b, h, i, j):
+        return s + read["bias"][h] * (i - j) + read["dense bias"][h, i, j]
+
+    out = flex_attention(q, k, v, score_mod, sink=read["sink"])
+    with torch.no_grad():
+        read[which].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_a_large_captured_tensor_is_not_kept():
     import gc
     import weakref
