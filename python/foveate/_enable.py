@@ -83,13 +83,9 @@ def _flex_attention(query: Any, **arguments: Any) -> Any:
 
 
 def _create_block_mask(mask_mod: Any, **arguments: Any) -> Any:
-    device = arguments["device"]
-    if device is None:
-        found = torch.accelerator.current_accelerator()
-        device = torch.device("cpu") if found is None else found
-    if torch.device(device).type not in ("cpu", "cuda"):
+    device = arguments["device"] = _blocks._device(arguments["device"])
+    if device.type not in ("cpu", "cuda"):
         return TORCHS["create_block_mask"](mask_mod, **arguments)
-    arguments["device"] = device
     more = _asks_for_more("create_block_mask", arguments)
     if more is not None:
         _stays("create_block_mask", f"Foveate does not know its argument {more}")

@@ -53,6 +53,19 @@ def test_names_that_were_imported_before_train_uncompiled_and_are_given_back():
     assert all(map(torch.equal, ours, gold))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_that_names_no_device_is_on_one_that_is_there(compiled):
+    def model(q, k, v):
+        return flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 40, 40))
+
+    there = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    q, k, v = (t.detach().to(there) for t in operands())
+    gold = foveate.flex_attention(q, k, v, block_mask=foveate.Mask.causal())
+    with foveate.enable():
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        assert torch.equal(run(q, k, v), gold)
+
+
 def test_a_compiled_model_of_torchs_names_trains_in_one_graph():
     q, k, v = operands()
     ids = torch.tensor([0] * 11 + [1] * 29)
