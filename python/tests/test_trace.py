@@ -405,6 +405,52 @@ def test_gradients_reach_captured_tensors_through_views_and_torch_functions():
     )
 
 
+#: Functions whose plain formulas cancel, by where they are looked at: from and up to which size, and of which signs.
+#: Farther below 0 torch's own gradient of expm1 and its ndtr cancel in float64.
+CANCELLING = {
+    "log1p": (torch.log1p, 1e-30, 1e30, (1,)), "log1p below 0": (torch.log1p, 1e-30, 0.999, (-1,)),
+    "expm1": (torch.expm1, 1e-30, 80, (1,)), "expm1 below 0": (torch.expm1, 1e-30, 20, (-1,)),
+    "log of expm1": (lambda x: torch.log(torch.expm1(x)), 1e-30, 0.3, (1,)),
+    "softplus": (F.softplus, 1e-30, 80, (1, -1)), "softplus of beta": (lambda x: F.softplus(x, 0.5), 1e-30, 80, (1, -1)),
+    "logsigmoid": (F.logsigmoid, 1e-30, 80, (1, -1)), "erfc": (torch.erfc, 1e-30, 9, (1, -1)),
+    "ndtr": (torch.special.ndtr, 1e-30, 5, (1, -1)), "sinh": (torch.sinh, 1e-30, 80, (1, -1)),
+    "asinh": (torch.asinh, 1e-30, 1e30, (1, -1)), "atanh": (torch.atanh, 1e-30, 0.99, (1, -1)),
+    "xlog1py": (lambda x: torch.special.xlog1py(x, x), 1e-15, 1e15, (1,)), "elu": (F.elu, 1e-30, 80, (-1,)),
+}
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_functions_do_not_cancel_at_any_size(name):
+    function, least, most, signs = CANCELLING[name]
+    sizes = torch.logspace(math.log10(least), math.log10(most), 500, dtype=torch.float64)
+    x = torch.cat([sign * sizes for sign in signs]).float().requires_grad_()
+    # Each query has one key, whose score is its lse.
+    q, k, v = torch.zeros(1, 1, len(x), 8), torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)
+    _, aux = flex_attention(q, k, v, lambda s, b, h, i, j: function(x[i]), return_aux=AuxRequest(lse=True))
+    double = x.detach().double().requires_grad_()
+    gold = function(double)
+    ours, golds = torch.autograd.grad(aux.lse.sum(), x)[0], torch.autograd.grad(gold.sum(), double)[0]
+    for what, one, two in (("value", aux.lse.flatten(), gold), ("gradient", ours, golds)):
+        # Numbers of f32 without leading zeros.
+        normal = two.abs() > 2.0**-120
+        off = ((one.double() - two).abs() / two.abs())[normal]
+        assert float(off.max()) < 1e-5, f"the {what} at {float(x.detach()[normal][off.argmax()]):.3g} is off by {float(off.max()):.3g}"
+        assert bool((one[~normal].abs() < 2.0**-119).all())
+
+
+@pytest.mark.parametrize("name, x, y", [
+    ("log1p", -1.0, -math.inf), ("log1p", math.inf, math.inf), ("log1p", -2.0, math.nan), ("log1p", 0.0, 0.0),
+    ("expm1", -math.inf, -1.0), ("expm1", math.inf, math.inf), ("expm1", math.nan, math.nan),
+    ("softplus", -math.inf, 0.0), ("softplus", math.inf, math.inf), ("erfc", math.inf, 0.0), ("erfc", -math.inf, 2.0),
+    ("asinh", math.inf, math.inf), ("asinh", -1e30, math.asinh(-1e30)), ("atanh", 1.0, math.inf), ("sinh", -math.inf, -math.inf),
+])
+def test_functions_at_the_ends_of_their_domains(name, x, y):
+    q, k, v = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)
+    table, function = torch.tensor([x]), getattr(torch, name, None) or getattr(F, name)
+    _, aux = flex_attention(q, k, v, lambda s, b, h, i, j: function(table[i]), return_aux=AuxRequest(max_scores=True))
+    torch.testing.assert_close(aux.max_scores, torch.full((1, 1, 1), y), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("read", ["0-d", "an axis", "all points", "expanded", "twice", "a row"])
 def test_captured_tensors_of_every_dtype_get_gradients_in_it(read, dtype):

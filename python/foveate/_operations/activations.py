@@ -9,7 +9,7 @@ from .. import _native
 from .._native import Expr, TraceError
 from .base import cast, floating, own, Scalar, where
 from .comparisons import clamp
-from .functions import sigmoid
+from .functions import expm1, log1p, sigmoid
 
 
 def _gelu(x: Expr, approximate: str = "none") -> Expr:
@@ -23,7 +23,7 @@ def _softplus(x: Expr, beta: float = 1.0, threshold: float = 20.0) -> Expr:
     scaled = x * beta
     linear = scaled > threshold
     small = where(linear, 0.0, scaled)
-    return where(linear, x, _native.unary("log", 1.0 + _native.unary("exp", small)) / beta)
+    return where(linear, x, log1p(_native.unary("exp", small)) / beta)
 
 
 def _silu(x: Expr, inplace: bool = False) -> Expr:
@@ -44,7 +44,7 @@ def _leaky_relu(x: Expr, negative_slope: float = 0.01, inplace: bool = False) ->
 def _neg_part(x: Scalar, alpha: float = 1) -> Expr:
     """``alpha * (exp(x / alpha) - 1)`` where ``x`` is negative; elsewhere 0, with nothing that overflows."""
     x = floating(x)
-    return alpha * (_native.unary("exp", where(x > 0, 0, x) / alpha) - 1)
+    return alpha * expm1(where(x > 0, 0, x) / alpha)
 
 
 def _elu(x: Expr, alpha: float = 1, inplace: bool = False) -> Expr:
