@@ -12,13 +12,11 @@ use std::sync::Arc;
 use foveate_mods::Leaf;
 use foveate_problem::CaptureGrad;
 use foveate_tensor::SliceMut;
-use rayon::iter::{
-    IndexedParallelIterator, IntoParallelIterator, IntoParallelRefMutIterator, ParallelIterator,
-};
 
 use crate::call::Call;
 use crate::error::CpuError;
 use crate::slots::{Entries, PART, Slot, Sum};
+use crate::threads;
 
 /// Floats that all slots together may take before there are fewer of them.
 const BUDGET_ELEMS: usize = 16 << 20;
@@ -74,10 +72,13 @@ impl<'a> CaptureSums<'a> {
         if let Some(count) = BUDGET_ELEMS.checked_div(elems) {
             let slots = (0..count.clamp(4, 16)).map(|_| sums.slot(call)).collect();
             sums.slots = slots;
-            sums.slots.par_iter_mut().flat_map(|s| &mut s.sums).for_each(|sum| match sum {
-                Sum::Of(sum) => sum.fill(0.0),
-                Sum::Entries(_) => {}
-            });
+            threads::each(
+                sums.slots.iter_mut().flat_map(|s| &mut s.sums).collect(),
+                |sum| match sum {
+                    Sum::Of(sum) => sum.fill(0.0),
+                    Sum::Entries(_) => {}
+                },
+            );
         }
         Ok(sums)
     }
@@ -116,7 +117,8 @@ impl<'a> CaptureSums<'a> {
     pub fn store(self, accumulate: bool) {
         for (i, into) in self.into.into_iter().enumerate() {
             let Some(into) = into else { continue };
-            into.chunks(PART).into_par_iter().enumerate().for_each(|(part, mut into)| {
+            let parts = into.chunks(PART).into_iter().enumerate();
+            threads::each(parts.collect(), |(part, mut into): (usize, SliceMut<'_>)| {
                 let mut sums = [0.0; PART];
                 for slot in &self.slots {
                     let Sum::Of(own) = &slot.sums[i] else { unreachable!("it has a total") };

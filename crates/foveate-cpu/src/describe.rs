@@ -79,7 +79,7 @@ impl Description {
         };
         Self {
             instructions: simd::level().name(),
-            threads: rayon::current_num_threads(),
+            threads: crate::threads::count(),
             tiling: Tiling {
                 tile_q: call.tiles.q,
                 tile_kv: call.tiles.kv,

@@ -82,6 +82,7 @@ mod simd;
 mod slots;
 pub mod stages;
 mod tasks;
+pub mod threads;
 pub mod tiles;
 
 pub use describe::{Description, instructions};

@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use foveate_mask::{BlockMask, Kind, Run, Tile, Varies};
 use foveate_mods::Head;
 use foveate_mods::{MaskMod, OutOfRange};
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
+
+use crate::threads;
 
 /// Rows of tiles that a cache keeps; one that would hold more is emptied first.
 const CACHED_ROWS: usize = 1 << 20;
@@ -106,14 +107,13 @@ impl MaskCache {
         let distinct: HashMap<Class, Head> = heads.iter().map(|h| (class(h), *h)).collect();
         let cached = self.cached().clone();
         let tile = Tile { q: q as u32, kv: kv as u32 };
-        let masks: HashMap<Class, Arc<BlockMask>> = distinct
-            .into_par_iter()
-            .map(|(class, head)| {
+        let masks =
+            threads::each(distinct.into_iter().collect(), |(class, head): (Class, Head)| {
                 let (q_len, kv_len) = (head.q_len as usize, head.kv_len as usize);
                 let build = || Arc::new(BlockMask::build(mask, head, q_len, kv_len, tile));
                 (class, cached.get(&class).cloned().unwrap_or_else(build))
-            })
-            .collect();
+            });
+        let masks: HashMap<Class, Arc<BlockMask>> = masks.into_iter().collect();
         self.keep(&masks);
         heads.iter().map(|head| Live::Some(masks[&class(head)].clone())).collect()
     }

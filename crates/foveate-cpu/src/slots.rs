@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use foveate_tensor::{F8E4M3, SliceMut};
 use half::{bf16, f16};
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::pool::PoolBuffer;
+use crate::threads;
 
 /// Elements of a destination that are stored at a time.
 pub const PART: usize = 4096;
@@ -52,7 +52,7 @@ impl<'a> Entries<'a> {
     pub fn new(mut into: SliceMut<'a>, add: bool) -> Self {
         if !add {
             let parts = into.reborrow().chunks(PART);
-            parts.into_par_iter().for_each(|mut part| part.store(&[0.0; PART], false));
+            threads::each(parts, |mut part| part.store(&[0.0; PART], false));
         }
         macro_rules! atomics {
             ($elems:expr, $atomic:ty) => {{

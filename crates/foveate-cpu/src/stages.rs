@@ -77,7 +77,7 @@ impl Profile {
     pub fn call<T>(&self, call: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = call();
-        let total = start.elapsed() * rayon::current_num_threads() as u32;
+        let total = start.elapsed() * crate::threads::count() as u32;
         self.add(&Stages { total, ..Stages::default() });
         result
     }

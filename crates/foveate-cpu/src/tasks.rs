@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use foveate_problem::{Dims, Sequence};
 use foveate_tensor::TensorMut;
 
+use crate::threads;
+
 /// The default limit of a wave's workspace, in bytes.
 pub const WAVE_BYTES: usize = 256 << 20;
 
@@ -154,7 +156,7 @@ pub fn run<T: Send, S>(
     work: impl Fn(&mut S, T) + Sync,
 ) {
     let most = tasks.size_hint().1.unwrap_or(usize::MAX);
-    let others = rayon::current_num_threads().min(most).saturating_sub(1);
+    let others = threads::count().min(most).saturating_sub(1);
     let tasks = Mutex::new(tasks.fuse());
     // The lock is released before a task runs, so a panic does not poison it.
     let next = || tasks.lock().unwrap_or_else(|e| e.into_inner()).next();

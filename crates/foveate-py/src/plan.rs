@@ -9,6 +9,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use foveate::cpu::threads::each;
 use foveate::mask::{BlockMask, Kind, Tile, Varies};
 use foveate::mods::{DynExpr, Head, Program};
 use foveate::tensor::Slice;
@@ -19,7 +20,6 @@ use foveate::{
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use crate::call::Call;
 use crate::capture::Captured;
@@ -168,8 +168,14 @@ impl Kept {
 const MOST: usize = 64;
 const MOST_BYTES: usize = 256 << 20;
 
-/// The most recently used is last.
-static KEPT: Mutex<Vec<Arc<Kept>>> = Mutex::new(Vec::new());
+/// The plans of a process, the most recently used last.
+struct Plans {
+    process: u32,
+    kept: Vec<Arc<Kept>>,
+}
+
+/// Locked with the GIL held only, so that a process that is forked never finds it locked.
+static PLANS: Mutex<Plans> = Mutex::new(Plans { process: 0, kept: Vec::new() });
 
 /// The plan for these functions: a kept one, as it is or bound anew, or one that `make` makes.
 fn found(
@@ -177,7 +183,13 @@ fn found(
     mods: [&Option<Function<'_>>; 2],
     make: impl FnOnce() -> PyResult<Kept>,
 ) -> PyResult<Arc<Kept>> {
-    let mut kept = KEPT.lock().unwrap_or_else(|e| e.into_inner());
+    let mut plans = PLANS.lock().unwrap_or_else(|e| e.into_inner());
+    if plans.process != std::process::id() {
+        plans.process = std::process::id();
+        // What plans lock while they run, a thread of the process that was forked may have locked for good.
+        std::mem::forget(std::mem::take(&mut plans.kept));
+    }
+    let kept = &mut plans.kept;
     let mut latest = None;
     let mut same_mask = None;
     for at in (0..kept.len()).rev().filter(|&i| kept[i].suits(class, mods)) {
@@ -399,15 +411,13 @@ impl Plan {
             };
             (views(&tensors)?, out.view_mut()?, lse, max_score)
         };
-        py.detach(|| {
-            threads::run(self.threads, self.work, || {
-                let [q, k, v] = operands;
-                let mut call = self.plan.forward_call(q, k, v);
-                if let Some(into) = max_score {
-                    call = call.max_score(into);
-                }
-                call.write_to(out, lse)
-            })
+        threads::run(py, self.threads, self.work, || {
+            let [q, k, v] = operands;
+            let mut call = self.plan.forward_call(q, k, v);
+            if let Some(into) = max_score {
+                call = call.max_score(into);
+            }
+            call.write_to(out, lse)
         })?
         .map_err(raised)
     }
@@ -466,14 +476,12 @@ impl Plan {
             let d_lse = d_lse.map(|d| d.view::<3>()).transpose()?;
             (views(&tensors)?, forward, d_out.view()?, d_lse, to)
         };
-        py.detach(|| {
-            threads::run(self.threads, self.work.saturating_mul(2), || {
-                let mut call = self.plan.backward_call(q, k, v, forward, d_out);
-                if let Some(d_lse) = d_lse {
-                    call = call.d_lse(d_lse);
-                }
-                call.write_to(to)
-            })
+        threads::run(py, self.threads, self.work.saturating_mul(2), || {
+            let mut call = self.plan.backward_call(q, k, v, forward, d_out);
+            if let Some(d_lse) = d_lse {
+                call = call.d_lse(d_lse);
+            }
+            call.write_to(to)
         })?
         .map_err(raised)
     }
@@ -481,7 +489,7 @@ impl Plan {
     /// What runs, in words.
     fn explain(&self, py: Python<'_>) -> PyResult<String> {
         let explain = || self.plan.explain().to_string();
-        py.detach(|| threads::run(self.threads, usize::MAX, explain))
+        threads::run(py, self.threads, usize::MAX, explain)
     }
 }
 
@@ -524,35 +532,29 @@ pub fn kinds(
     table.fill(0);
     let varies = Varies::of(&mask);
     let tiles_of_all = into.elems().saturating_mul(1 << 10);
-    let outside = py.detach(|| {
-        threads::run(threads, tiles_of_all, || {
-            let classes: Vec<(i32, i32)> = (0..if varies.by_batch { b_len } else { 1 })
-                .flat_map(|b| (0..if varies.by_head { h_len } else { 1 }).map(move |h| (b, h)))
-                .collect();
-            let built: HashMap<(i32, i32), BlockMask> = classes
-                .into_par_iter()
-                .map(|(b, h)| {
-                    let head = Head { b, h, h_kv: h, q_len: q, kv_len: kv };
-                    ((b, h), BlockMask::build(&mask, head, q_len, kv_len, tiles))
-                })
-                .collect();
-            for (at, table) in table.chunks_mut(rows * columns).enumerate() {
-                let (b, h) = ((at / heads) as i32, (at % heads) as i32);
-                let class =
-                    (if varies.by_batch { b } else { 0 }, if varies.by_head { h } else { 0 });
-                for (row, table) in table.chunks_mut(columns).enumerate() {
-                    for run in built[&class].row(row) {
-                        for column in run.tiles() {
-                            let column = column as usize;
-                            let whole =
-                                (row + 1) * q_tile <= q_len && (column + 1) * kv_tile <= kv_len;
-                            table[column] = if run.kind == Kind::Full && whole { 2 } else { 1 };
-                        }
+    let outside = threads::run(py, threads, tiles_of_all, || {
+        let classes: Vec<(i32, i32)> = (0..if varies.by_batch { b_len } else { 1 })
+            .flat_map(|b| (0..if varies.by_head { h_len } else { 1 }).map(move |h| (b, h)))
+            .collect();
+        let built = each(classes, |(b, h)| {
+            let head = Head { b, h, h_kv: h, q_len: q, kv_len: kv };
+            ((b, h), BlockMask::build(&mask, head, q_len, kv_len, tiles))
+        });
+        let built: HashMap<(i32, i32), BlockMask> = built.into_iter().collect();
+        for (at, table) in table.chunks_mut(rows * columns).enumerate() {
+            let (b, h) = ((at / heads) as i32, (at % heads) as i32);
+            let class = (if varies.by_batch { b } else { 0 }, if varies.by_head { h } else { 0 });
+            for (row, table) in table.chunks_mut(columns).enumerate() {
+                for run in built[&class].row(row) {
+                    for column in run.tiles() {
+                        let column = column as usize;
+                        let whole = (row + 1) * q_tile <= q_len && (column + 1) * kv_tile <= kv_len;
+                        table[column] = if run.kind == Kind::Full && whole { 2 } else { 1 };
                     }
                 }
             }
-            built.values().find_map(|mask| mask.out_of_range().map(|o| o.to_string()))
-        })
+        }
+        built.values().find_map(|mask| mask.out_of_range().map(|o| o.to_string()))
     })?;
     match outside {
         Some(reason) => Err(PyIndexError::new_err(reason)),

@@ -1,16 +1,15 @@
 //! The threads that compute: as many as torch is set to use, in a pool of this process.
 //!
 //! The first call of some size makes the pool. A pool does not outlive a `fork`: the child has none of
-//! its threads, so it makes its own. Small calls stay on the thread that makes them, which is the only
-//! one of a pool of its own: to wake another thread takes longer than they do. Results are the same
-//! bits in either.
+//! its threads, so it makes its own. Small calls stay on the thread that makes them: to wake another one
+//! takes longer than they do. Results are the same bits in either.
 
-use std::cell::OnceCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 #[cfg(debug_assertions)]
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+use foveate::cpu::threads::on_this_thread;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -21,23 +20,20 @@ struct Kept {
     pool: Arc<ThreadPool>,
 }
 
+/// Locked with the GIL held only, as it is by the thread that forks: a child never finds it locked by a
+/// thread that it does not have.
 static KEPT: Mutex<Option<Kept>> = Mutex::new(None);
-
-thread_local! {
-    /// The pool of this thread alone, or `None` where it is in another pool. It is never dropped: a
-    /// thread cannot leave its pool.
-    static OWN: OnceCell<Option<&'static ThreadPool>> = const { OnceCell::new() };
-}
 
 /// Multiplications that are done on the calling thread: some 20 µs.
 const SMALL: usize = 1 << 18;
 
-/// Runs `call`, of about `multiplications`, on `threads` threads.
+/// Runs `call`, of about `multiplications`, on `threads` threads, without the GIL.
 ///
 /// # Errors
 /// When the operating system gives no thread, or when `call` panics: nothing unwinds into Python, and
 /// the threads serve the next call.
 pub fn run<T: Send>(
+    py: Python<'_>,
     threads: usize,
     multiplications: usize,
     call: impl FnOnce() -> T + Send,
@@ -52,15 +48,10 @@ pub fn run<T: Send>(
         .map_err(|panic| PyRuntimeError::new_err(what(panic.as_ref())))
     };
     if threads <= 1 || multiplications < SMALL {
-        let alone = || {
-            let pool = ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
-            pool.ok().map(|pool| &*Box::leak(Box::new(pool)))
-        };
-        if let Some(pool) = OWN.with(|own| *own.get_or_init(alone)) {
-            return pool.install(call);
-        }
+        return py.detach(|| on_this_thread(call));
     }
-    pool(threads.max(1))?.install(call)
+    let pool = pool(threads)?;
+    py.detach(|| pool.install(call))
 }
 
 fn what(panic: &(dyn std::any::Any + Send)) -> String {
@@ -79,7 +70,7 @@ pub fn panic_next() {
     PANIC_NEXT.store(true, Ordering::Relaxed);
 }
 
-/// A pool of `threads` threads.
+/// A pool of `threads` threads. The caller has the GIL.
 fn pool(threads: usize) -> PyResult<Arc<ThreadPool>> {
     let process = std::process::id();
     let mut kept = KEPT.lock().unwrap_or_else(|e| e.into_inner());

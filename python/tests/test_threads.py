@@ -1,0 +1,66 @@
+"""The threads that compute: in processes that are forked, and after threads of Python's that ended."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from foveate import flex_attention
+
+
+@pytest.mark.cpu("PyTorch does not let a forked process use CUDA")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_process_that_is_forked_while_threads_are_made_computes():
+    q = torch.randn(1, 1, 64, 64)
+    before, ended = torch.get_num_threads(), threading.Event()
+
+    def changing():
+        for n in itertools.cycle((2, 3)):
+            torch.set_num_threads(n)
+            flex_attention(q, q, q)
+            if ended.is_set():
+                return
+
+    others = [threading.Thread(target=changing) for _ in range(3)]
+    for thread in others:
+        thread.start()
+    try:
+        for _ in range(40):
+            time.sleep(0.005)
+            child = os.fork()
+            if child == 0:
+                torch.set_num_threads(2)
+                flex_attention(q, q, q)
+                os._exit(0)
+            limit = time.monotonic() + 20
+            while os.waitpid(child, os.WNOHANG)[0] == 0:
+                if time.monotonic() > limit:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    pytest.fail("the child hangs")
+                time.sleep(0.002)
+    finally:
+        ended.set()
+        for thread in others:
+            thread.join()
+        torch.set_num_threads(before)
+
+
+@pytest.mark.cpu("the threads of a CPU")
+def test_threads_that_come_and_go_leave_no_memory():
+    q = torch.randn(1, 1, 4, 8)
+
+    def resident(threads):
+        for _ in range(threads):
+            thread = threading.Thread(target=flex_attention, args=(q, q, q))
+            thread.start()
+            thread.join()
+        with open("/proc/self/statm") as pages:
+            return int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident(200)
+    assert resident(1500) - before < 3 << 20  # A pool of each took 11 MiB.
