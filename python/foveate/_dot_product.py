@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ._arguments import flag, integer, number, one_of, probability, shown, tensor
 from ._flex import flex_attention
 from ._masks import Mask, offsets_of
+from ._trace import element_of
 from ._varlen import varlen
 
 MASK_TYPES = (
@@ -119,13 +120,6 @@ def alibi_slopes_of(heads: int) -> Tensor:
     slopes = [2.0 ** (-8.0 / n * i) for i in range(1, n + 1)]
     slopes += [2.0 ** (-4.0 / n * i) for i in range(1, 1 + 2 * (heads - n), 2)]
     return torch.tensor(slopes)
-
-
-def _reader(of: Tensor) -> Callable[..., Any]:
-    """The element of a tensor that is broadcast to ``[B, H, Sq, Skv]``, at a point."""
-    of = of.reshape((1,) * (4 - of.dim()) + tuple(of.shape))
-    single = [n == 1 for n in of.shape]
-    return lambda *point: of[tuple(0 if one else i for one, i in zip(single, point))]
 
 
 class DotProductAttention(Stateless):
@@ -264,7 +258,8 @@ class DotProductAttention(Stateless):
             key_layer, value_layer: The same with their own lengths, heads and sizes.
             attention_mask: True where it masks out. With a padding type ``[b, 1, 1, s]``, for cross attention one of
                 queries and one of keys; with ``arbitrary`` broadcastable to ``[b, h, sq, skv]``. Else it is not read.
-            cu_seqlens_q, cu_seqlens_kv: ``[b + 1]``, sums of the sequences' lengths, with a padding type.
+            cu_seqlens_q, cu_seqlens_kv: ``[b + 1]``, sums of the sequences' lengths, with a padding type. The host reads
+                them in each call, so on CUDA it waits for the device.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: ``[b + 1]``, where sequences begin in ``thd``, if there are rows
                 between them that are none.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (added before the factor on scores),
@@ -370,7 +365,7 @@ class DotProductAttention(Stateless):
             lengths = ((~out_q).sum(-1), (~out_kv).sum(-1))
             return lengths, [lambda b, h, i, j: ~(out_q[b, i] | out_kv[b, j])], None
         if kind == "arbitrary":
-            masked_out = _reader(self._arbitrary(attention_mask, (q.size(0), q.size(1), *rows)))
+            masked_out = element_of(self._arbitrary(attention_mask, (q.size(0), q.size(1), *rows)))
             return rows, [lambda *point: ~masked_out(*point)], None
         return rows, [], None
 
@@ -434,13 +429,13 @@ class DotProductAttention(Stateless):
             slopes = alibi_slopes_of(self.num_attention_heads) if slopes is None else slopes
             if tensor("alibi_slopes", slopes).dim() not in (1, 2) or slopes.size(-1) != self.num_attention_heads:
                 raise ValueError(f"alibi_slopes must be [h] or [b, h] of {self.num_attention_heads} heads, got {list(slopes.shape)}")
-            slope = _reader(slopes.reshape(-1, self.num_attention_heads, 1, 1))
+            slope = element_of(slopes.reshape(-1, self.num_attention_heads, 1, 1))
             return lambda score, b, h, i, j: score - slope(b, h, i, j) * abs(diagonal(b, i, j))
         if bias is None:
             return None
         if tensor("core_attention_bias", bias).dim() > 4:
             raise ValueError(f"core_attention_bias must be broadcastable to [b, h, sq, skv], got {list(bias.shape)}")
-        at = _reader(bias)
+        at = element_of(bias)
         if kind == "post_scale_bias":
             return lambda score, *point: score + at(*point)
         scale = self.softmax_scale

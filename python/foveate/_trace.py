@@ -135,6 +135,12 @@ _NUMBERS = frozenset(("__bool__", "__float__", "__index__", "__int__"))
 _RANDOM = frozenset("rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson".split())
 
 
+def element_of(broadcast: torch.Tensor) -> Callable[..., Any]:
+    """The element at a point ``(b, h, q, kv)`` of a tensor that is broadcast to ``[B, H, Sq, Skv]``."""
+    single = [n == 1 for n in broadcast.shape]
+    return lambda *point: broadcast[tuple(0 if one else i for one, i in zip(single, point[4 - len(single) :]))]
+
+
 def running() -> Trace:
     """The trace of the function that runs."""
     if not RUNNING or not isinstance(RUNNING[-1], Trace):

@@ -228,7 +228,7 @@ def attention(
     mask: BlockMask | Mask | None
     if isinstance(attention_mask, Tensor):
         dense = _table("attention_mask", attention_mask, query, kv_len)
-        mask = _Pass(_element(dense)) if dense.dtype == torch.bool else None
+        mask = _Pass(_trace.element_of(dense)) if dense.dtype == torch.bool else None
         added += [_bias(dense)] if mask is None else []
     elif isinstance(attention_mask, _Symbolic):
         mask = attention_mask.mask
@@ -283,14 +283,8 @@ def _table(name: str, given: Any, query: Tensor, kv_len: int) -> Tensor:
     return of[..., :kv_len]
 
 
-def _element(of: Tensor) -> Callable[..., Any]:
-    """The element of ``[B|1, H|1, L|1, S]`` at a point."""
-    varies = [n > 1 for n in of.shape[:3]]
-    return lambda b, h, q, kv: of[(*(at if v else 0 for at, v in zip((b, h, q), varies)), kv)]
-
-
 def _bias(added: Tensor) -> Callable[..., Any]:
-    at = _element(added)
+    at = _trace.element_of(added)
     return lambda score, *point: score + at(*point)
 
 

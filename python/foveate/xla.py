@@ -1,4 +1,4 @@
-"""``flash_attention`` with the arguments of ``torch_xla.experimental.custom_kernel``'s, on CPU tensors.
+"""``flash_attention`` with the arguments of ``torch_xla.experimental.custom_kernel``'s, on CPU and CUDA tensors.
 
 Sharded, it is given one ``partition_spec`` for ``q``, as there, and a mesh of torch's. The entries of that spec
 are read as the axes of attention: batch, heads, sequence, dim. From these the layout of every operand follows,
@@ -16,6 +16,7 @@ from torch import Tensor
 from . import _arguments as arguments
 from ._flex import flex_attention
 from ._masks import Mask
+from ._trace import element_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,8 +140,8 @@ def _local(batch: int, causal: bool, scale: float, q: Tensor, k: Tensor, v: Tens
 
 
 def _added(bias: Tensor, scale: float) -> Callable[..., Any]:
-    single = [n == 1 for n in bias.shape]
-    return lambda score, *point: score + bias[tuple(0 if one else i for one, i in zip(single, point))] * scale
+    at = element_of(bias)
+    return lambda score, *point: score + at(*point) * scale
 
 
 def _by_axis(spec: tuple[Entry, ...], axes: str, mesh: DeviceMesh, extents: dict[str, int]) -> dict[str, list[int]]:
