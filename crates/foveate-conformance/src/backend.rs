@@ -111,7 +111,7 @@ pub fn gpu_backends_that_wait(bounded: bool) -> Result<Vec<Box<dyn Backend>>, St
         KernelOptions { backward: hopper, backward_dq: hopper, ..KernelOptions::default() };
     let [forward, backward] =
         [forward, backward].map(|kernels| CudaOptions { kernels, ..default.clone() });
-    let has_hopper = engine.profile().capability == (9, 0);
+    let has_hopper = engine.profile().runs_hopper();
     let mut backends: Vec<Box<dyn Backend>> = vec![
         cuda("cuda", default.clone()),
         cuda("cuda, small tiles", small),

@@ -17,7 +17,7 @@ use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Allocator, Graph};
 use foveate_gpu::{GpuError, trace};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
-use foveate_problem::{Dims, Spec};
+use foveate_problem::{Arrangement, Dims, Spec};
 use foveate_tensor::DType;
 
 /// Whether this is the process with the driver; otherwise starts it for the test `name`.
@@ -275,6 +275,38 @@ fn gradients_of_keys_of_query_heads_are_added_up_behind_their_kernel() {
             ["fv_delta", "fv_sink_gradient", "fv_backward", "fv_group_sums", "fv_backward_dq"];
         assert_eq!(names(&launched), all);
     }
+}
+
+#[test]
+fn a_driver_without_tensor_maps_runs_the_portable_family_and_is_named() {
+    let name = "a_driver_without_tensor_maps_runs_the_portable_family_and_is_named";
+    let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
+    let options = ["-DLOADS", "-DWITHOUT_OPTIONAL"];
+    let variables = [("FOVEATE_CACHE_DIR", cache), ("TOTAL", "1073741824")];
+    if !driver::inside(name, &["nvrtc"], &options, &variables) {
+        return;
+    }
+    // Long enough to be the Hopper family's.
+    let dims = Dims { len_q: 4096, len_k: 4096, dim: 128, dim_v: 128, ..DIMS };
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let tensors = Tensors::new(&dims);
+    let plan = plan(&PLAIN, &dims, CudaOptions::default());
+    plan.forward_on(&queue, &tensors.forward).unwrap();
+    plan.backward_on(&queue, &tensors.backward_alone()).unwrap();
+    let queued = launches();
+    assert_eq!(
+        names(&queued),
+        ["fv_forward", "fv_delta", "fv_sink_gradient", "fv_backward", "fv_dq"]
+    );
+    let said = plan.describe(Arrangement::Dense).unwrap();
+    let matmuls = said.kernels.iter().filter(|line| line.contains(" D 128"));
+    assert!(matmuls.clone().count() > 1 && matmuls.clone().all(|line| !line.contains("hopper")));
+    assert_eq!(
+        said.notes,
+        ["hopper: cuTensorMapEncodeTiled in a driver for CUDA 13.0 without it (needed 12.0); \
+          cuLaunchKernelEx in a driver for CUDA 13.0 without it (needed 11.8); the portable \
+          family runs"]
+    );
 }
 
 #[test]

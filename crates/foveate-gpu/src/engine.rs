@@ -45,7 +45,7 @@ impl Engine {
         }
         let device = Device::open(ordinal)?;
         let engine = Arc::new(Self {
-            profile: Profile::of(device.info()),
+            profile: Profile::of_device(&device),
             queue: Queue::new(Stream::new(&device)?),
             device,
             kept: Mutex::default(),

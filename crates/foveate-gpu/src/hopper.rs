@@ -2,13 +2,16 @@
 //!
 //! `wgmma`, `setmaxnreg` and copies by tensor map are of compute capability 9.0, which no other one
 //! has in this form. A driver has to encode maps and to launch with attributes, an NVRTC to compile
-//! for `sm_90a` as the kernels expect. What is missing declines these kernels and nothing else.
+//! for `sm_90a` as the kernels expect. What is missing is in the device's
+//! [`Profile`](crate::profile::Profile), and declines these kernels and nothing else.
 
 use std::fmt;
 
 use crate::driver::{Device, DeviceInfo};
 use crate::error::GpuError;
 use crate::nvrtc::Compiler;
+
+const NVRTC: &str = "NVRTC";
 
 /// Something that is needed, what there is of it, and whether that does.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -56,13 +59,32 @@ fn of(
         },
         function("cuTensorMapEncodeTiled in a driver for CUDA", "12.0", has_maps),
         function("cuLaunchKernelEx in a driver for CUDA", "11.8", has_attributes),
-        Need {
-            what: "NVRTC",
-            found: nvrtc.as_ref().map_or("not found".into(), |(a, b)| format!("{a}.{b}")),
-            needed: "12.3",
-            met: nvrtc.is_ok_and(|found| found >= (12, 3)),
-        },
+        nvrtc_need(nvrtc),
     ]
+}
+
+/// What an NVRTC of this version lacks.
+pub fn unmet_by_nvrtc(version: (i32, i32)) -> Option<Need> {
+    Some(nvrtc_need(Ok(version))).filter(|need| !need.met)
+}
+
+/// What driver and NVRTC lack for `device`; nothing for one of another compute capability. An NVRTC
+/// that is not found declines every kernel, and says so itself.
+pub(crate) fn unmet(device: &Device) -> Vec<Need> {
+    if device.info().capability != (9, 0) {
+        return Vec::new();
+    }
+    let declines = |need: &Need| !need.met && (need.what != NVRTC || Compiler::get().is_ok());
+    needs(device).into_iter().filter(declines).collect()
+}
+
+fn nvrtc_need(version: Result<(i32, i32), GpuError>) -> Need {
+    Need {
+        what: NVRTC,
+        found: version.as_ref().map_or("not found".into(), |(a, b)| format!("{a}.{b}")),
+        needed: "12.3",
+        met: version.is_ok_and(|found| found >= (12, 3)),
+    }
 }
 
 #[cfg(test)]
@@ -91,5 +113,7 @@ mod tests {
         );
         let none = of(&DeviceInfo::default(), [true; 2], Err(GpuError::argument("none")));
         assert_eq!(none[3].to_string(), "NVRTC not found (needed 12.3)");
+        assert_eq!(unmet_by_nvrtc((12, 3)), None);
+        assert_eq!(unmet_by_nvrtc((12, 2)).unwrap().to_string(), "NVRTC 12.2 (needed 12.3)");
     }
 }

@@ -1,14 +1,15 @@
 //! What a GPU offers, as data: enough to plan for it without having it.
 //!
 //! Limits of an SM follow from the compute capability; what differs between cards of
-//! one capability is in `PROFILES`. [`Profile::of`] takes a device's limits from its driver
+//! one capability is in `CARDS`. [`Profile::of`] takes a device's limits from its driver
 //! instead, and only the rates from here.
 
 use std::borrow::Cow;
 
 use crate::arch::Arch;
-use crate::driver::DeviceInfo;
+use crate::driver::{Device, DeviceInfo};
 use crate::error::GpuError;
+use crate::hopper::{self, Need};
 
 /// What the planner knows of a device.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -39,6 +40,9 @@ pub struct Profile {
     pub bf16_tflops: f64,
     /// Peak rate of device memory, in GB/s.
     pub bandwidth_gbs: f64,
+    /// What driver and NVRTC lack of what kernels for `sm_90a` need; nothing of a card that is not
+    /// there, or has another compute capability.
+    pub hopper_unmet: Vec<Need>,
 }
 
 /// Registers that a thread can have, on every capability here.
@@ -165,7 +169,13 @@ impl Profile {
             clock_mhz: like.clock_mhz,
             bf16_tflops: like.bf16_tflops * share,
             bandwidth_gbs: like.bandwidth_gbs * share,
+            hopper_unmet: Vec::new(),
         }
+    }
+
+    /// The same with what driver and NVRTC of this machine lack for it.
+    pub fn of_device(device: &Device) -> Self {
+        Self { hopper_unmet: hopper::unmet(device), ..Self::of(device.info()) }
     }
 
     fn of_card(card: &Card) -> Self {
@@ -184,6 +194,7 @@ impl Profile {
             clock_mhz: card.clock_mhz,
             bf16_tflops: card.bf16_tflops,
             bandwidth_gbs: card.bandwidth_gbs,
+            hopper_unmet: Vec::new(),
         }
     }
 
@@ -201,6 +212,11 @@ impl Profile {
             "{} has compute capability {major}.{minor}; kernels run on {}.{} (Ampere) and newer",
             self.name, OLDEST.0, OLDEST.1
         )))
+    }
+
+    /// Whether kernels for `sm_90a` run: on compute capability 9.0, with all that they need.
+    pub fn runs_hopper(&self) -> bool {
+        self.capability == (9, 0) && self.hopper_unmet.is_empty()
     }
 
     /// The architecture of its capability, `sm_89`.

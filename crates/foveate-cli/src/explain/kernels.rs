@@ -174,7 +174,7 @@ fn tiles(args: &Args, given: &Given, plan: &KernelPlan) -> Result<Vec<Tiles>, Fa
 /// The profile called `name`, or that of the GPU `cuda:0`.
 pub fn profile(name: &str) -> Result<Profile, Failure> {
     match ordinal(name)? {
-        Some(ordinal) => Ok(Profile::of(driver::Device::open(ordinal)?.info())),
+        Some(ordinal) => Ok(Profile::of_device(&driver::Device::open(ordinal)?)),
         None => Profile::named(name)
             .map_err(|e| Failure::usage(e).help("cuda:0 takes the GPU of this machine")),
     }

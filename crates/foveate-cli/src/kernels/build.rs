@@ -10,6 +10,7 @@ use foveate_cuda::aot::{self, Usage};
 use foveate_cuda::compile::config::Config;
 use foveate_gpu::Arch;
 use foveate_gpu::cache::Cache;
+use foveate_gpu::hopper;
 use foveate_gpu::nvrtc::Compiler;
 use foveate_problem::{Dims, Spec};
 use foveate_train::whole;
@@ -54,12 +55,16 @@ struct Wanted {
 
 /// Compiles and prints a line for each problem.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let profile = profile(&args.device)?;
+    let mut profile = profile(&args.device)?;
     let records = records(&args.device)?;
     let listed = args.problems.as_deref().map(read).transpose()?;
     let wanted = listed.as_deref().unwrap_or(std::slice::from_ref(&args.problem));
     let problems = wanted.iter().map(Wanted::read).collect::<Result<Vec<_>, _>>()?;
     let compiler = Compiler::get()?;
+    if profile.hopper_unmet.is_empty() {
+        // Of a card that is only named: its machine is taken to have this compiler.
+        profile.hopper_unmet.extend(hopper::unmet_by_nvrtc(compiler.version()));
+    }
     let cache = Cache::to_fill();
     let folder = cache.folder().ok_or_else(|| {
         Failure::new("there is no folder to keep kernels in").help("set FOVEATE_CACHE_DIR")

@@ -33,7 +33,7 @@ pub fn run(repeats: usize, only: &str) -> Result<bool, String> {
             backward: TileOptions { ordered_dq: Some(true), ..hopper },
             ..KernelOptions::default()
         };
-        let has_hopper = engine.profile().capability == (9, 0);
+        let has_hopper = engine.profile().runs_hopper();
         for lens in [[4224, 4224], [2000, 4000]] {
             let runs = format!("{repeats} equal runs of {lens:?}");
             let programs = programs(lens);

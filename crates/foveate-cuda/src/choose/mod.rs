@@ -29,6 +29,7 @@ pub use limits::admit;
 pub(crate) use limits::check_rows;
 pub use options::{KernelOptions, TileOptions};
 pub use pass::{Grid, Pass, PassLaunch, PrintedMods};
+pub(crate) use planner::unmet;
 pub use planner::{Choice, KernelPlan, Origin, Refused, choose};
 pub use race::{CANDIDATES, Progress, Tuned, Tuning};
 pub(crate) use race::{Finish, most_runs, race};

@@ -17,6 +17,7 @@ use crate::compile::Candidate;
 use crate::compile::config::{Config, Elem, Family, HeadDims, Kernel, Tiles, TilesOf};
 use crate::compile::resources::{Refusal, Resources, Warps, hopper};
 use crate::error::CudaError;
+use foveate_gpu::hopper::Need;
 use foveate_gpu::profile::Profile;
 
 /// Where a choice comes from, the one that counts most first.
@@ -398,6 +399,12 @@ fn slower(origin: Origin, beaten: Option<Record>, passed: Passed) -> Option<Stri
 /// What stands for all tiles of the Hopper family where it is refused.
 const HOPPER_TILES: Tiles = Tiles::hopper(2, 128, 2);
 
+/// What driver and NVRTC lack of what the Hopper family needs.
+pub(crate) fn unmet(profile: &Profile) -> Option<String> {
+    let unmet: Vec<String> = profile.hopper_unmet.iter().map(Need::to_string).collect();
+    (!unmet.is_empty()).then(|| unmet.join("; "))
+}
+
 /// Why the Hopper family does not run a kernel of this class at all.
 fn hopper_refusal(
     profile: &Profile,
@@ -409,6 +416,9 @@ fn hopper_refusal(
     let (major, minor) = profile.capability;
     if profile.capability != (9, 0) {
         return Some(format!("compute capability {major}.{minor}; it runs on 9.0"));
+    }
+    if let Some(unmet) = unmet(profile) {
+        return Some(unmet);
     }
     if let Some(reason) = hopper::refused_dtype(class.dtype, kernel) {
         return Some(reason.to_owned());

@@ -22,7 +22,8 @@ pub struct Description {
     pub sms: usize,
     /// The configuration of each kernel, with its bytes of shared memory.
     pub kernels: Vec<String>,
-    /// Kernels that run otherwise than they were planned, and why; of those that have been needed
+    /// What driver or NVRTC lack of what the Hopper family needs, on compute capability 9.0; then
+    /// kernels that run otherwise than they were planned, and why, of those that have been needed
     /// so far.
     pub notes: Vec<String>,
     /// The tiles of the forward.
@@ -70,7 +71,7 @@ impl CudaPlan {
             device: format!("{} ({})", info.name, info.arch()),
             sms: info.sms as usize,
             kernels: chosen.kernels.iter().map(|c| kernel_line(self.running(c))).collect(),
-            notes: self.notes(),
+            notes: self.without_hopper().into_iter().chain(self.notes()).collect(),
             tiling: Tiling {
                 tile_q: tile.q,
                 tile_kv: tile.kv,

@@ -8,7 +8,7 @@ use super::CudaPlan;
 use super::call::Call;
 use super::kernels::queue_kernel;
 use super::resident::LaunchSchedule;
-use crate::choose::Unmapped;
+use crate::choose::{Unmapped, unmet};
 use crate::compile::config::{Config, Copied, Elem};
 use crate::compile::params::{Abi, HeadView, PersistentParams, TransposeValuesParams};
 use crate::error::CudaError;
@@ -68,7 +68,13 @@ fn value_tile(config: &Config) -> MapTile {
 impl CudaPlan {
     /// Whether the family may run kernels of this plan.
     pub(super) fn may_persist(&self) -> bool {
-        self.engine.profile().capability == (9, 0) && self.elem != Elem::F32
+        self.engine.profile().runs_hopper() && self.elem != Elem::F32
+    }
+
+    /// Why the family runs nothing on a card that it is made for.
+    pub(super) fn without_hopper(&self) -> Option<String> {
+        let unmet = unmet(self.engine.profile())?;
+        Some(format!("hopper: {unmet}; the portable family runs"))
     }
 
     /// The operands of a call that the copy engine cannot load; none on devices where no kernel

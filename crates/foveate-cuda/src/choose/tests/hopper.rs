@@ -1,6 +1,7 @@
 //! Where the Hopper family runs, with which tiles, and what is said where it does not.
 
 use super::*;
+use foveate_gpu::hopper;
 
 #[test]
 fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
@@ -24,6 +25,16 @@ fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
     };
     portable("a100", plain.clone(), &long, "compute capability 8.0; it runs on 9.0");
     portable("b200", plain.clone(), &long, "compute capability 10.0; it runs on 9.0");
+    // Of its capability, with a driver and a compiler that are too old.
+    let old = Profile {
+        hopper_unmet: hopper::unmet_by_nvrtc((12, 2)).into_iter().collect(),
+        ..Profile::named("h200").unwrap()
+    };
+    let plan = KernelPlan::new(&old, &plain, &long, true, &options).unwrap();
+    assert!(plan.kernels.iter().all(|c| c.chosen.config.family == Family::Portable));
+    let told = plan.to_string();
+    let why = "  refused    hopper: NVRTC 12.2 (needed 12.3)\n";
+    assert_eq!(told.matches(why).count(), 2, "forward and backward: {told}");
     let f32 = Class::new(Elem::F32, 128, 128, 4);
     portable("h200", f32, &long, "f32 operands; no products of f32");
     let aligned = |align| Class { align, unmapped: Unmapped::aligned(align), ..plain.clone() };
