@@ -314,15 +314,24 @@ pub fn choose(
             refusal: Refusal::Family { reason },
         }));
     }
-    // What runs if a program leaves the Hopper kernel too few registers was measured, too.
-    if let Some(at) = fitting.iter().position(|c| portable == Some(Tiles::of(&c.config))) {
-        fitting[..=at].rotate_right(1);
-    }
+    put_measured_first(&mut fitting, &chosen.config, portable);
     let copied = match chosen.config.copied.any() {
         true => class.unmapped.iter().map(|of| of.reason.clone()).collect(),
         false => Vec::new(),
     };
     Ok(Choice { chosen, origin, copied, others: fitting, refused })
+}
+
+/// What runs in place of a Hopper kernel that is not as planned was measured, too: the `portable`
+/// choice, and before that what waits for its products where the assembler serialises `chosen`.
+fn put_measured_first(others: &mut [Candidate], chosen: &Config, portable: Option<Tiles>) {
+    let waiting = table::waits_rather_than_portable(chosen)
+        .then(|| Tiles { overlap: false, ..Tiles::of(chosen) });
+    for tiles in [portable, waiting] {
+        if let Some(at) = others.iter().position(|c| tiles == Some(Tiles::of(&c.config))) {
+            others[..=at].rotate_right(1);
+        }
+    }
 }
 
 /// The measured choice of the Hopper family; the order of dq and the items of the backward follow from the problem

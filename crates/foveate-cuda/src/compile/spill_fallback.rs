@@ -258,6 +258,38 @@ mod tests {
     }
 
     #[test]
+    fn a_serialised_forward_waits_for_its_products_and_one_that_spills_is_portable() {
+        let profile = Profile::named("h200").unwrap();
+        let class = Class { score: true, ..Class::new(Elem::Bf16, 128, 128, 1) };
+        let sizes = Sizes {
+            batch: 2,
+            heads_q: 16,
+            heads_kv: 16,
+            queries: 8192,
+            keys: 8192,
+            mean_kv_len: 8192,
+        };
+        let options = KernelOptions::default();
+        let choice = choose(&profile, &class, &sizes, Kernel::Forward, &options, None).unwrap();
+        let hopper = |c: &Candidate| c.config.family == Family::Hopper;
+        let found = |said: &dyn Fn(&Candidate) -> Result<(), Excess>| {
+            let selected = select(choice.ranked(), |c| Ok(((), said(c)))).unwrap();
+            (selected.candidate.clone(), selected.note.unwrap())
+        };
+        let overlapped = |c: &Candidate| if c.config.overlap { Err(serialised()) } else { Ok(()) };
+        let (waiting, note) = found(&overlapped);
+        assert_eq!(waiting.config, Config { overlap: false, ..choice.chosen.config.clone() });
+        let runs =
+            "wgmma serialised (C7510, a call); hopper, tile 128x128, 12 warps, 2 stages runs";
+        assert!(note.ends_with(runs), "{note}");
+        // Without overlap it may be serialised, too, and needs no fewer registers.
+        let (portable, _) = found(&|c| if hopper(c) { Err(serialised()) } else { Ok(()) });
+        assert!(!hopper(&portable));
+        let (portable, _) = found(&|c| takes(if hopper(c) { 400 } else { 0 }, 128));
+        assert!(!hopper(&portable));
+    }
+
+    #[test]
     fn what_must_not_run_is_passed_over_and_other_errors_end_it() {
         let choice = choice(KernelOptions::default());
         let refused = |c: &Candidate| -> CudaError {

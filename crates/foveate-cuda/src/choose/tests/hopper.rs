@@ -132,6 +132,32 @@ fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() 
 }
 
 #[test]
+fn what_runs_in_place_of_a_hopper_kernel_is_what_was_measured_to_lose_least() {
+    let profile = Profile::named("h200").unwrap();
+    let next = |dim: usize, change: fn(&mut Class), kernel: Kernel| {
+        let mut class = Class::new(Elem::Bf16, dim, dim, 4);
+        change(&mut class);
+        let options = KernelOptions::default();
+        let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options);
+        let choice = plan.unwrap().choice(kernel).clone();
+        assert!(choice.chosen.config.family == Family::Hopper && choice.chosen.config.overlap);
+        let tiles = |c: &Candidate| Tiles::of(&c.config);
+        (tiles(&choice.chosen), [0, 1].map(|at| tiles(&choice.others[at])))
+    };
+    for change in [|_: &mut Class| (), |class: &mut Class| class.score = true] {
+        for dim in [96, 128, 256] {
+            let (chosen, [first, second]) = next(dim, change, Kernel::Forward);
+            assert_eq!(first, Tiles { overlap: false, ..chosen }, "{dim}");
+            assert_eq!(second.family, Family::Portable, "{dim}");
+        }
+        let (_, [first, _]) = next(64, change, Kernel::Forward);
+        assert_eq!(first.family, Family::Portable);
+        let (_, [first, _]) = next(128, change, Kernel::Backward);
+        assert_eq!(first.family, Family::Portable);
+    }
+}
+
+#[test]
 fn the_hopper_family_runs_long_backwards_of_head_dims_up_to_128() {
     let profile = Profile::named("h200").unwrap();
     let plain = Class::new(Elem::Bf16, 128, 128, 4);
