@@ -26,7 +26,9 @@ const PLENTY: (&str, &str) = ("TOTAL", "4294967296");
 /// The command that trains on the first GPU of the libraries in a folder, by these arguments.
 fn command(place: &Place, libraries: &Path, variables: &[(&str, &str)], args: &[&str]) -> Command {
     let mut command = place.command(args);
-    command.args(["--device", "cuda:0"]);
+    if !args.contains(&"--device") {
+        command.args(["--device", "cuda:0"]);
+    }
     // Nothing of this machine's own.
     for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
         command.env_remove(name);
@@ -103,6 +105,50 @@ fn a_gpu_that_hangs_ends_the_run_and_names_its_last_launches() {
     let how = "then start again with --start-over: no checkpoint of this run was saved";
     assert!(error.ends_with(how), "{error}");
     assert!(!place.path("run/checkpoints").exists(), "{error}");
+}
+
+/// What a run prints as JSON, a line each; on this machine's CPU without libraries.
+fn lines(place: &Place, libraries: Option<&Path>, sets: &[&str]) -> Vec<serde_json::Value> {
+    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    let args: Vec<&str> =
+        ["train", "recipe.toml", "--start-over", "--json"].into_iter().chain(sets).collect();
+    let done = match libraries {
+        Some(libraries) => command(place, libraries, &[PLENTY], &args).output().unwrap(),
+        None => place.run(&args),
+    };
+    let out = String::from_utf8(done.stdout.clone()).unwrap();
+    let (code, said) = told(done);
+    assert_eq!(code, Some(0), "{said}");
+    out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The metrics of the steps among such lines.
+fn metrics(lines: &[serde_json::Value]) -> Vec<&serde_json::Value> {
+    lines.iter().filter(|line| line["kind"] == "step").map(|line| &line["metrics"]).collect()
+}
+
+#[test]
+fn the_memory_that_a_run_tells_is_that_of_its_gpu() {
+    let place = place();
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    let run = |sets: &[&str]| {
+        let sets = [&["train.eval_every=0", "data.held_out=0", "run.graphs=off"], sets].concat();
+        lines(&place, Some(folder.path()), &sets)
+    };
+    let peak = |lines: &[serde_json::Value]| lines.last().unwrap()["peak_memory_bytes"].as_u64();
+    let few = run(&[]);
+    for step in metrics(&few) {
+        let bytes = |name: &str| step[name].as_u64().unwrap();
+        assert!(0 < bytes("memory_bytes") && bytes("memory_bytes") <= bytes("peak_memory_bytes"));
+        assert!(Some(bytes("peak_memory_bytes")) <= peak(&few), "{step}");
+    }
+    // A process has more resident before it does anything.
+    assert!(peak(&few) < Some(4 << 20), "{:?}", peak(&few));
+    // Weights, gradients and moments of a table of so many rows more.
+    let wide = run(&["model.vocab_size=16384", "train.accumulate=2"]);
+    let more = peak(&wide).unwrap() - peak(&few).unwrap();
+    let table = 16_384 * 64 * 16;
+    assert!((table..table * 3 / 2).contains(&more), "{more} for {table}");
 }
 
 #[test]

@@ -174,6 +174,32 @@ fn a_graph_holds_no_copies_no_memory_and_no_waiting() {
 }
 
 #[test]
+fn a_device_tells_the_most_memory_that_its_pools_held_at_once() {
+    if !inside("a_device_tells_the_most_memory_that_its_pools_held_at_once", &[], &[], &[]) {
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let [first, other] = [(); 2].map(|()| Pool::new(Arc::new(Stream::new(&device).unwrap())));
+    let held = || {
+        let (free, total) = device.memory().unwrap();
+        assert_eq!(device.held().now, (total - free) as u64, "what the driver has given");
+        [device.held().now, device.held().peak].map(|bytes| bytes >> 20)
+    };
+    assert_eq!(held(), [0, 0]);
+    let taken = [first.take(20 << 20).unwrap(), other.take(12 << 20).unwrap()];
+    assert_eq!(held(), [32, 32]);
+    drop(taken);
+    assert_eq!(held(), [32, 32], "free, and held");
+    let again = first.take(19 << 20).unwrap();
+    other.release().unwrap();
+    assert_eq!(held(), [20, 32]);
+    device.forget_peak();
+    assert_eq!(held(), [20, 20]);
+    drop((again, first, other));
+    assert_eq!(held(), [0, 20]);
+}
+
+#[test]
 fn memory_runs_out_only_when_free_blocks_are_handed_back() {
     let name = "memory_runs_out_only_when_free_blocks_are_handed_back";
     if !inside(name, &[], &[], &[("TOTAL", "67108864")]) {

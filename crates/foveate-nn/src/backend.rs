@@ -71,6 +71,15 @@ impl AttentionShape {
     }
 }
 
+/// Bytes of a device's memory that a process holds, in use or free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HeldBytes {
+    /// Now.
+    pub now: u64,
+    /// The most at once, since the backend was made.
+    pub peak: u64,
+}
+
 /// Bytes that attention takes besides its operands in a batch of one document a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlanBytes {
@@ -193,6 +202,12 @@ pub trait Blocks: Sized {
     /// Bytes of device memory that there are, in use or not; `None` where arrays are in the memory of the
     /// process.
     fn total_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// What this process holds of the device's memory, arrays and scratch; `None` where arrays are in the
+    /// memory of the process.
+    fn held_bytes(&self) -> Option<HeldBytes> {
         None
     }
 

@@ -17,7 +17,7 @@ use foveate::DType;
 use crate::account::StepKind;
 use crate::arena::Places;
 use crate::backend::{
-    Array, BlockTime, Blocks, ContextOf, Moments, PackedHeads, Part, PartMut, Recording,
+    Array, BlockTime, Blocks, ContextOf, HeldBytes, Moments, PackedHeads, Part, PartMut, Recording,
     ReplicaSumsOf, StreamTransfers, Sums, Weights,
 };
 use crate::config::{AttentionConfig, ModelConfig};
@@ -698,6 +698,12 @@ impl<B: Blocks> Model<B> {
     /// When the device does not say.
     pub fn free_bytes(&self) -> Result<Option<u64>, NnError> {
         self.running().blocks.free_bytes()
+    }
+
+    /// What this process holds of the device's memory; `None` where arrays are in the memory of the
+    /// process.
+    pub fn held_bytes(&self) -> Option<HeldBytes> {
+        self.running().blocks.held_bytes()
     }
 
     /// What the bits of steps depend on beside program, weights and data, for batches of `rows` rows of

@@ -28,7 +28,6 @@ use crate::context::RunContext;
 use crate::device::OnDevice;
 use crate::error::TrainError;
 use crate::loader::{Loader, Wanted};
-use crate::machine;
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
 use crate::pack::PackOptions;
 use crate::ranks::{Ranks, end_with};
@@ -138,7 +137,8 @@ pub struct Summary {
     pub packed_tokens_per_s: f64,
     /// Share of the packed tokens that are padding, from 0 to 1.
     pub padding_share: f64,
-    /// The most resident memory this process has had, in bytes; 0 where the system does not say.
+    /// The most memory of the GPU that this run has held, in bytes; on a CPU the most resident memory of the
+    /// process, 0 where the system does not say.
     pub peak_memory_bytes: u64,
     /// Steps done, those before a resume included.
     pub steps: u64,
@@ -356,7 +356,7 @@ impl<B: Blocks> Setup<'_, B> {
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
-            peak_memory_bytes: machine::peak_resident().unwrap_or(0),
+            peak_memory_bytes: self.memory().peak,
             steps: self.state.step,
             seconds: sums.seconds,
             checkpoint,

@@ -7,6 +7,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 use super::free_list::SharedFreeList;
+use super::held::{Held, HeldBytes};
 use super::sys::{ACCESS_ENABLED, Driver, Handle};
 use crate::arch::Arch;
 use crate::error::{GpuError, GpuErrorKind};
@@ -21,6 +22,7 @@ struct Inner {
     context: Handle,
     info: DeviceInfo,
     free: SharedFreeList,
+    held: Held,
     copies_for_graphs: Mutex<HashMap<Box<[u8]>, usize>>,
 }
 
@@ -95,6 +97,7 @@ impl Device {
             context,
             info,
             free: SharedFreeList::default(),
+            held: Held::default(),
             copies_for_graphs: Mutex::default(),
         })))
     }
@@ -120,6 +123,20 @@ impl Device {
     /// The free list that its queues share.
     pub(super) fn free_list(&self) -> &SharedFreeList {
         &self.0.free
+    }
+
+    /// What the pools of this process hold of its memory.
+    pub fn held(&self) -> HeldBytes {
+        self.0.held.bytes()
+    }
+
+    /// Counts [`HeldBytes::peak`] from here on.
+    pub fn forget_peak(&self) {
+        self.0.held.forget_peak();
+    }
+
+    pub(super) fn count_held(&self) -> &Held {
+        &self.0.held
     }
 
     /// Free and total bytes of its memory.
@@ -293,7 +310,7 @@ impl Drop for Inner {
         if let Ok(driver) = Driver::get() {
             if let Ok(current) = self.current() {
                 // A failure while the process ends is of no account.
-                let _ = self.free.free_all(&current);
+                let _ = self.free.free_all(&current, &self.held);
             }
             // SAFETY: retained once in `open`. A failure while the process ends is of no account.
             unsafe { (driver.context_release)(self.ordinal) };

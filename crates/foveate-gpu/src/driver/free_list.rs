@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Mutex;
 
+use super::held::Held;
 use super::sys::Driver;
 use crate::error::GpuError;
 use crate::sync::lock;
@@ -42,7 +43,7 @@ impl FreeList {
         }
     }
 
-    /// Frees every allocation. The list keeps those that could not be freed.
+    /// Frees every allocation, which `held` counts. The list keeps those that could not be freed.
     ///
     /// # Safety
     /// The context of the allocations is current and no queued work uses them, or the driver waits
@@ -50,12 +51,13 @@ impl FreeList {
     ///
     /// # Errors
     /// Those of the driver.
-    pub unsafe fn free_all(&mut self, driver: &Driver) -> Result<(), GpuError> {
-        for addresses in self.0.values_mut() {
+    pub unsafe fn free_all(&mut self, driver: &Driver, held: &Held) -> Result<(), GpuError> {
+        for (&bytes, addresses) in &mut self.0 {
             while let Some(address) = addresses.pop() {
                 // SAFETY: allocated by a pool and free; the caller vouches for the rest.
                 let code = unsafe { (driver.free)(address) };
                 driver.check(code, || "freeing memory".into())?;
+                held.freed(bytes);
             }
         }
         Ok(())
@@ -96,14 +98,14 @@ impl SharedFreeList {
     ///
     /// # Errors
     /// Those of the driver.
-    pub fn free_all(&self, driver: &Driver) -> Result<(), GpuError> {
+    pub fn free_all(&self, driver: &Driver, held: &Held) -> Result<(), GpuError> {
         let Lists { mut device, pinned } = std::mem::take(&mut *lock(&self.0));
         for chunk in pinned {
             // SAFETY: pinned by `Pinned`, which gave it away, and used by nobody.
             unsafe { (driver.host_free)(chunk as *mut c_void) };
         }
         // SAFETY: no queued work uses what is here.
-        let freed = unsafe { device.free_all(driver) };
+        let freed = unsafe { device.free_all(driver, held) };
         lock(&self.0).device.append(device);
         freed
     }

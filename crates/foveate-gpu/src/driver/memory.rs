@@ -270,9 +270,9 @@ impl Pool {
         self.stream().wait(self.timeout, "work before memory is handed back")?;
         let device = self.stream().device();
         let driver = device.current()?;
-        device.free_list().free_all(&driver)?;
+        device.free_list().free_all(&driver, device.count_held())?;
         // SAFETY: the context is current, and the work that used them is done.
-        unsafe { free.free_all(&driver) }
+        unsafe { free.free_all(&driver, device.count_held()) }
     }
 
     /// Whether nobody can queue work any more and what was queued is done, or its end unknown.
@@ -307,6 +307,7 @@ impl Pool {
             return Err(GpuErrorKind::OutOfMemory { bytes, free, total }.into());
         }
         driver.check(code, || format!("allocating {bytes} B"))?;
+        device.count_held().took(bytes);
         note(|| Noted::Allocated { address, bytes });
         Ok(address)
     }
@@ -314,11 +315,12 @@ impl Pool {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        let Ok(driver) = self.stream.device().current() else { return };
+        let device = self.stream.device();
+        let Ok(driver) = device.current() else { return };
         let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the context is current, and freeing waits for the device's work. There is nobody
         // left to tell of a failure.
-        let _ = unsafe { free.free_all(&driver) };
+        let _ = unsafe { free.free_all(&driver, device.count_held()) };
     }
 }
 

@@ -10,11 +10,11 @@ use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
     Activation as NnActivation, Array, ArrayBytes, AttentionProgram, AttentionShape, Batch,
-    BlockTime, Blocks, Carrier, ContextOf, KvCache, LayerAttention, LinearShape, LossGradients,
-    LossOperands, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm, NormForward,
-    OptimizerStep, PackedHeads, Part, PartMut, PassIdentity, PassWork, Peers, PlanBytes, Precision,
-    Recording, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing, Span, StreamTransfers,
-    SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
+    BlockTime, Blocks, Carrier, ContextOf, HeldBytes, KvCache, LayerAttention, LinearShape,
+    LossGradients, LossOperands, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
+    NormForward, OptimizerStep, PackedHeads, Part, PartMut, PassIdentity, PassWork, Peers,
+    PlanBytes, Precision, Recording, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing,
+    Span, StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
 };
 use foveate_tensor::DType;
 
@@ -72,6 +72,11 @@ impl Blocks for Cuda {
 
     fn total_bytes(&self) -> Option<u64> {
         Some(self.kernels.engine().device().info().memory_bytes as u64)
+    }
+
+    fn held_bytes(&self) -> Option<HeldBytes> {
+        let held = self.kernels.engine().device().held();
+        Some(HeldBytes { now: held.now, peak: held.peak })
     }
 
     fn resize(

@@ -124,6 +124,7 @@ impl Cuda {
         }
         let engine = Engine::get(ordinal).map_err(|e| failed(&e))?;
         let queue = engine.new_queue().map_err(|e| failed(&e))?;
+        engine.device().forget_peak();
         let (clock, tables, readbacks, stopped, updates) = Default::default();
         let recorder = Recorder::default();
         let kernels = Kernels::new(engine);

@@ -57,9 +57,10 @@ pub struct StepMetrics {
     pub tflops_dense: f64,
     /// Model TFLOP/s, queries counted with the keys that the mask lets through.
     pub tflops_live: f64,
-    /// Resident memory of the process, in bytes; 0 where the system does not say.
+    /// Memory of the GPU that the run holds, in bytes; on a CPU resident memory of the process, 0 where the
+    /// system does not say.
     pub memory_bytes: u64,
-    /// The most it has been since the process started, in bytes; 0 where the system does not say.
+    /// The most it has been, in bytes.
     pub peak_memory_bytes: u64,
     /// Share of the step's time spent in attention, from 0 to 1.
     pub attention_share: f64,

@@ -69,7 +69,7 @@ impl TensorBoardLog {
                 ("speed/tflops_dense", m.tflops_dense),
                 ("speed/tflops_live", m.tflops_live),
                 ("speed/attention_share", m.attention_share),
-                ("memory/resident_bytes", m.memory_bytes as f64),
+                ("memory/bytes", m.memory_bytes as f64),
                 ("memory/peak_bytes", m.peak_memory_bytes as f64),
             ],
             Record::Eval(m) => {

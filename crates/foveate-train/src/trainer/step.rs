@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
-use foveate_nn::{Array, Blocks, Gradients, Model, OptimizerStep, PassingGradients, Recording};
+use foveate_nn::{
+    Array, Blocks, Gradients, HeldBytes, Model, OptimizerStep, PassingGradients, Recording,
+};
 
 use super::Observer;
 use super::mesh_model::{batch, sum_replicas};
@@ -140,6 +142,7 @@ impl<B: Blocks> Setup<'_, B> {
         let (config, cells) = (self.model.config(), sums.packed.max(1) as f64);
         let tflops =
             |keys: f64| cells * config.flops_per_token(keys).total() / sums.seconds * 1e-12;
+        let memory = self.memory();
         let metrics = StepMetrics {
             step,
             unix_time: unix_time(),
@@ -153,8 +156,8 @@ impl<B: Blocks> Setup<'_, B> {
             padding_share: sums.padding_share(),
             tflops_dense: tflops(self.recipe.data.len as f64),
             tflops_live: tflops(pairs / cells),
-            memory_bytes: machine::resident().unwrap_or(0),
-            peak_memory_bytes: machine::peak_resident().unwrap_or(0),
+            memory_bytes: memory.now,
+            peak_memory_bytes: memory.peak,
             attention_share: (found.attention_seconds + queued.context_seconds) / sums.seconds,
             linear_seconds: found.linear_seconds,
             loss_seconds: found.loss_seconds,
@@ -166,6 +169,15 @@ impl<B: Blocks> Setup<'_, B> {
         self.record(Record::Step(metrics.clone()))?;
         observer.step(&metrics);
         Ok(())
+    }
+
+    /// What the run holds of the memory that it computes in: of the GPU, or else of the machine; 0 where the
+    /// system does not say.
+    pub(super) fn memory(&self) -> HeldBytes {
+        self.model.held_bytes().unwrap_or_else(|| HeldBytes {
+            now: machine::resident().unwrap_or(0),
+            peak: machine::peak_resident().unwrap_or(0),
+        })
     }
 
     /// What ends the run at a number of a step that is not finite. All ranks see the same number, and the

@@ -88,7 +88,7 @@ pub struct Measured {
     pub first_step_s: f64,
     /// In which the host queues a step, the median.
     pub queue_ms: f64,
-    /// Memory of the device beyond what was taken before there was a model, or of the process.
+    /// The most memory of the GPU that was held at once, arrays and scratch, or of the process.
     pub peak_bytes: Option<u64>,
     /// Of arrays, by the dry run; on a processor with the process.
     pub planned_bytes: u64,
@@ -251,10 +251,8 @@ impl Watched<'_> {
         let mut training = waiting("giving the model its weights", PATIENCE, making)?;
         let weights_s = began.elapsed().as_secs_f64();
         let Timings { ms, queue_ms, first_step_s } = training.timed(steps, interrupt)?;
-        let peak_bytes = match free.zip(training.mesh.model.free_bytes()?) {
-            Some((free, left)) => Some(free.saturating_sub(left)),
-            None => machine::peak_resident(),
-        };
+        let held = training.mesh.model.held_bytes();
+        let peak_bytes = held.map_or_else(machine::peak_resident, |held| Some(held.peak));
         let recording = training.mesh.recording();
         let middle = |times: &[f64]| times[times.len() / 2];
         let pause = Duration::from_secs_f64(2e-3 * middle(&queue_ms)).min(LONGEST_PAUSE);
