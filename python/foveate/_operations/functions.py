@@ -37,13 +37,14 @@ def expm1(x: Scalar) -> Expr:
 
 
 def _erfc(x: Scalar) -> Expr:
-    """Where ``1 - erf(x)`` cancels, by the fit of Numerical Recipes' ``erfcc``, within 1.2e-7 of it."""
+    """Where ``1 - erf(x)`` cancels, ``t exp(p(t) - x²)`` with ``t = 2 / (2 + x)``: ``p`` was fitted to what it takes at
+    Chebyshev points of ``x`` from 0.5 to 10.5, where f32 has no more of it, within 4e-8."""
     x = floating(x)
     far = x > own(0.5, x)
     size = where(far, x, 1)
     t = 2 / (2 + size)
-    series = own(0.17087277, x)
-    for term in (-0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223):
+    series = own(-0.09685511, x)
+    for term in (0.15138604, 0.26961522, -0.64768639, 0.21116484, -0.013858277, 0.39329169, 0.9981499, -1.2654344):
         series = series * t + own(term, x)
     return where(far, t * _native.unary("exp", series - size * size), 1 - _native.unary("erf", x))
 
