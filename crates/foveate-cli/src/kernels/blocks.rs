@@ -40,7 +40,7 @@ impl Listed for ListedBlock {
 
     fn cta(&self) -> Cta {
         let warps = self.source.threads() / 32;
-        Cta { numbers: [0, 0, warps, 0], words: format!("{warps} warps") }
+        Cta { numbers: [0, 0, warps, 0], hopper: Vec::new(), words: format!("{warps} warps") }
     }
 
     fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError> {
@@ -55,7 +55,7 @@ impl Listed for ListedBlock {
             )
         };
         let entries = self.source.entries().into_iter().map(taken).collect();
-        Ok(Checked { cta: self.cta(), entries, note: None })
+        Ok(Checked { cta: self.cta(), entries, fallback: None, note: None })
     }
 }
 
@@ -92,8 +92,7 @@ mod tests {
         assert_eq!(found.entries.len(), block.source.entries().len());
         let table = crate::kernels::table::Table::recorded().unwrap();
         let (name, taken) = crate::kernels::table::rows(block, &found).next().unwrap();
-        let standing =
-            |taken: &Taken| table.standing(block.arch, &name, &found.cta, taken).to_string();
+        let standing = |taken: &Taken| table.standing(block.arch, &name, &found, taken).to_string();
         assert_eq!(standing(&taken), "as recorded");
         assert_eq!(standing(&Taken { registers: 255, ..taken }), "WORSE");
         assert_eq!(standing(&Taken { shared_bytes: taken.shared_bytes + 4, ..taken }), "WORSE");

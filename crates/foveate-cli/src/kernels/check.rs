@@ -120,7 +120,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     match count.worse + count.failed {
         0 => Ok(()),
         n => Err(Failure::new(format!(
-            "{n} kernels do not compile, or take more than was planned or recorded"
+            "{n} kernels do not compile, take more than was planned or recorded, or run in place of \
+             the planner's choice without being recorded so"
         ))
         .help("the lines above say which; --update records what is meant to be so")),
     }
@@ -168,7 +169,7 @@ fn lines(
         }
     };
     let of_entry = |(name, taken): (String, Taken)| {
-        let standing = Some(table.standing(kernel.arch(), &name, &found.cta, &taken));
+        let standing = Some(table.standing(kernel.arch(), &name, found, &taken));
         Line { taken: Some(taken), standing, ..line(name, found.cta.clone()) }
     };
     let mut lines: Vec<_> = rows(kernel, found).map(of_entry).collect();
@@ -237,5 +238,43 @@ impl Line {
             out.line(format_args!("       {note}"))?;
         }
         Ok(out.flush()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use foveate_gpu::nvrtc::{Advisory, Compiled};
+    use std::sync::Arc;
+
+    #[test]
+    fn a_default_forward_that_the_assembler_serialises_fails_the_check() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let all = list::list(Arch::new((9, 0)), true).unwrap();
+        let kernel = all.iter().find(|l| l.name() == "forward bf16 D 128, plain").unwrap();
+        let table = Table::recorded().unwrap();
+        let standing = |planted: bool| {
+            let result = kernel.compiled_by(|text, arch| {
+                let compiled = Cache::at(None).compile(compiler, text, arch)?;
+                let mut advisories = compiled.advisories.clone();
+                if planted && text.contains("#define FV_OVERLAP 1\n") {
+                    let text = "wgmma.mma_async instructions are serialized".to_owned();
+                    advisories.push(Advisory { code: 7510, function: None, text });
+                }
+                Ok(Arc::new(Compiled { advisories, ..Compiled::clone(&compiled) }))
+            });
+            let lines = lines(kernel, &result, Duration::ZERO, &table);
+            let mut count = Count::default();
+            lines.iter().for_each(|line| count.add(line));
+            (count.worse, lines[0].tiles.clone(), lines[0].note.clone().unwrap_or_default())
+        };
+        let (worse, tiles, note) = standing(false);
+        assert_eq!((worse, note.as_str()), (0, ""));
+        let (worse, waiting, note) = standing(true);
+        assert_eq!((worse, format!("{waiting}, overlap")), (1, tiles));
+        assert!(note.contains("wgmma serialised (C7510, a call); "), "{note}");
     }
 }

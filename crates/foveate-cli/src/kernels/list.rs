@@ -18,7 +18,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use foveate_mods::{Buffer, ScoreGradient, ScoreMod, masks, scores};
 use foveate_problem::{Dropout, Spec};
@@ -30,13 +30,13 @@ use foveate_cuda::choose::{
 use foveate_cuda::compile::Candidate;
 use foveate_cuda::compile::check::{Taken, compare_code, taken};
 use foveate_cuda::compile::codegen::{Extent, ModsSource, Options};
-use foveate_cuda::compile::config::{Config, Elem, HeadDims, Kernel, TilesOf};
+use foveate_cuda::compile::config::{Config, Elem, Family, HeadDims, Kernel, TilesOf};
 use foveate_cuda::compile::params::BlockListsParams;
 use foveate_cuda::compile::resources::Resources;
 use foveate_cuda::compile::source::source;
-use foveate_cuda::compile::spill_fallback::compile_one_that_fits;
+use foveate_cuda::compile::spill_fallback::{Fallback, compile_one_that_fits};
 use foveate_gpu::cache::Cache;
-use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::nvrtc::{Compiled, Compiler};
 use foveate_gpu::profile::Profile;
 use foveate_gpu::{Arch, GpuError, GpuErrorKind};
 
@@ -115,7 +115,9 @@ pub struct ListedKernel {
 pub struct Cta {
     /// Queries and keys of a tile, warps, stages; no tile and no stages for kernels that have none.
     pub numbers: [u32; 4],
-    /// The same in words: `tile 64x128, 8 warps, 2 stages`.
+    /// What else was chosen, of the Hopper family: `hopper`, `overlap`, `ordered dq`.
+    pub hopper: Vec<&'static str>,
+    /// All of it in words: `tile 64x128, 8 warps, 2 stages`.
     pub words: String,
 }
 
@@ -146,6 +148,8 @@ pub struct Checked {
     /// The entry points of its file by their names, the kernel's own first, and what each takes.
     pub entries: Vec<(String, Taken)>,
     /// Why it is not what the planner chose.
+    pub fallback: Option<Fallback>,
+    /// The same with the numbers, and what runs.
     pub note: Option<String>,
 }
 
@@ -449,9 +453,43 @@ impl Kind {
 
 impl Cta {
     fn of(config: &Config) -> Self {
-        let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+        let Config { tile_q, tile_kv, warps, stages, overlap, ordered_dq, .. } = *config;
         let numbers = [tile_q, tile_kv, warps, stages].map(|n| n as u32);
-        Self { numbers, words: TilesOf(config).to_string() }
+        let hopper = config.family == Family::Hopper;
+        let words = [(hopper, "hopper"), (overlap, "overlap"), (ordered_dq, "ordered dq")];
+        let hopper = words.into_iter().filter(|(on, _)| *on).map(|(_, word)| word).collect();
+        Self { numbers, hopper, words: TilesOf(config).to_string() }
+    }
+}
+
+impl ListedKernel {
+    /// Compiles the kernel by `compile`, and compares it with its plan.
+    pub(super) fn compiled_by(
+        &self,
+        compile: impl Fn(&str, Arch) -> Result<Arc<Compiled>, GpuError>,
+    ) -> Result<Checked, CudaError> {
+        let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
+            let config = candidate.config.clone();
+            let text = source(&config, &self.mods.source(self.printed, &config)?);
+            let compiled = compile(&text, config.family.arch(self.arch))?;
+            Ok((config, (), compiled))
+        })?;
+        let (config, (), compiled) = selected.made;
+        if !selected.holds {
+            let reason = selected.note.unwrap_or_default();
+            return Err(GpuErrorKind::Resources { kernel: config.to_string(), reason }.into());
+        }
+        let planned = &selected.candidate.resources;
+        compare_code(&config, planned, &compiled)?;
+        let mut entries: Vec<_> = compiled
+            .kernels
+            .iter()
+            .map(|e| (e.name.clone(), taken(planned, &compiled, e)))
+            .collect();
+        let main = config.kernel.entry().name();
+        entries.sort_by_key(|(name, _)| (*name != main, name.clone()));
+        let (fallback, note) = (selected.fallback, selected.note);
+        Ok(Checked { cta: Cta::of(&config), entries, fallback, note })
     }
 }
 
@@ -508,27 +546,7 @@ impl Listed for ListedKernel {
     }
 
     fn check(&self, compiler: &Compiler, cache: &Cache) -> Result<Checked, CudaError> {
-        let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
-            let config = candidate.config.clone();
-            let text = source(&config, &self.mods.source(self.printed, &config)?);
-            let arch = config.family.arch(self.arch);
-            Ok((config, (), cache.compile(compiler, &text, arch)?))
-        })?;
-        let (config, (), compiled) = selected.made;
-        if !selected.holds {
-            let reason = selected.note.unwrap_or_default();
-            return Err(GpuErrorKind::Resources { kernel: config.to_string(), reason }.into());
-        }
-        let planned = &selected.candidate.resources;
-        compare_code(&config, planned, &compiled)?;
-        let mut entries: Vec<_> = compiled
-            .kernels
-            .iter()
-            .map(|e| (e.name.clone(), taken(planned, &compiled, e)))
-            .collect();
-        let main = config.kernel.entry().name();
-        entries.sort_by_key(|(name, _)| (*name != main, name.clone()));
-        Ok(Checked { cta: Cta::of(&config), entries, note: selected.note })
+        self.compiled_by(|text, arch| cache.compile(compiler, text, arch))
     }
 }
 

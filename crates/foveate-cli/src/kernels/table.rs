@@ -11,6 +11,7 @@ use std::{fmt, fs};
 
 use foveate_cuda::compile::check::Taken;
 use foveate_cuda::compile::resources::{LOCAL_BYTES_ALLOWED, Resources};
+use foveate_cuda::compile::spill_fallback::Fallback;
 use foveate_gpu::Arch;
 use foveate_gpu::profile::{Profile, REGISTERS_PER_THREAD};
 use serde::{Deserialize, Serialize};
@@ -22,7 +23,7 @@ use crate::failure::Failure;
 const RECORDED: &str = include_str!("../../../../conformance/kernel-resources.toml");
 
 /// By architecture, then by kernel, as [`rows`] calls them.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
 pub struct Table(BTreeMap<String, BTreeMap<String, Row>>);
 
 /// The names of what was found of a kernel and its place in the table: one row for each entry point
@@ -35,24 +36,59 @@ pub fn rows(kernel: &dyn Listed, found: &Checked) -> impl Iterator<Item = (Strin
     })
 }
 
-/// What is recorded of one entry point: a line of numbers, so that the table is short enough to be
-/// read.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Vec<u32>", into = "Vec<u32>")]
+/// What is recorded of one entry point: a line of numbers, and words where there is more to say, so
+/// that the table is short enough to be read.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "Vec<Cell>")]
 struct Row {
     tiles: [u32; 4],
     taken: Taken,
+    /// [`Cta::hopper`].
+    hopper: Vec<String>,
+    fallback: Option<Fallback>,
 }
 
+/// A number or a word of a row.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Cell {
+    Number(u32),
+    Word(String),
+}
+
+/// What is written of a kernel that runs in place of the planner's choice.
+const FALLBACKS: [(Fallback, &str); 3] = [
+    (Fallback::Serialised, "for one serialised"),
+    (Fallback::Spilled, "for one that spills"),
+    (Fallback::Refused, "for one refused"),
+];
+
 impl Row {
-    fn new(arch: Arch, cta: &Cta, taken: Taken) -> Self {
+    fn new(arch: Arch, found: &Checked, taken: Taken) -> Self {
+        let cta = &found.cta;
         let spills = taken.local_bytes > LOCAL_BYTES_ALLOWED;
         let taken = Taken {
             registers: register_class(arch, cta, taken),
             local_bytes: if spills { taken.local_bytes } else { 0 },
             ..taken
         };
-        Self { tiles: cta.numbers, taken }
+        let hopper = cta.hopper.iter().map(|word| (*word).to_owned()).collect();
+        Self { tiles: cta.numbers, taken, hopper, fallback: found.fallback }
+    }
+
+    /// Its line in the table.
+    fn text(&self) -> String {
+        let Self { tiles, taken, hopper, fallback } = self;
+        let mut cells: Vec<String> = tiles.iter().map(u32::to_string).collect();
+        cells.extend(
+            [taken.shared_bytes, taken.registers, taken.local_bytes].map(|n| n.to_string()),
+        );
+        let local = Some(taken.local_among_products).filter(|&count| count > 0);
+        cells.extend(local.map(|n| n.to_string()));
+        cells.extend(hopper.iter().map(|word| format!("{word:?}")));
+        let why = FALLBACKS.iter().find(|(why, _)| Some(*why) == *fallback);
+        cells.extend(why.map(|(_, words)| format!("{words:?}")));
+        format!("[{}]", cells.join(", "))
     }
 }
 
@@ -77,10 +113,20 @@ fn register_class(arch: Arch, cta: &Cta, taken: Taken) -> u32 {
     more.take_while(|&registers| ctas(registers) == now).last().unwrap_or(taken.registers)
 }
 
-impl TryFrom<Vec<u32>> for Row {
+impl TryFrom<Vec<Cell>> for Row {
     type Error = String;
 
-    fn try_from(numbers: Vec<u32>) -> Result<Self, String> {
+    fn try_from(cells: Vec<Cell>) -> Result<Self, String> {
+        let (mut numbers, mut hopper, mut fallback) = (Vec::new(), Vec::new(), None);
+        for cell in cells {
+            match cell {
+                Cell::Number(n) => numbers.push(n),
+                Cell::Word(word) => match FALLBACKS.iter().find(|(_, words)| *words == word) {
+                    Some((why, _)) => fallback = Some(*why),
+                    None => hopper.push(word),
+                },
+            }
+        }
         let length = || format!("a row has 7 or 8 numbers, not {}", numbers.len());
         let [q, kv, warps, stages, shared_bytes, registers, local_bytes, ref more @ ..] =
             numbers[..]
@@ -94,16 +140,7 @@ impl TryFrom<Vec<u32>> for Row {
         };
         let tiles = [q, kv, warps, stages];
         let taken = Taken { registers, local_bytes, shared_bytes, local_among_products };
-        Ok(Self { tiles, taken })
-    }
-}
-
-impl From<Row> for Vec<u32> {
-    fn from(Row { tiles, taken }: Row) -> Self {
-        let mut numbers = tiles.to_vec();
-        numbers.extend([taken.shared_bytes, taken.registers, taken.local_bytes]);
-        numbers.extend(Some(taken.local_among_products).filter(|&count| count > 0));
-        numbers
+        Ok(Self { tiles, taken, hopper, fallback })
     }
 }
 
@@ -113,11 +150,11 @@ impl From<Row> for Vec<u32> {
 pub enum Standing {
     /// It takes what it took.
     Recorded,
-    /// It takes less, or is planned otherwise: the table is to be updated.
+    /// It takes less, or is planned otherwise, or as planned again: the table is to be updated.
     Changed,
     /// The table does not have it.
     New,
-    /// It takes more.
+    /// It takes more, or runs in place of the planner's choice otherwise than is recorded.
     Worse,
 }
 
@@ -129,12 +166,15 @@ impl Table {
     }
 
     /// Compares an entry point with its row.
-    pub fn standing(&self, arch: Arch, name: &str, cta: &Cta, taken: &Taken) -> Standing {
-        let Some(row) = self.0.get(&arch.to_string()).and_then(|rows| rows.get(name)) else {
-            return Standing::New;
-        };
-        let now = Row::new(arch, cta, *taken);
-        if row.tiles != now.tiles {
+    pub fn standing(&self, arch: Arch, name: &str, found: &Checked, taken: &Taken) -> Standing {
+        let now = Row::new(arch, found, *taken);
+        let row = self.0.get(&arch.to_string()).and_then(|rows| rows.get(name));
+        let chosen = |row: &Row| (row.tiles, row.hopper.clone(), row.fallback);
+        if now.fallback.is_some() && row.map(chosen) != Some(chosen(&now)) {
+            return Standing::Worse;
+        }
+        let Some(row) = row else { return Standing::New };
+        if chosen(row) != chosen(&now) {
             return Standing::Changed;
         }
         let worse = now.taken.registers > row.taken.registers
@@ -157,7 +197,7 @@ impl Table {
     pub fn record(&mut self, kernel: &dyn Listed, found: &Checked) {
         let table = self.0.entry(kernel.arch().to_string()).or_default();
         for (name, taken) in rows(kernel, found) {
-            table.insert(name, Row::new(kernel.arch(), &found.cta, taken));
+            table.insert(name, Row::new(kernel.arch(), found, taken));
         }
     }
 
@@ -170,12 +210,13 @@ impl Table {
              # memory of a CTA; the most registers of a thread with which an SM holds as many CTAs as\n\
              # with those taken; bytes of local memory of a thread, 0 up to {LOCAL_BYTES_ALLOWED}; and of a\n\
              # Hopper kernel the instructions that read or write local memory among its products,\n\
-             # where there are any.\n",
+             # where there are any. Then words: its family where that is Hopper's, how it is made,\n\
+             # and why it runs in place of the planner's choice, where it does.\n",
         );
         for (arch, rows) in &self.0 {
             text += &format!("\n[{arch}]\n");
             for (name, row) in rows {
-                text += &format!("\"{name}\" = {:?}\n", Vec::from(row.clone()));
+                text += &format!("\"{name}\" = {}\n", row.text());
             }
         }
         fs::write(path, text)
@@ -205,12 +246,13 @@ mod tests {
     fn what_is_written_is_read_again_and_what_grows_is_worse() {
         let kernel = &list(HOPPER, true).unwrap()[0];
         // Eight warps: with up to 128 registers a thread, an SM holds two CTAs; with up to 80 three.
-        let cta = Cta { numbers: [64, 64, 8, 1], words: "8 warps".to_owned() };
+        let cta =
+            Cta { numbers: [64, 64, 8, 1], hopper: vec!["hopper"], words: "8 warps".to_owned() };
         let taken =
             Taken { registers: 100, local_bytes: 8, shared_bytes: 1000, local_among_products: 2 };
         let more = Taken { registers: 50, local_among_products: 0, ..taken };
         let entries = vec![("fv_delta".to_owned(), taken), ("fv_row_weight_sum".to_owned(), more)];
-        let mut found = Checked { cta, entries, note: None };
+        let mut found = Checked { cta, entries, fallback: None, note: None };
         let mut table = Table::default();
         table.record(kernel, &found);
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -221,7 +263,7 @@ mod tests {
         let with = |change: fn(&mut Taken)| {
             let mut taken = taken;
             change(&mut taken);
-            table.standing(HOPPER, &name, &found.cta, &taken)
+            table.standing(HOPPER, &name, &found, &taken)
         };
         assert_eq!(with(|_| ()), Standing::Recorded);
         assert_eq!(with(|t| t.registers = 128), Standing::Recorded);
@@ -235,12 +277,34 @@ mod tests {
         assert_eq!(with(|t| t.local_among_products = 3), Standing::Worse);
         assert_eq!(with(|t| t.local_among_products = 0), Standing::Changed);
         let second = format!("{name}: row_weight_sum");
-        assert_eq!(table.standing(HOPPER, &second, &found.cta, &more), Standing::Recorded);
-        assert_eq!(table.standing(HOPPER, &second, &found.cta, &taken), Standing::Worse);
+        assert_eq!(table.standing(HOPPER, &second, &found, &more), Standing::Recorded);
+        assert_eq!(table.standing(HOPPER, &second, &found, &taken), Standing::Worse);
 
-        assert_eq!(table.standing(Arch::new((8, 0)), &name, &found.cta, &taken), Standing::New);
-        found.cta.numbers[0] *= 2;
-        assert_eq!(table.standing(HOPPER, &name, &found.cta, &taken), Standing::Changed);
+        assert_eq!(table.standing(Arch::new((8, 0)), &name, &found, &taken), Standing::New);
+        let with = |change: fn(&mut Checked)| {
+            let mut found = found.clone();
+            change(&mut found);
+            table.standing(HOPPER, &name, &found, &taken)
+        };
+        assert_eq!(with(|f| f.cta.numbers[0] *= 2), Standing::Changed);
+        assert_eq!(with(|f| f.cta.hopper.clear()), Standing::Changed);
+        assert_eq!(with(|f| f.fallback = Some(Fallback::Spilled)), Standing::Worse);
+        // Of a kernel that nobody has recorded, too.
+        found.fallback = Some(Fallback::Serialised);
+        assert_eq!(table.standing(Arch::new((8, 0)), &name, &found, &taken), Standing::Worse);
+        let mut table = table;
+        table.record(kernel, &found);
+        table.write(file.path()).unwrap();
+        let table: Table = toml::from_str(&fs::read_to_string(file.path()).unwrap()).unwrap();
+        let with = |change: fn(&mut Checked)| {
+            let mut found = found.clone();
+            change(&mut found);
+            table.standing(HOPPER, &name, &found, &taken)
+        };
+        assert_eq!(with(|_| ()), Standing::Recorded);
+        assert_eq!(with(|f| f.fallback = None), Standing::Changed);
+        assert_eq!(with(|f| f.fallback = Some(Fallback::Spilled)), Standing::Worse);
+        assert_eq!(with(|f| f.cta.hopper.clear()), Standing::Worse);
     }
 
     #[test]

@@ -31,7 +31,20 @@ pub struct Selected<'a, T> {
     /// Whether it takes no more than was planned.
     pub holds: bool,
     /// Why the planner's choice does not run, or runs although it takes more than was planned.
+    pub fallback: Option<Fallback>,
+    /// The same with the numbers, and what runs.
     pub note: Option<String>,
+}
+
+/// Why the planner's choice does not run, or is not as planned where it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fallback {
+    /// The assembler made it slower than its source says; see [`Excess::advisory`].
+    Serialised,
+    /// It takes more registers or local memory than was planned.
+    Spilled,
+    /// It must not run.
+    Refused,
 }
 
 /// Compiles `candidates`, the best first, until one takes no more of `profile` than was planned.
@@ -78,7 +91,7 @@ fn select<'a, T>(
     mut make: impl FnMut(&Candidate) -> Result<(T, Result<(), Excess>), CudaError>,
 ) -> Result<Selected<'a, T>, CudaError> {
     let mut least: Option<((bool, u32), &Candidate, T)> = None;
-    let mut first: Option<String> = None;
+    let mut first: Option<(Fallback, String)> = None;
     let mut broken = None;
     let of = |c: &Candidate| match c.config.family {
         Family::Portable => (Family::Portable, 0),
@@ -94,8 +107,9 @@ fn select<'a, T>(
         }
         let said = match make(candidate) {
             Ok((made, Ok(()))) => {
-                let note = first.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
-                return Ok(Selected { candidate, made, holds: true, note });
+                let (fallback, why) = first.unzip();
+                let note = why.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
+                return Ok(Selected { candidate, made, holds: true, fallback, note });
             }
             Ok((made, Err(Excess { taken, advisory, reason }))) => {
                 if advisory.is_none() {
@@ -105,12 +119,16 @@ fn select<'a, T>(
                 if least.as_ref().is_none_or(|(least, ..)| cost < *least) {
                     least = Some((cost, candidate, made));
                 }
-                format!("kernel {}: {reason}", candidate.config)
+                let why = match advisory {
+                    Some(_) => Fallback::Serialised,
+                    None => Fallback::Spilled,
+                };
+                (why, format!("kernel {}: {reason}", candidate.config))
             }
             Err(e) if matches!(e.gpu(), Some(GpuErrorKind::Resources { .. })) => {
                 let said = e.to_string();
                 broken.get_or_insert(e);
-                said
+                (Fallback::Refused, said)
             }
             Err(e) => return Err(e),
         };
@@ -119,12 +137,12 @@ fn select<'a, T>(
     let Some(((_, bytes), candidate, made)) = least else {
         return Err(broken.expect("a choice has a candidate, which was made or refused"));
     };
-    let why = first.expect("there is a reason for what was passed over");
+    let (fallback, why) = first.expect("there is a reason for what was passed over");
     let note = format!(
         "{why}; of all that fit {} takes the least local memory, {bytes} B, and runs",
         TilesOf(&candidate.config)
     );
-    Ok(Selected { candidate, made, holds: false, note: Some(note) })
+    Ok(Selected { candidate, made, holds: false, fallback: Some(fallback), note: Some(note) })
 }
 
 #[cfg(test)]
@@ -272,20 +290,23 @@ mod tests {
         let options = KernelOptions::default();
         let choice = choose(&profile, &class, &sizes, Kernel::Forward, &options, None).unwrap();
         let hopper = |c: &Candidate| c.config.family == Family::Hopper;
-        let found = |said: &dyn Fn(&Candidate) -> Result<(), Excess>| {
+        let found = |why, said: &dyn Fn(&Candidate) -> Result<(), Excess>| {
             let selected = select(choice.ranked(), |c| Ok(((), said(c)))).unwrap();
+            assert_eq!(selected.fallback, Some(why));
             (selected.candidate.clone(), selected.note.unwrap())
         };
         let overlapped = |c: &Candidate| if c.config.overlap { Err(serialised()) } else { Ok(()) };
-        let (waiting, note) = found(&overlapped);
+        let (waiting, note) = found(Fallback::Serialised, &overlapped);
         assert_eq!(waiting.config, Config { overlap: false, ..choice.chosen.config.clone() });
         let runs =
             "wgmma serialised (C7510, a call); hopper, tile 128x128, 12 warps, 2 stages runs";
         assert!(note.ends_with(runs), "{note}");
         // Without overlap it may be serialised, too, and needs no fewer registers.
-        let (portable, _) = found(&|c| if hopper(c) { Err(serialised()) } else { Ok(()) });
+        let (portable, _) =
+            found(Fallback::Serialised, &|c| if hopper(c) { Err(serialised()) } else { Ok(()) });
         assert!(!hopper(&portable));
-        let (portable, _) = found(&|c| takes(if hopper(c) { 400 } else { 0 }, 128));
+        let (portable, _) =
+            found(Fallback::Spilled, &|c| takes(if hopper(c) { 400 } else { 0 }, 128));
         assert!(!hopper(&portable));
     }
 
