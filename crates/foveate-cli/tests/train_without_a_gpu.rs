@@ -152,6 +152,36 @@ fn the_memory_that_a_run_tells_is_that_of_its_gpu() {
 }
 
 #[test]
+fn operations_are_counted_by_the_masks_of_the_recipe_on_every_device() {
+    let place = place();
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    for mask in ["causal & document & sliding_window(5)", "causal & document", "causal"] {
+        let of = format!("attention.mask=\"{mask}\"");
+        let [cpu, gpu] = [None, Some(folder.path())].map(|libraries| {
+            let lines = lines(&place, libraries, &[&of, "train.eval_every=0"]);
+            let number = |step: &serde_json::Value, name: &str| step[name].as_f64().unwrap();
+            let operations =
+                |step: &&serde_json::Value| number(step, "tflops_live") * number(step, "seconds");
+            metrics(&lines).iter().map(operations).collect::<Vec<f64>>()
+        });
+        assert_eq!(cpu.len(), 4);
+        for (cpu, gpu) in cpu.iter().zip(&gpu) {
+            assert!((gpu / cpu - 1.0).abs() < 1e-9, "{mask}: {gpu} on a GPU, {cpu} on a CPU");
+        }
+    }
+    // Of a benchmark, too, whose programs differ by layer.
+    let [cpu, gpu] = ["cpu", "cuda:0"].map(|device| {
+        let mut args = vec!["bench", "train", "--model", "recipe.toml", "--steps", "1", "--json"];
+        args.extend(["--window", "5", "--documents", "3", "--order", "fixed", "--device", device]);
+        let done = command(&place, folder.path(), &[PLENTY], &args).output().unwrap();
+        let found: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+        let number = |name: &str| found[name].as_f64().unwrap();
+        number("tflops_live") / number("tokens_per_s")
+    });
+    assert!((gpu / cpu - 1.0).abs() < 1e-9, "{gpu} on a GPU, {cpu} on a CPU");
+}
+
+#[test]
 fn a_run_says_whether_its_passes_are_recorded() {
     let place = place();
     let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };

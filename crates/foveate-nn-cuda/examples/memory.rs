@@ -117,7 +117,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             labels: &labels,
             documents: &vec![0; count],
             positions: &positions,
-            mean_kv_len: Some(len / 2),
+            live_pairs: &[(count * len / 2) as f64],
         };
         let of_step = OptimizerStep { rule, step, rate: 1e-4, clip_norm: 0.0, seed: 1 };
         let began = Instant::now();

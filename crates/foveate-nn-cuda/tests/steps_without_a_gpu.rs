@@ -232,7 +232,7 @@ impl Steps {
                 labels: &labels,
                 documents: &documents,
                 positions: &positions,
-                mean_kv_len: Some(*mean_kv_len),
+                live_pairs: &[(*mean_kv_len * ROWS * LEN) as f64],
             };
             let Some((rank, ranks, how)) = *context else {
                 model.accumulate(&batch, gradients, recompute, &mut totals)?;
@@ -351,7 +351,7 @@ fn an_evaluation_between_steps_takes_no_memory_and_reads_what_it_wrote() {
             labels: &numbers[..all],
             documents: &vec![0; all],
             positions: &numbers[..all],
-            mean_kv_len: Some(LEN),
+            live_pairs: &[(all * LEN) as f64],
         };
         let between = Some(&mut steps.state.0);
         steps.model.loss_over(&batch, None, between).unwrap();

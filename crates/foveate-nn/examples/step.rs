@@ -42,7 +42,7 @@ fn main() -> Result<(), NnError> {
         labels: &labels,
         documents: &documents,
         positions: &positions,
-        mean_kv_len: None,
+        live_pairs: &[],
     };
 
     let peak = product_rate();

@@ -21,9 +21,10 @@ pub struct Batch<'a> {
     pub documents: &'a [i32],
     /// Its position in its document, which RoPE rotates by, `[rows, len]`.
     pub positions: &'a [i32],
-    /// Keys that a query sees on average, where it is known: a hint for planners that do not look
-    /// at the documents. It changes no result.
-    pub mean_kv_len: Option<usize>,
+    /// Pairs of query and key that the mask of each attention program lets through, in the mean of the
+    /// heads ([`crate::AttentionProgram::live_pairs`]); empty where nobody has counted them. Planners
+    /// that do not look at the documents are told how many keys a query sees. They change no result.
+    pub live_pairs: &'a [f64],
 }
 
 /// The loss of a batch.
@@ -51,8 +52,8 @@ pub struct LossSum {
 pub struct Queued {
     /// Tokens that have a label.
     pub tokens: usize,
-    /// Pairs of query and key that the mask lets through, in the mean of the heads; `None` where the
-    /// device has not counted them.
+    /// Pairs of query and key that the mask lets through, in the mean of heads and layers; `None` where
+    /// neither the device nor the batch has counted them.
     pub live_pairs: Option<f64>,
 }
 

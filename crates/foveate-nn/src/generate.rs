@@ -98,7 +98,7 @@ impl<B: Blocks> Model<B> {
             sampling,
             random: Random::new(sampling.seed),
             capacity,
-            plans: self.programs.plan(blocks, heads, [0, 0], None, true)?,
+            plans: self.programs.plan(blocks, heads, [0, 0], &[], true)?,
             workspace: Workspace::default(),
             cache,
             tables,
@@ -203,7 +203,7 @@ impl<B: Blocks> Generator<'_, B> {
             labels: &vec![IGNORE; n],
             documents: &vec![0; n],
             positions: &positions,
-            mean_kv_len: None,
+            live_pairs: &[],
         };
         let mut running = model.running();
         let blocks = &mut running.blocks;

@@ -36,7 +36,7 @@
 //!     labels: &[2, 3, foveate_nn::IGNORE, 5, 6, foveate_nn::IGNORE],
 //!     documents: &[0, 0, 0, 1, 1, 1],
 //!     positions: &[0, 1, 2, 0, 1, 2],
-//!     mean_kv_len: Some(2),
+//!     live_pairs: &[12.0],
 //! };
 //! let mut gradients = Gradients::zeros(&model);
 //! let loss = model.forward_backward(&batch, &mut gradients, Recompute::None)?;

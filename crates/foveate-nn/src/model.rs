@@ -724,7 +724,7 @@ impl<B: Blocks> Model<B> {
         }
         let (heads, first) = (PackedHeads::of(&self.local, [rows, len]), self.part.first_heads());
         let mut all = BTreeMap::new();
-        let plans = self.programs.plan(blocks, heads, first, None, false)?;
+        let plans = self.programs.plan(blocks, heads, first, &[], false)?;
         for (number, plan) in plans.iter().enumerate() {
             for (name, value) in blocks.bits_depend_on(plan)? {
                 // What several programs differ in is told of each.

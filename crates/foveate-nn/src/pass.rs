@@ -6,6 +6,7 @@
 //! at a boundary.
 
 use crate::backend::{Blocks, LayerProgram, PartMut};
+use crate::batch::Batch;
 use crate::config::ModelConfig;
 use crate::context::Context;
 use crate::error::NnError;
@@ -174,14 +175,22 @@ impl<B: Blocks> Pass<'_, B> {
         parameters.complete(blocks, 0, totals)
     }
 
-    /// Pairs of query and key that the masks let through, in the mean of the heads, after a step.
-    pub fn live_pairs(&self, blocks: &B, programs: &Programs, plans: &[B::Plan]) -> Option<f64> {
+    /// Pairs of query and key that the masks let through, in the mean of the heads, after a step over
+    /// `batch`.
+    pub fn live_pairs(
+        &self,
+        blocks: &B,
+        programs: &Programs,
+        plans: &[B::Plan],
+        batch: &Batch<'_>,
+    ) -> Option<f64> {
         match &self.context {
             Some(context) => Some(context.attention.live_pairs()),
             None => {
                 // In the mean of all heads, of which other ranks have some.
                 let share = self.part.heads.len() as f64 / self.part.all_heads as f64;
-                programs.live_pairs(blocks, plans).map(|pairs| pairs * share)
+                let pairs = programs.live_pairs(blocks, plans, batch.live_pairs);
+                pairs.map(|pairs| pairs * share)
             }
         }
     }

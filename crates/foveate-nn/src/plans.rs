@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use crate::backend::{AttentionShape, Blocks, LayerProgram, PackedHeads};
+use crate::batch::Batch;
 use crate::config::{AttentionConfig, LearnedBuffer, ModelConfig, ProgramConfig};
 use crate::error::NnError;
 use crate::program::AttentionProgram;
@@ -64,22 +65,43 @@ impl Programs {
         self.of_layer.iter().map(|&program| self.all[program].learned.as_slice()).collect()
     }
 
-    /// A plan for each program. `mean_kv_len` is told to those that read the documents, at which a
-    /// planner may not look; it is rounded up to a power of two, so that few plans are made.
+    /// A plan for each program, which is told its `mean_kv_len`, where there is one.
     pub fn plan<B: Blocks>(
         &self,
         blocks: &mut B,
         heads: PackedHeads,
         first_heads: [usize; 2],
-        mean_kv_len: Option<usize>,
+        mean_kv_len: &[Option<usize>],
         cached: bool,
     ) -> Result<Vec<B::Plan>, NnError> {
-        let plan = |program: &AttentionProgram| {
-            let told = mean_kv_len.filter(|_| program.reads_documents());
-            let mean_kv_len = told.map(usize::next_power_of_two);
+        let plan = |(number, program): (usize, &AttentionProgram)| {
+            let mean_kv_len = mean_kv_len.get(number).copied().flatten();
             blocks.plan(program, &AttentionShape { heads, first_heads, mean_kv_len, cached })
         };
-        self.all.iter().map(plan).collect()
+        self.all.iter().enumerate().map(plan).collect()
+    }
+
+    /// Keys that a query sees on average, for each program that reads the documents, at which a planner
+    /// may not look; rounded up to a power of two, so that few plans are made.
+    ///
+    /// # Errors
+    /// When `batch` has counted pairs of some programs only.
+    pub fn mean_kv_len(&self, batch: &Batch<'_>) -> Result<Vec<Option<usize>>, NnError> {
+        let (pairs, programs) = (batch.live_pairs, self.all.len());
+        if pairs.is_empty() {
+            return Ok(Vec::new());
+        }
+        if pairs.len() != programs {
+            let told = pairs.len();
+            return Err(NnError::batch(format!(
+                "live_pairs has {told} elements; the model has {programs} attention programs"
+            )));
+        }
+        let keys = |pairs: f64| (pairs / batch.tokens_total().max(1) as f64).ceil() as usize;
+        let of = |(program, &pairs): (&AttentionProgram, &f64)| {
+            program.reads_documents().then(|| keys(pairs).next_power_of_two())
+        };
+        Ok(self.all.iter().zip(pairs).map(of).collect())
     }
 
     /// What each layer runs, of plans that there are one for each program of.
@@ -88,10 +110,15 @@ impl Programs {
         self.of_layer.iter().map(layer).collect()
     }
 
-    /// [`Blocks::live_pairs`] in the mean of the layers.
-    pub fn live_pairs<B: Blocks>(&self, blocks: &B, plans: &[B::Plan]) -> Option<f64> {
-        let each: Option<Vec<f64>> = plans.iter().map(|plan| blocks.live_pairs(plan)).collect();
-        let each = each?;
+    /// [`Blocks::live_pairs`] in the mean of the layers, or what was counted before.
+    pub fn live_pairs<B: Blocks>(
+        &self,
+        blocks: &B,
+        plans: &[B::Plan],
+        counted: &[f64],
+    ) -> Option<f64> {
+        let of = |(number, plan)| blocks.live_pairs(plan).or_else(|| counted.get(number).copied());
+        let each = plans.iter().enumerate().map(of).collect::<Option<Vec<f64>>>()?;
         let sum: f64 = self.of_layer.iter().map(|&program| each[program]).sum();
         Some(sum / self.of_layer.len() as f64)
     }
@@ -105,7 +132,8 @@ pub(crate) struct Plans<B: Blocks> {
 
 struct Made<B: Blocks> {
     heads: PackedHeads,
-    mean_kv_len: Option<usize>,
+    /// Of each program.
+    mean_kv_len: Vec<Option<usize>>,
     /// One for each program.
     plans: Arc<[B::Plan]>,
 }
@@ -128,14 +156,14 @@ impl<B: Blocks> Plans<B> {
         programs: &Programs,
         heads: PackedHeads,
         first_heads: [usize; 2],
-        mean_kv_len: Option<usize>,
+        mean_kv_len: Vec<Option<usize>>,
     ) -> Result<Arc<[B::Plan]>, NnError> {
-        let mean_kv_len = mean_kv_len.map(usize::next_power_of_two);
-        let is_wanted = |m: &Made<B>| (m.heads, m.mean_kv_len) == (heads, mean_kv_len);
+        let is_wanted = |m: &Made<B>| m.heads == heads && m.mean_kv_len == mean_kv_len;
         let made = match self.made.iter().position(is_wanted) {
             Some(i) => self.made.remove(i),
             None => {
-                let plans = programs.plan(blocks, heads, first_heads, mean_kv_len, false)?.into();
+                let plans = programs.plan(blocks, heads, first_heads, &mean_kv_len, false)?;
+                let plans = plans.into();
                 Made { heads, mean_kv_len, plans }
             }
         };

@@ -1,8 +1,9 @@
 //! An attention program: what a query sees and what becomes of its scores, without shapes and
 //! device.
 
+use foveate::mask::{BlockMask, Tile, Varies};
 use foveate::mods::text::{Names, parse_mask, parse_score};
-use foveate::mods::{Leaf, ModError, Node, NodeId, Program};
+use foveate::mods::{Head, Leaf, ModError, Node, NodeId, Program};
 use foveate::{
     AnyBuffer, Attention, BufferData, DType, Device, MaskMod, Positions, Problem, ScalarValue,
     ScoreMod,
@@ -152,6 +153,35 @@ impl AttentionProgram {
         let Ok(Self { mask: Some(mask), .. }) = self.over([1, len], &ids) else { return false };
         let heads = [1, config.num_attention_heads, config.kv_heads()];
         foveate::mask::sees_nothing(&mask, heads, [len, len])
+    }
+
+    /// Pairs of query and key that the mask lets through of rows `[rows, len]` with these `documents`, in
+    /// the mean of the heads of a model.
+    ///
+    /// # Errors
+    /// When there is not a document for each token.
+    pub fn live_pairs(
+        &self,
+        config: &ModelConfig,
+        shape @ [rows, len]: [usize; 2],
+        documents: &[i32],
+    ) -> Result<f64, NnError> {
+        let Self { mask: Some(mask), .. } = self.over(shape, documents)? else {
+            return Ok((rows * len) as f64 * len as f64);
+        };
+        let (all_heads, varies) = (config.num_attention_heads, Varies::of(&mask));
+        let each = |varies: bool, n: usize| if varies { n } else { 1 };
+        let (entries, heads) = (each(varies.by_batch, rows), each(varies.by_head, all_heads));
+        let count = |n: usize| i32::try_from(n).expect("a batch is counted in i32");
+        let pairs = |b: usize, h: usize| {
+            let (h_kv, lens) = (count(h / (all_heads / config.kv_heads())), count(len));
+            let head = Head { b: count(b), h: count(h), h_kv, q_len: lens, kv_len: lens };
+            let tiles = BlockMask::build(&mask, head, len, len, Tile { q: 128, kv: 128 });
+            tiles.live_by_row().iter().sum::<u64>()
+        };
+        let all = (0..entries).flat_map(|b| (0..heads).map(move |h| (b, h)));
+        let sum: u64 = all.map(|(b, h)| pairs(b, h)).sum();
+        Ok(sum as f64 * rows as f64 / (entries * heads) as f64)
     }
 
     /// Whether mask or score read a leaf.

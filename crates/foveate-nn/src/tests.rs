@@ -127,7 +127,7 @@ impl Text {
             labels: &self.labels,
             documents: &self.documents,
             positions: &self.positions,
-            mean_kv_len: None,
+            live_pairs: &[],
         }
     }
 
@@ -257,7 +257,8 @@ fn gradients_are_bitwise_equal_whatever_is_recomputed_and_however_many_threads_r
         let loss = model.loss(&batch).unwrap();
         assert_eq!(loss.sum_nats, wanted.0);
         // A hint to the planner changes nothing.
-        let told = Batch { mean_kv_len: Some(9), ..batch };
+        let pairs = vec![9.0 * batch.tokens_total() as f64; model.programs().len()];
+        let told = Batch { live_pairs: &pairs, ..batch };
         assert_eq!(gradients(&model, &told, Recompute::None), wanted);
     }
 }
@@ -536,6 +537,55 @@ fn live_pairs_are_those_that_the_mask_lets_through() {
         assert_eq!((again.live_pairs, again.sum_nats), (loss.live_pairs, loss.sum_nats));
         assert_eq!(model.loss(&batch).unwrap().live_pairs, None);
     }
+}
+
+#[test]
+fn pairs_that_a_program_counts_are_those_of_the_steps_that_run_it() {
+    let text = Text::new(&[70, 3, 61, 1, 60, 5, 130, 10], 8);
+    for mask in [
+        "causal & document & sliding_window(20)",
+        "causal & sliding_window(150)",
+        "causal & document & q - kv < 9 * (h + 1)",
+        "document & q + b >= kv",
+    ] {
+        let mut config = tiny(true);
+        config.max_position_embeddings = 400;
+        let of = ProgramConfig { mask: mask.into(), ..Default::default() };
+        let model = Model::new(config, &of.into(), 1).unwrap();
+        let mut gradients = Gradients::zeros(&model);
+        for rows in [2, 1] {
+            let batch = text.batch(rows);
+            let loss = model.forward_backward(&batch, &mut gradients, Recompute::None).unwrap();
+            let shape = [rows, batch.len];
+            let counted = model.programs()[0].live_pairs(model.config(), shape, batch.documents);
+            assert_eq!(loss.live_pairs, Some(counted.unwrap()), "{mask}, {rows} rows");
+        }
+        let told = Batch { live_pairs: &[1.0, 2.0], ..text.batch(2) };
+        let told = model.loss(&told).unwrap_err().to_string();
+        let wanted = "live_pairs has 2 elements; the model has 1 attention programs";
+        assert!(told.contains(wanted), "{told}");
+    }
+}
+
+#[test]
+fn planners_are_told_of_each_program_how_many_keys_a_query_sees() {
+    let AttentionConfig::Pattern { programs, .. } = pattern() else { unreachable!() };
+    let masks = [("far", "causal & document"), ("near", "causal & document & sliding_window(3)")];
+    let named = |(name, mask): (&str, &str)| {
+        let program = ProgramConfig { mask: mask.into(), ..programs["local"].clone() };
+        (name.to_owned(), ProgramConfig { score: None, learned: Default::default(), ..program })
+    };
+    let layers = ["near", "far"].map(str::to_owned).into();
+    let attention = AttentionConfig::Pattern { layers, programs: masks.map(named).into() };
+    let programs = crate::plans::Programs::parse(&attention, &tiny(true)).unwrap();
+    let text = Text::new(&[40, 24], 8);
+    let batch = text.batch(1);
+    let pairs = |p: &AttentionProgram| p.live_pairs(&tiny(true), [1, 64], batch.documents).unwrap();
+    let pairs: Vec<f64> = programs.all().iter().map(pairs).collect();
+    assert_eq!(pairs, [820.0 + 300.0, (3.0 * 64.0) - 6.0]);
+    let told = programs.mean_kv_len(&Batch { live_pairs: &pairs, ..batch }).unwrap();
+    assert_eq!(told, [Some(32), Some(4)]);
+    assert_eq!(programs.mean_kv_len(&batch).unwrap(), []);
 }
 
 #[test]

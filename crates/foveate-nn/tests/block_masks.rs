@@ -39,7 +39,7 @@ fn a_batch_builds_the_block_masks_of_its_attention_and_none_for_its_metrics() {
             labels: &labels,
             documents: &documents,
             positions: &positions,
-            mean_kv_len: None,
+            live_pairs: &[],
         };
         let before = built();
         model.loss(&batch).unwrap();

@@ -46,6 +46,7 @@ pub mod memory;
 pub mod metrics;
 mod order;
 pub mod pack;
+mod pairs;
 mod ranks;
 pub mod recipe;
 mod safetensors;

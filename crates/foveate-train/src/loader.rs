@@ -2,7 +2,8 @@
 //!
 //! The thread reads, tokenises and packs while a step computes, and is at most [`AHEAD`] batches ahead:
 //! what it makes does not depend on when it makes it. Where ranks share the tokens of rows, it plans
-//! attention over them, too, so that no step waits for a plan. Each batch comes with the cursor behind it, so
+//! attention over them, too, so that no step waits for a plan; elsewhere it counts the pairs that masks let
+//! through. Each batch comes with the cursor behind it, so
 //! what a checkpoint says is where the steps are, not where the thread is. An error comes in the place
 //! of the batch that could not be made. Evaluations take their batches, of one pass over documents, from a
 //! thread of their own in the same way.
@@ -16,6 +17,7 @@ use crate::context::{ContextPart, ContextPlanner};
 use crate::corpus::{Corpus, TokenCounts};
 use crate::error::TrainError;
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
+use crate::pairs::PairCounter;
 use crate::ranks::RowPart;
 
 /// Batches that wait to be taken, the one that is being made among them.
@@ -57,6 +59,8 @@ pub(crate) struct Wanted {
     pub counts: Option<Arc<TokenCounts>>,
     /// What plans attention over ranks, where these compute it together.
     pub planner: Option<ContextPlanner>,
+    /// What counts the pairs that masks let through, where no plan over ranks does.
+    pub pairs: Option<PairCounter>,
 }
 
 impl Wanted {
@@ -75,13 +79,19 @@ impl Wanted {
         };
         let rows = part.lengths.len();
         let (places, padding) = (part.places() as u64, part.padding() as u64);
-        let (own, context) = match &mut self.planner {
+        let (mut own, context) = match &mut self.planner {
             None => (part.packed, None),
             Some(planner) => {
                 let all = part.all_rows();
                 planner.part(part.packed, all)?
             }
         };
+        if let Some(pairs) = &mut self.pairs
+            && context.is_none()
+            && own.rows > 0
+        {
+            pairs.count(&mut own)?;
+        }
         let (cursor, passes) = (packer.cursor(), packer.passes());
         Ok(Some(Loaded { own, context, rows, places, padding, cursor, passes }))
     }
@@ -199,6 +209,7 @@ mod tests {
             of_pass: None,
             counts: None,
             planner: None,
+            pairs: None,
         }
     }
 

@@ -62,6 +62,9 @@ pub struct Packed {
     pub positions: Vec<i32>,
     /// What stands where, in order.
     pub pieces: Vec<Piece>,
+    /// Pairs of query and key that the mask of each attention program lets through, as
+    /// [`foveate_nn::Batch::live_pairs`] has them; empty where nobody has counted them.
+    pub live_pairs: Vec<f64>,
 }
 
 impl Packed {
@@ -75,6 +78,7 @@ impl Packed {
             documents: vec![-1; len],
             positions: vec![0; len],
             pieces: Vec::new(),
+            live_pairs: Vec::new(),
         }
     }
 
@@ -86,13 +90,6 @@ impl Packed {
     /// Places without a document.
     pub fn padding(&self) -> usize {
         self.documents.iter().filter(|&&document| document < 0).count()
-    }
-
-    /// Keys of its own document, itself among them, that a query has not behind it, on average
-    /// and rounded up; none where there are no rows.
-    pub fn mean_kv_len(&self) -> Option<usize> {
-        let keys: usize = self.positions.iter().map(|&position| position as usize + 1).sum();
-        Some(keys.div_ceil(self.positions.len().max(1))).filter(|&keys| keys > 0)
     }
 
     /// Those of the rows that `rows` names.
@@ -107,6 +104,7 @@ impl Packed {
             documents: self.documents[cells.clone()].to_vec(),
             positions: self.positions[cells].to_vec(),
             pieces: pieces.map(|piece| Piece { row: piece.row - rows.start, ..*piece }).collect(),
+            live_pairs: Vec::new(),
         }
     }
 
@@ -125,6 +123,7 @@ impl Packed {
             documents: taken(&self.documents, self.len, columns),
             positions: taken(&self.positions, self.len, columns),
             pieces: Vec::new(),
+            live_pairs: Vec::new(),
         }
     }
 
@@ -142,6 +141,7 @@ impl Packed {
             documents: cut(&self.documents, width, rows, len),
             positions: cut(&self.positions, width, rows, len),
             pieces: self.pieces.into_iter().filter(|piece| piece.row < rows).collect(),
+            live_pairs: Vec::new(),
         }
     }
 
@@ -156,6 +156,7 @@ impl Packed {
             documents: vec![-1; cells],
             positions: (0..cells).map(|cell| (cell % len) as i32).collect(),
             pieces: Vec::new(),
+            live_pairs: Vec::new(),
         }
     }
 }

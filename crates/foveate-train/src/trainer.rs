@@ -30,6 +30,7 @@ use crate::error::TrainError;
 use crate::loader::{Loader, Wanted};
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
 use crate::pack::PackOptions;
+use crate::pairs::PairCounter;
 use crate::ranks::{Ranks, end_with};
 use crate::recipe::Recipe;
 use evaluation::HeldOut;
@@ -375,6 +376,7 @@ impl<B: Blocks> Setup<'_, B> {
             of_pass: None,
             counts: self.counts.clone(),
             planner: self.context.as_ref().map(RunContext::planner),
+            pairs: Some(PairCounter::of(&self.model)),
         };
         Loader::start(&self.corpus, wanted, self.state.cursor)?.ok_or_else(|| {
             let message = "state.json has a cursor outside the documents; it was changed or \

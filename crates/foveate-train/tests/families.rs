@@ -73,7 +73,7 @@ fn logits_and_every_gradient_are_those_of_transformers() {
             labels: &labels,
             documents: &vec![0; len],
             positions: &positions,
-            mean_kv_len: None,
+            live_pairs: &[],
         };
         let mut gradients = Gradients::zeros(&model);
         model.forward_backward(&batch, &mut gradients, Recompute::Mlp).unwrap();

@@ -178,7 +178,7 @@ impl Texts {
             labels: &self.labels,
             documents: &self.documents,
             positions: &self.positions,
-            mean_kv_len: Some(32),
+            live_pairs: &[(32 * ROWS * LEN) as f64],
         }
     }
 }

@@ -103,7 +103,7 @@ fn evaluate(steps: &mut Steps, rows: usize) {
         labels: &numbers,
         documents: &vec![0; all],
         positions: &numbers,
-        mean_kv_len: Some(LEN),
+        live_pairs: &[(all * LEN) as f64],
     };
     steps.model.loss_over(&batch, None, Some(&mut steps.state.0)).unwrap();
 }
@@ -202,7 +202,7 @@ impl Passes {
             labels: &numbers,
             documents: &numbers,
             positions: &numbers,
-            mean_kv_len: None,
+            live_pairs: &[],
         };
         let tables: [std::sync::Arc<RopeTable>; 0] = [];
         let batch = cuda.upload(&batch, &tables)?;

@@ -161,7 +161,7 @@ impl Held {
             labels: &self.labels,
             documents: &self.documents,
             positions: &self.positions,
-            mean_kv_len: None,
+            live_pairs: &[],
         }
     }
 }

@@ -39,7 +39,7 @@ fn uploaded(tokens: &[u32], labels: &[i32], positions: &[i32], table: RopeTable)
         labels,
         documents: &documents,
         positions,
-        mean_kv_len: None,
+        live_pairs: &[],
     };
     Cpu::default().upload(&batch, &[Arc::new(table)]).unwrap()
 }

@@ -109,7 +109,7 @@ impl<B: Blocks> Model<B> {
         let blocks = &mut running.blocks;
         let heads = PackedHeads::of(&part.local(self.config()), [rows_at_once, len]);
         let (mut workspace, mut masks) = (0, 0);
-        for plan in self.programs.plan(blocks, heads, part.first_heads(), None, cached)? {
+        for plan in self.programs.plan(blocks, heads, part.first_heads(), &[], cached)? {
             let bytes = blocks.plan_bytes(&plan)?;
             (workspace, masks) = (bytes.workspace.max(workspace), masks + bytes.masks);
         }

@@ -146,7 +146,8 @@ impl<B: Blocks> Prepared<B> {
             return Ok(Self { batch: uploaded, plans: Vec::new(), shape });
         }
         let (heads, first) = (PackedHeads::of(local, shape), part.first_heads());
-        let plans = plans.of(blocks, programs, heads, first, batch.mean_kv_len)?;
+        let keys = programs.mean_kv_len(batch)?;
+        let plans = plans.of(blocks, programs, heads, first, keys)?;
         let bind = |plan: &B::Plan| blocks.bind(plan, batch.documents, &uploaded);
         let plans = plans.iter().map(bind).collect::<Result<_, _>>()?;
         Ok(Self { batch: uploaded, plans, shape })

@@ -108,7 +108,7 @@ impl<B: Blocks> Model<B> {
                 gathering.end();
             }
         }
-        let live = pass.live_pairs(blocks, &self.programs, &prepared.plans);
+        let live = pass.live_pairs(blocks, &self.programs, &prepared.plans, batch);
         Ok(prepared.queued(live, batch))
     }
 
@@ -205,7 +205,7 @@ impl<B: Blocks> Model<B> {
         if let Some(gathering) = gathering {
             gathering.updated();
         }
-        let live = pass.live_pairs(blocks, programs, &prepared.plans);
+        let live = pass.live_pairs(blocks, programs, &prepared.plans, batch);
         Ok(prepared.queued(live, batch))
     }
 

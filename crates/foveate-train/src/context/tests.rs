@@ -63,7 +63,7 @@ fn rows(rows: usize, len: usize, seed: u64) -> Packed {
             position += 1;
         }
     }
-    Packed { rows, len, tokens, labels, documents, positions, pieces: vec![] }
+    Packed { rows, len, tokens, labels, documents, positions, ..Packed::default() }
 }
 
 fn program(mask: &str, score: Option<&str>) -> ProgramConfig {

@@ -4,14 +4,6 @@ use super::*;
 use crate::corpus::Sources;
 use crate::tokens::Tokenizer;
 
-#[test]
-fn a_query_sees_what_is_before_it_in_its_piece() {
-    let mut packed = Packed::with_rows(2, 4);
-    packed.positions = vec![0, 1, 2, 0, 0, 0, 0, 1];
-    // 6 + 1 and 1 + 1 + 3 keys, of 8 queries.
-    assert_eq!(packed.mean_kv_len(), Some(2));
-}
-
 fn corpus(texts: &[String]) -> (tempfile::TempDir, Corpus) {
     let dir = tempfile::tempdir().unwrap();
     for (i, text) in texts.iter().enumerate() {

@@ -125,7 +125,7 @@ impl Rows {
 
     fn batch(&self) -> Batch<'_> {
         let Self { tokens, labels, documents, positions } = self;
-        Batch { rows: 2, len: 11, tokens, labels, documents, positions, mean_kv_len: None }
+        Batch { rows: 2, len: 11, tokens, labels, documents, positions, live_pairs: &[] }
     }
 }
 

@@ -10,6 +10,7 @@ use crate::corpus::{Corpus, TokenCounts};
 use crate::error::TrainError;
 use crate::loader::{Loader, Wanted};
 use crate::pack::{Cursor, PackOptions, Packed, Packer};
+use crate::pairs::PairCounter;
 use crate::ranks::Ranks;
 
 /// A loss summed over tokens.
@@ -90,6 +91,7 @@ impl<B: Blocks> HeldOut<'_, B> {
             of_pass: Some(rows),
             counts: self.counts,
             planner: context.as_ref().map(|context| context.planner()),
+            pairs: Some(PairCounter::of(model)),
         };
         let mut total = TotalLoss::default();
         let Some(mut loader) = Loader::start(corpus, wanted, Cursor::default())? else {
@@ -165,7 +167,9 @@ pub fn token_losses<B: Blocks, E: From<TrainError>>(
 ) -> Result<TotalLoss, E> {
     let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
     let mut total = TotalLoss::default();
-    while let Some(packed) = packer.batch_of_pass(batch_rows, 0)? {
+    let mut pairs = PairCounter::of(model);
+    while let Some(mut packed) = packer.batch_of_pass(batch_rows, 0)? {
+        pairs.count(&mut packed)?;
         of_tokens(model, None, corpus, &packed, |token| {
             total.nats += token.nats;
             total.tokens += 1;

@@ -10,6 +10,7 @@ use super::setup::{context, recording, rows_suffice, share_parameters};
 use crate::context::{ContextBatch, ContextPart, RunContext};
 use crate::error::TrainError;
 use crate::pack::{AllRows, Packed};
+use crate::pairs::PairCounter;
 use crate::ranks::Ranks;
 use crate::recipe::Recipe;
 use crate::tensor::part_of;
@@ -22,6 +23,7 @@ pub struct MeshModel<'a, B: Blocks> {
     /// The ranks that hold the same parameters.
     replicas: Box<dyn Collectives>,
     context: Option<RunContext>,
+    pairs: PairCounter,
     /// Whether the passes of batches are recorded, where the recipe asks for it.
     recording: Option<Recording>,
 }
@@ -31,13 +33,6 @@ pub struct MeshModel<'a, B: Blocks> {
 pub struct MeshBatch {
     own: Packed,
     context: Option<ContextPart>,
-}
-
-impl MeshBatch {
-    /// Tokens, those of padding among them.
-    pub fn tokens(&self) -> usize {
-        self.own.tokens.len()
-    }
 }
 
 impl<'a, B: Blocks> MeshModel<'a, B> {
@@ -62,7 +57,8 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         let context = context(ranks, recipe, &mut model, gpu)?;
         let replicas = ranks.group(&[MeshAxis::Replicate])?;
         let recording = recording(ranks, recipe, &model);
-        Ok(Self { model, ranks, replicas, context, recording })
+        let pairs = PairCounter::of(&model);
+        Ok(Self { model, ranks, replicas, context, pairs, recording })
     }
 
     /// Whether the passes of batches are recorded so far, where the recipe asks for it.
@@ -78,16 +74,27 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         self.ranks.mesh()
     }
 
+    /// The sum over the ranks of pairs that [`Self::accumulate`] gave each.
+    ///
+    /// # Errors
+    /// Those of transfers.
+    pub fn pairs_of_all(&self, own: f64) -> Result<f64, TrainError> {
+        Ok(self.ranks.sum([own])?[0])
+    }
+
     /// This rank's part of a batch, planned: no step waits for it.
     ///
     /// # Errors
     /// When attention over the ranks cannot be planned.
     pub fn part(&mut self, batch: &Packed) -> Result<MeshBatch, TrainError> {
         let own = batch.part(self.ranks.rows(batch.rows));
-        let (own, context) = match &mut self.context {
+        let (mut own, context) = match &mut self.context {
             None => (own, None),
             Some(context) => context.planner_mut().part(own, AllRows::of(batch))?,
         };
+        if context.is_none() && own.rows > 0 {
+            self.pairs.count(&mut own)?;
+        }
         Ok(MeshBatch { own, context })
     }
 
@@ -143,6 +150,6 @@ pub fn batch(packed: &Packed) -> Batch<'_> {
         labels: &packed.labels,
         documents: &packed.documents,
         positions: &packed.positions,
-        mean_kv_len: packed.mean_kv_len(),
+        live_pairs: &packed.live_pairs,
     }
 }

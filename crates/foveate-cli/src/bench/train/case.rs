@@ -189,13 +189,6 @@ impl Case {
         };
         (0..self.rows()).map(row).collect()
     }
-
-    /// Keys that a query sees on average of a causal mask within documents, itself among them.
-    pub fn causal_keys(&self) -> f64 {
-        let batch = self.batch(0);
-        let keys: i64 = batch.positions.iter().map(|&position| i64::from(position) + 1).sum();
-        keys as f64 / batch.positions.len() as f64
-    }
 }
 
 /// The mask of so many documents a row.
@@ -307,7 +300,6 @@ mod tests {
         let keys = |number| -> f64 {
             case.batch(number).positions.iter().map(|&p| f64::from(p + 1)).sum()
         };
-        assert_eq!(case.causal_keys(), keys(0) / 171.0);
         assert_eq!([1, 2, 3].map(keys), [keys(0); 3]);
     }
 

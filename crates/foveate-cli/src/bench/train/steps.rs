@@ -92,7 +92,7 @@ pub struct Measured {
     pub peak_bytes: Option<u64>,
     /// Of arrays, by the dry run; on a processor with the process.
     pub planned_bytes: u64,
-    /// Keys that a query sees on average, where the device has counted them or the mask is causal.
+    /// Keys that a query sees on average, by the masks of all layers.
     keys: f64,
     /// In which the device works at a step: without waiting for the host. None where it takes no times, and of
     /// several ranks, which wait for each other.
@@ -261,9 +261,8 @@ impl Watched<'_> {
             _ => None,
         };
         let Profiled { ms: profiled_ms, mut blocks, keys_wait_ms } = training.profiled(pause)?;
-        let cells = training.batches[0].tokens() as f64;
-        let pairs = training.pairs.filter(|_| mesh.size(MeshAxis::Context) == 1);
-        let keys = pairs.map_or_else(|| case.causal_keys(), |pairs| pairs / cells);
+        let pairs = training.mesh.pairs_of_all(training.pairs)?;
+        let keys = pairs / (case.rows() * case.len()) as f64;
         let elems = training.mesh.model.layout().elems() as f64 / cutting.parts as f64;
         let counted =
             Counted { account: &account, precision, case, keys: keys / len as f64, elems };
@@ -342,8 +341,8 @@ struct Training<'a, B: Blocks> {
     spans: B::Spans,
     batches: Vec<MeshBatch>,
     done: usize,
-    /// Of query and key that the mask let through in the last batch, where the device counts them.
-    pairs: Option<f64>,
+    /// Of query and key that the masks let through of this rank in the last batch.
+    pairs: f64,
 }
 
 impl<'a, B: Blocks> Training<'a, B> {
@@ -367,7 +366,7 @@ impl<'a, B: Blocks> Training<'a, B> {
         let spans = model.spans(Treatment::of)?;
         let batches = (0..BATCHES).map(|number| mesh.part(&case.batch(number)));
         let batches = batches.collect::<Result<_, _>>()?;
-        let (done, pairs) = (0, None);
+        let (done, pairs) = (0, 0.0);
         Ok(Self { case, recompute, mesh, gradients, moments, spans, batches, done, pairs })
     }
 
@@ -379,7 +378,7 @@ impl<'a, B: Blocks> Training<'a, B> {
         for number in 0..case.accumulate() {
             let batch = &self.batches[(self.done * case.accumulate() + number) % BATCHES];
             let queued = self.mesh.accumulate(batch, gradients, self.recompute, &mut totals)?;
-            self.pairs = queued.live_pairs;
+            self.pairs = queued.live_pairs.unwrap_or_default();
         }
         self.mesh.sum(gradients)?;
         self.done += 1;
