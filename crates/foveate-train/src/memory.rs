@@ -123,6 +123,9 @@ impl Setting {
             keys.push("optimizer.in_backward = true".to_owned());
             keys.push("optimizer.clip_norm = 0".to_owned());
         }
+        if self.one_batch && !other.one_batch {
+            keys.push("train.accumulate = 1".to_owned());
+        }
         keys.join(", ")
     }
 }
@@ -257,9 +260,8 @@ impl Planned<'_> {
         less: impl Fn(ParameterState, bool) -> bool,
         memory: impl Fn(&Setting) -> Result<MemoryEstimate, NnError>,
     ) -> Result<Option<(String, MemoryEstimate)>, NnError> {
-        let accumulate = self.recipe.train.accumulate;
         for (in_backward, alone) in
-            [(from.in_backward, accumulate == 1), (from.in_backward, true), (true, true)]
+            [(from.in_backward, from.one_batch), (from.in_backward, true), (true, true)]
         {
             let states = ParameterState::ALL.into_iter().filter(|&state| less(state, alone));
             let states: Vec<ParameterState> = states.collect();
@@ -272,11 +274,7 @@ impl Planned<'_> {
                     let setting = Setting { state, rows, recompute, in_backward, one_batch };
                     let memory = memory(&setting)?;
                     if memory.total() <= bytes && memory.host <= host {
-                        let mut keys = setting.beside(from);
-                        if alone && accumulate > 1 {
-                            keys += ", train.accumulate = 1";
-                        }
-                        return Ok(Some((keys, memory)));
+                        return Ok(Some((setting.beside(from), memory)));
                     }
                 }
                 if rows == 1 {
@@ -377,6 +375,28 @@ mod tests {
         );
         let away = Recomputation { offload: Offload::LayerInputs, ..of(Recompute::Mlp, 5) };
         assert_eq!(least_that_fits(10, Some(79), away.offload, bytes).unwrap(), away);
+    }
+
+    #[test]
+    fn a_step_of_one_batch_is_told_by_its_key_alone_where_that_suffices() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/smollm-135m.toml");
+        let mut recipe = Recipe::load(Path::new(path), &[]).unwrap();
+        let config = recipe.model_config(0).unwrap().unwrap();
+        let attention = recipe.attention.clone().unwrap();
+        (recipe.train.batch_rows, recipe.train.accumulate) = (1, 4);
+        let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+        // Nothing is narrower, and nothing more can be computed again or wait on the host.
+        let own = Setting {
+            state: ParameterState::Int8Moments,
+            recompute: Recomputation { offload: Offload::LayerInputs, ..Recompute::Full.into() },
+            ..Setting::of(&recipe)
+        };
+        let alone = Setting { one_batch: true, ..own };
+        let there = planned.memory(&alone, 24 << 30).unwrap().total();
+        assert!(planned.memory(&own, there).unwrap().total() > there);
+        let (told, takes) = planned.nearest(&own, there, None).unwrap().unwrap();
+        assert_eq!(told, "train.accumulate = 1");
+        assert!(takes.total() <= there);
     }
 
     #[test]
