@@ -152,6 +152,18 @@ fn the_memory_that_a_run_tells_is_that_of_its_gpu() {
 }
 
 #[test]
+fn times_of_blocks_are_told_of_the_steps_that_they_are_of() {
+    let place = place();
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    let lines = lines(&place, Some(folder.path()), &["train.steps=20", "train.eval_every=0"]);
+    let names = ["attention_share", "linear_seconds", "loss_seconds", "optimizer_seconds"];
+    for step in metrics(&lines) {
+        let is_timed = [2, 18].contains(&step["step"].as_u64().unwrap());
+        assert!(names.iter().all(|name| step[name].is_number() == is_timed), "{step}");
+    }
+}
+
+#[test]
 fn operations_are_counted_by_the_masks_of_the_recipe_on_every_device() {
     let place = place();
     let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };

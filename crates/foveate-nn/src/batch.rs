@@ -1,5 +1,6 @@
 //! What a step is given and what it reports.
 
+use crate::backend::BlockSeconds;
 use crate::config::ModelConfig;
 use crate::error::NnError;
 
@@ -37,12 +38,8 @@ pub struct LossSum {
     /// Pairs of query and key that the mask lets through, in the mean of the heads; `None` where no
     /// gradient was asked for.
     pub live_pairs: Option<f64>,
-    /// Time spent in attention, forward and backward, in seconds.
-    pub attention_seconds: f64,
-    /// Time spent in products with the weights of the layers, forward and backward, in seconds.
-    pub linear_seconds: f64,
-    /// Time spent in the output projection and the loss, forward and backward, in seconds.
-    pub loss_seconds: f64,
+    /// What blocks took; none where the device took no times of it.
+    pub blocks: Option<BlockSeconds>,
     /// Time of the whole step, in seconds.
     pub seconds: f64,
 }

@@ -4,7 +4,7 @@
 
 use foveate_gpu::GpuError;
 use foveate_gpu::driver::{Event, Stream};
-use foveate_nn::{BlockTime, KEYS_WAIT, Sums};
+use foveate_nn::{BlockSeconds, BlockTime, KEYS_WAIT};
 
 /// A step of so many is measured.
 const EVERY: u64 = 16;
@@ -73,15 +73,15 @@ impl Timed {
         }
     }
 
-    /// The sum that its time is part of.
-    fn sum(self, sums: &mut Sums) -> Option<&mut f64> {
+    /// What its time is part of.
+    fn part(self, seconds: &mut BlockSeconds) -> Option<&mut f64> {
         match self {
-            Self::Attention | Self::AttentionBackward => Some(&mut sums.attention_seconds),
+            Self::Attention | Self::AttentionBackward => Some(&mut seconds.attention),
             Self::Linear | Self::LinearBackwardInput | Self::LinearBackwardWeight => {
-                Some(&mut sums.linear_seconds)
+                Some(&mut seconds.linear)
             }
-            Self::Loss | Self::CrossEntropy | Self::LossBackward => Some(&mut sums.loss_seconds),
-            Self::Clip | Self::Update => Some(&mut sums.optimizer_seconds),
+            Self::Loss | Self::CrossEntropy | Self::LossBackward => Some(&mut seconds.loss),
+            Self::Clip | Self::Update => Some(&mut seconds.optimizer),
             _ => None,
         }
     }
@@ -99,8 +99,6 @@ pub(super) struct Clock {
     marks: Vec<Mark>,
     /// Events that can be recorded again.
     free: Vec<Event>,
-    /// Seconds of the last step that was measured.
-    last: Sums,
     /// The beginning of the profile, while one is taken.
     origin: Option<Event>,
     profiled: Vec<BlockTime>,
@@ -203,18 +201,17 @@ impl Clock {
         Ok(())
     }
 
-    /// The times of step `step`, all of whose work is done; where it was not measured, those of the
-    /// last one with an update that was. `updated` says whether it has one.
-    pub fn read(&mut self, step: u64, updated: bool) -> Result<Sums, GpuError> {
+    /// The times of step `step`, all of whose work is done; none where it was not measured.
+    pub fn read(&mut self, step: u64) -> Result<Option<BlockSeconds>, GpuError> {
         let own: Vec<Mark> = self.marks.extract_if(.., |mark| mark.step == step).collect();
         if own.is_empty() {
-            return Ok(self.last);
+            return Ok(None);
         }
-        let mut sums = Sums::default();
+        let mut sums = BlockSeconds::default();
         for Mark { kind, begin, waits, end, .. } in own {
             let Some(end) = end else { continue };
             let seconds = seconds_between(&begin, &end)?;
-            if let Some(sum) = kind.sum(&mut sums) {
+            if let Some(sum) = kind.part(&mut sums) {
                 *sum += seconds;
             }
             for (from, to) in waits {
@@ -232,10 +229,7 @@ impl Clock {
             }
             self.free.extend([begin, end]);
         }
-        if updated {
-            self.last = sums;
-        }
-        Ok(sums)
+        Ok(Some(sums))
     }
 }
 

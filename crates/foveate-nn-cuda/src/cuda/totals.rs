@@ -132,14 +132,14 @@ impl Cuda {
             // Whoever reads of it decides what comes next.
             stopped.fill(0).map_err(|e| failed(&e))?;
         }
-        let times = self.clock.read(totals.step, totals.update > 0).map_err(|e| failed(&e))?;
+        let seconds = self.clock.read(totals.step).map_err(|e| failed(&e))?;
         if said == Said::Unread {
             let reason = "changed no weight: a step before was not finite, and its totals were dropped; read \
                           those of every step";
             return Err(NnErrorKind::Device(format!("the step {reason}")).into());
         }
         let Found { nats, labelled, .. } = found;
-        Ok(Sums { nats, labelled, grad_norm: found.grad_norm(), ..times })
+        Ok(Sums { nats, labelled, grad_norm: found.grad_norm(), seconds })
     }
 
     /// Queues the copy that the host reads.

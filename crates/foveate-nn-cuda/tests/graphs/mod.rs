@@ -362,17 +362,18 @@ fn blocks_of_every_sixteenth_step_are_timed_whatever_evaluations_lie_between() {
     let mut steps = recorded(Steps::new());
     let mut by_block = Vec::new();
     for number in 0..34 {
-        let (mut seconds, steps) = (0.0, &mut steps);
+        let (mut seconds, steps) = (None, &mut steps);
         let lines = launched(|| {
             let totals = steps.queue(Recompute::None);
             evaluate(steps, 1);
-            seconds = steps.model.read(totals).unwrap().optimizer_seconds;
+            seconds = steps.model.read(totals).unwrap().seconds;
         });
         if graphs(&lines).is_empty() {
             by_block.push(number);
         }
-        // Evaluations, some of which are timed, have no optimiser and leave the times of steps.
-        assert_eq!(seconds > 0.0, number > 0, "step {number}");
+        // Those of a step are its own: none where it was not timed.
+        assert_eq!(seconds.is_some(), number % 16 == 1, "step {number}");
+        assert!(seconds.is_none_or(|seconds| seconds.optimizer > 0.0), "step {number}");
     }
     assert_eq!(by_block, [0, 1, 17, 33]);
 }

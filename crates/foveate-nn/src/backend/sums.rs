@@ -40,14 +40,21 @@ pub struct Sums {
     /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`](crate::Blocks::clip) did not
     /// run.
     pub grad_norm: f64,
-    /// Time of attention, forward and backward, in seconds.
-    pub attention_seconds: f64,
-    /// Time of products with the weights of the layers, forward and backward, in seconds.
-    pub linear_seconds: f64,
-    /// Time of the output projection and the loss, forward and backward, in seconds.
-    pub loss_seconds: f64,
-    /// Time of the norm and of AdamW, in seconds.
-    pub optimizer_seconds: f64,
+    /// What blocks took; none where the device took no times of this step.
+    pub seconds: Option<BlockSeconds>,
+}
+
+/// Seconds that the blocks of a step took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BlockSeconds {
+    /// Attention, forward and backward.
+    pub attention: f64,
+    /// Products with the weights of the layers, forward and backward.
+    pub linear: f64,
+    /// The output projection and the loss, forward and backward.
+    pub loss: f64,
+    /// The norm and the update.
+    pub optimizer: f64,
 }
 
 /// What a [`BlockTime`] is called that lies within attention's: the time in which attention over ranks waits for

@@ -26,9 +26,10 @@ use rayon::prelude::*;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, ArrayBytes, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
-    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, ProcessMemory,
-    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Array, ArrayBytes, AttentionShape, BlockSeconds, Blocks, KvCache, LayerAttention, LinearShape,
+    LossGradients, LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes,
+    ProcessMemory, Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart,
+    Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, RopePairing};
@@ -52,12 +53,17 @@ pub struct Cpu {
     /// Parts of sums that products of many terms are cut into, kept between them.
     sums: Vec<f32>,
     /// Seconds since the last [`Blocks::read`], by what took them.
-    seconds: Sums,
+    seconds: BlockSeconds,
 }
 
 impl Default for Cpu {
     fn default() -> Self {
-        Self { moments: MomentDtype::F32, first: None, sums: Vec::new(), seconds: Sums::default() }
+        Self {
+            moments: MomentDtype::F32,
+            first: None,
+            sums: Vec::new(),
+            seconds: BlockSeconds::default(),
+        }
     }
 }
 
@@ -196,7 +202,8 @@ impl Blocks for Cpu {
 
     fn read(&mut self, totals: CpuTotals) -> Result<Sums, NnError> {
         let CpuTotals { nats, labelled, grad_norm, .. } = totals;
-        Ok(Sums { nats, labelled, grad_norm, ..std::mem::take(&mut self.seconds) })
+        let seconds = Some(std::mem::take(&mut self.seconds));
+        Ok(Sums { nats, labelled, grad_norm, seconds })
     }
 
     fn clear(&mut self, array: &mut Vec<f32>) -> Result<(), NnError> {
@@ -364,7 +371,7 @@ impl Blocks for Cpu {
         sum: Option<SumOverRanks<'_>>,
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
-        timed(&mut self.seconds.optimizer_seconds, || {
+        timed(&mut self.seconds.optimizer, || {
             let before = if more { totals.squares } else { 0.0 };
             let own = update::squares(gradients);
             let elsewhere = sum.as_ref().map_or(&[][..], |over| over.elsewhere).iter();
@@ -397,7 +404,7 @@ impl Blocks for Cpu {
             let words = [&mut moments.mean[..], &mut moments.square[..]];
             let kept = update::Kept { elems, dtype: self.moments, words };
             let array = &mut weights.array;
-            timed(&mut self.seconds.optimizer_seconds, || {
+            timed(&mut self.seconds.optimizer, || {
                 update::update(step, spans, array, (gradients, first), kept, totals.factor);
             });
         }
@@ -489,7 +496,7 @@ impl Blocks for Cpu {
     ) -> Result<(), NnError> {
         let a = Matrix::rows(x.values(), inputs);
         let b = Matrix::transposed(weight.values(), inputs);
-        timed(&mut self.seconds.linear_seconds, || {
+        timed(&mut self.seconds.linear, || {
             // `gemm` adds only to what is in its destination.
             if let Some(add) = add {
                 let size = y.len().div_ceil(rayon::current_num_threads()).max(1 << 14);
@@ -565,7 +572,7 @@ impl Blocks for Cpu {
     ) -> Result<(), NnError> {
         let (a, b) = (Matrix::rows(d_y, outputs), Matrix::rows(weight.values(), inputs));
         let work = || matmul([tokens, inputs, outputs], a, b, d_x, inputs, false);
-        timed(&mut self.seconds.linear_seconds, work);
+        timed(&mut self.seconds.linear, work);
         Ok(())
     }
 
@@ -578,7 +585,7 @@ impl Blocks for Cpu {
     ) -> Result<(), NnError> {
         let (sizes, sums) = ([outputs, inputs, tokens], &mut self.sums);
         let work = || matmul_deep(sizes, d_y, x, d_weight.sums(), sums);
-        timed(&mut self.seconds.linear_seconds, work);
+        timed(&mut self.seconds.linear, work);
         Ok(())
     }
 
@@ -604,7 +611,7 @@ impl Blocks for Cpu {
         out: &mut Vec<f32>,
         lse: &mut Vec<f32>,
     ) -> Result<(), NnError> {
-        timed(&mut self.seconds.attention_seconds, || match cache {
+        timed(&mut self.seconds.attention, || match cache {
             None => attention::forward(&layer, qkv, out, lse),
             Some(cache) => attention::forward_cached(&layer, qkv, cache, out, lse),
         })
@@ -620,7 +627,7 @@ impl Blocks for Cpu {
         d_qkv: &mut Vec<f32>,
         d_learned: PartMut<'_, Vec<f32>>,
     ) -> Result<(), NnError> {
-        timed(&mut self.seconds.attention_seconds, || {
+        timed(&mut self.seconds.attention, || {
             attention::backward(&layer, qkv, out, lse, d_out, d_qkv, d_learned.sums())
         })
     }
@@ -656,7 +663,7 @@ impl Blocks for Cpu {
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         totals.labelled += batch.labelled;
-        totals.nats += timed(&mut self.seconds.loss_seconds, || {
+        totals.nats += timed(&mut self.seconds.loss, || {
             let each = each.map(Vec::as_mut_slice);
             let gradients = gradients.map(|to| loss::Gradients::new(to, &mut self.sums));
             loss::cross_entropy(loss::Operands::new(operands, &batch.labels), each, gradients)
@@ -687,7 +694,7 @@ impl Blocks for Cpu {
             loss::cross_entropy_part(operands, loss::Part { first, all: &mut all }, gradients)
         });
         self.sums = kept;
-        self.seconds.loss_seconds += seconds;
+        self.seconds.loss += seconds;
         totals.nats += nats?;
         Ok(())
     }

@@ -347,9 +347,7 @@ fn loss_sum(queued: &Queued, sums: &Sums, start: Instant) -> LossSum {
         sum_nats: sums.nats,
         tokens: queued.tokens,
         live_pairs: queued.live_pairs,
-        attention_seconds: sums.attention_seconds,
-        linear_seconds: sums.linear_seconds,
-        loss_seconds: sums.loss_seconds,
+        blocks: sums.seconds,
         seconds: start.elapsed().as_secs_f64(),
     }
 }

@@ -62,18 +62,21 @@ pub struct StepMetrics {
     pub memory_bytes: u64,
     /// The most it has been, in bytes.
     pub peak_memory_bytes: u64,
-    /// Share of the step's time spent in attention, from 0 to 1.
-    pub attention_share: f64,
+    /// Share of the step's time spent in attention, from 0 to 1; like the times of other blocks left out of
+    /// a step whose blocks were not timed, as most are on a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention_share: Option<f64>,
     /// Time in products with the weights of the layers, forward and backward, in seconds.
-    #[serde(default)]
-    pub linear_seconds: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub linear_seconds: Option<f64>,
     /// Time of the output projection and the loss, forward and backward, in seconds.
-    #[serde(default)]
-    pub loss_seconds: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_seconds: Option<f64>,
     /// Time that the step waited for its packed rows, in seconds: they are made on another thread.
     pub data_seconds: f64,
     /// Time of clipping and AdamW, in seconds.
-    pub optimizer_seconds: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub optimizer_seconds: Option<f64>,
     /// Time of the whole step, in seconds; evaluations and saves are not part of it.
     pub seconds: f64,
 }

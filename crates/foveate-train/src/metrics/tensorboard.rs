@@ -55,7 +55,7 @@ impl TensorBoardLog {
     /// # Errors
     /// When they cannot be written.
     pub fn append(&mut self, record: &Record) -> io::Result<()> {
-        let values: Vec<(&str, f64)> = match record {
+        let mut values: Vec<(&str, f64)> = match record {
             Record::Step(m) => vec![
                 ("train/loss", m.loss),
                 ("train/grad_norm", m.grad_norm),
@@ -65,10 +65,8 @@ impl TensorBoardLog {
                 ("speed/labelled_tokens_per_s", m.labelled_tokens_per_s),
                 ("speed/packed_tokens_per_s", m.packed_tokens_per_s),
                 ("speed/data_seconds", m.data_seconds),
-                ("speed/optimizer_seconds", m.optimizer_seconds),
                 ("speed/tflops_dense", m.tflops_dense),
                 ("speed/tflops_live", m.tflops_live),
-                ("speed/attention_share", m.attention_share),
                 ("memory/bytes", m.memory_bytes as f64),
                 ("memory/peak_bytes", m.peak_memory_bytes as f64),
             ],
@@ -78,6 +76,13 @@ impl TensorBoardLog {
             Record::Save(m) => vec![("speed/save_seconds", m.seconds)],
             Record::Run(_) => return Ok(()),
         };
+        if let Record::Step(m) = record {
+            let timed = [
+                ("speed/optimizer_seconds", m.optimizer_seconds),
+                ("speed/attention_share", m.attention_share),
+            ];
+            values.extend(timed.into_iter().filter_map(|(tag, value)| Some((tag, value?))));
+        }
         let mut summary = Vec::new();
         for (tag, value) in values {
             let mut entry = Vec::new();

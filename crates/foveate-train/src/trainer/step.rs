@@ -140,7 +140,7 @@ impl<B: Blocks> Setup<'_, B> {
         let (config, cells) = (self.model.config(), sums.packed.max(1) as f64);
         let tflops =
             |keys: f64| cells * config.flops_per_token(keys).total() / sums.seconds * 1e-12;
-        let memory = self.memory();
+        let (memory, blocks) = (self.memory(), found.seconds);
         let metrics = StepMetrics {
             step,
             unix_time: unix_time(),
@@ -156,11 +156,12 @@ impl<B: Blocks> Setup<'_, B> {
             tflops_live: tflops(pairs / cells),
             memory_bytes: memory.now,
             peak_memory_bytes: memory.peak,
-            attention_share: (found.attention_seconds + queued.context_seconds) / sums.seconds,
-            linear_seconds: found.linear_seconds,
-            loss_seconds: found.loss_seconds,
+            attention_share: blocks
+                .map(|of| (of.attention + queued.context_seconds) / sums.seconds),
+            linear_seconds: blocks.map(|of| of.linear),
+            loss_seconds: blocks.map(|of| of.loss),
             data_seconds: queued.data_seconds,
-            optimizer_seconds: found.optimizer_seconds,
+            optimizer_seconds: blocks.map(|of| of.optimizer),
             seconds: sums.seconds,
         };
         self.done = step;
