@@ -73,6 +73,13 @@ impl Recipe {
                 let below = if finite { "finite".to_owned() } else { format!("below {below}") };
                 return fail(key, format!("is {value}; it must be at least 0 and {below}"));
             }
+            if value as f32 >= below as f32 {
+                let why = format!(
+                    "is {value}, which is {} as a 32-bit number: steps compute with these",
+                    value as f32
+                );
+                return fail(key, why);
+            }
         }
         let eps = self.optimizer.eps;
         if eps as f32 == 0.0 {

@@ -190,6 +190,10 @@ fn every_mistake_is_named_with_its_place() {
         ("schedule.min_ratio=1.5", "schedule.min_ratio is 1.5; it must be from 0 to 1"),
         ("optimizer.lr=inf", "optimizer.lr is inf; it must be at least 0 and finite"),
         ("optimizer.beta1=1", "optimizer.beta1 is 1; it must be at least 0 and below 1"),
+        (
+            "optimizer.beta2=0.99999999",
+            "optimizer.beta2 is 0.99999999, which is 1 as a 32-bit number: steps compute with these",
+        ),
     ] {
         assert!(told(TEXT, &[set]).ends_with(says), "{}", told(TEXT, &[set]));
     }
