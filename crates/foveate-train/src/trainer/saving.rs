@@ -39,7 +39,8 @@ impl<B: Blocks> Setup<'_, B> {
             self.tell(&place, step, took, took, observer)?;
             return Ok(place);
         }
-        ranks.together(save.is_shared(ranks.rank()))?;
+        let shared = ranks.together(save.is_shared(ranks.rank()));
+        shared.map_err(|e| self.abandoned(&save, e))?;
         let (rank, count) = (ranks.rank(), ranks.count());
         self.state.choices = self.model.choices();
         let snapshot = Snapshot {

@@ -144,3 +144,22 @@ fn saves_beside_the_steps_that_are_asked_for_are_refused_before_the_first_step()
         assert!(!place.0.path().join("run").exists(), "nothing was begun");
     }
 }
+
+#[test]
+fn nothing_stays_of_a_save_whose_folder_a_rank_does_not_see() {
+    let (place, elsewhere) = (Place::new(), Place::new());
+    let recipe = place.recipe(&[]);
+    let elsewhere = elsewhere.recipe(&[]).run.dir;
+    let ended = run_threads(2, Duration::from_secs(60), |world| {
+        let mut log = Log::default();
+        let mut setup = setup(world, &place, &recipe, &mut log).unwrap();
+        if world.rank() == 1 {
+            setup.folder = Folder::new(&elsewhere);
+        }
+        Ok(setup.save(false, &mut log).unwrap_err().to_string())
+    });
+    let told = "rank 1 does not see here what rank 0 writes";
+    assert!(ended.unwrap().iter().all(|e| e.contains(told)));
+    let left: Vec<_> = std::fs::read_dir(recipe.run.dir.join("checkpoints")).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
+}
