@@ -40,11 +40,19 @@ impl<M: StateMemory> CopyMemory<M> {
         let (memory, dropped) = (Arc::new(model.state_memory()), Arc::new(AtomicBool::new(false)));
         let (room, stop) = (Arc::clone(&memory), Arc::clone(&dropped));
         #[cfg(test)]
-        let is_refused = tests::REFUSED.get();
+        let planted = tests::PLANTED.get();
         let make = move || {
             #[cfg(test)]
-            if is_refused {
-                return Err(NnErrorKind::Device("planted".to_owned()).into());
+            match planted {
+                tests::Planted::Nothing => {}
+                tests::Planted::Refusal => {
+                    return Err(NnErrorKind::Device("planted".to_owned()).into());
+                }
+                tests::Planted::Wait => {
+                    while !stop.load(Ordering::Relaxed) {
+                        std::thread::yield_now();
+                    }
+                }
             }
             room.reserve(bytes, &stop)
         };
@@ -57,6 +65,11 @@ impl<M: StateMemory> CopyMemory<M> {
     /// Whether it was waited for.
     pub fn is_awaited(&self) -> bool {
         self.thread.is_none()
+    }
+
+    /// Whether waiting for it takes no time.
+    pub fn is_made(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// Waits until there is room, once.
@@ -106,9 +119,18 @@ pub(super) mod tests {
 
     use super::*;
 
+    /// What becomes of memory that a thread asks for.
+    #[derive(Clone, Copy)]
+    pub enum Planted {
+        Nothing,
+        /// There is none.
+        Refusal,
+        /// It takes until nobody waits for it.
+        Wait,
+    }
+
     thread_local! {
-        /// Whether memory that this thread asks for is refused.
-        pub static REFUSED: Cell<bool> = const { Cell::new(false) };
+        pub static PLANTED: Cell<Planted> = const { Cell::new(Planted::Nothing) };
     }
 
     fn made(

@@ -96,6 +96,12 @@ impl<B: Blocks> Setup<'_, B> {
             return Ok(());
         }
         observer.begins("making room for copies of what is saved");
+        while !copies.is_made() {
+            if observer.interrupted() {
+                return Err(TrainErrorKind::Interrupted.into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
         copies.wait().map_err(|why| refused(&why))
     }
 

@@ -7,7 +7,7 @@ use foveate_shard::collectives::{Collectives, run_threads};
 
 use super::*;
 use crate::trainer::copies::CopyMemory;
-use crate::trainer::copies::tests::REFUSED;
+use crate::trainer::copies::tests::{PLANTED, Planted};
 
 fn setup<'a>(
     world: &'a dyn Collectives,
@@ -74,7 +74,9 @@ fn steps_wait_for_saves_where_a_rank_has_no_memory_for_copies_that_nobody_asked_
             let mut setup = setup(world, &place, &recipe, &mut waits).unwrap();
             // As on a GPU, whose driver pins no memory for one of the ranks.
             setup.saves_beside = true;
-            REFUSED.set(world.rank() + 1 == ranks);
+            if world.rank() + 1 == ranks {
+                PLANTED.set(Planted::Refusal);
+            }
             let owned = setup.ranks.owned(setup.model.layout());
             let copies = CopyMemory::begin(&setup.model, &recipe.optimizer.rule(), &owned);
             setup.copies = Some(copies.unwrap());
@@ -128,7 +130,9 @@ fn saves_beside_the_steps_that_are_asked_for_are_refused_before_the_first_step()
         let place = Place::new();
         let recipe = place.recipe(&["train.async_save=true"]);
         let ended = run_threads(ranks, Duration::from_secs(60), |world| {
-            REFUSED.set(world.rank() + 1 == ranks);
+            if world.rank() + 1 == ranks {
+                PLANTED.set(Planted::Refusal);
+            }
             let mut log = Log::default();
             Ok(train_on(world, &recipe, &place.file(), Start::New, &mut log).unwrap_err())
         });
@@ -143,6 +147,31 @@ fn saves_beside_the_steps_that_are_asked_for_are_refused_before_the_first_step()
         }
         assert!(!place.0.path().join("run").exists(), "nothing was begun");
     }
+}
+
+/// Presses Ctrl-C while memory for copies is made.
+#[derive(Default)]
+struct Impatient(bool);
+
+impl Observer for Impatient {
+    fn begins(&mut self, what: &'static str) {
+        self.0 |= what == "making room for copies of what is saved";
+    }
+
+    fn interrupted(&mut self) -> bool {
+        self.0
+    }
+}
+
+#[test]
+fn a_run_that_waits_for_memory_for_copies_can_be_interrupted() {
+    let place = Place::new();
+    let recipe = place.recipe(&["train.async_save=true"]);
+    PLANTED.set(Planted::Wait);
+    let ended = train(&recipe, &place.file(), Start::New, &mut Impatient::default());
+    PLANTED.set(Planted::Nothing);
+    assert!(matches!(ended.unwrap_err().kind(), TrainErrorKind::Interrupted));
+    assert!(!recipe.run.dir.exists());
 }
 
 #[test]
