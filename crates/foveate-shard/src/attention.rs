@@ -589,7 +589,7 @@ impl ProvenPlan {
             ("mesh", crate::hash::bytes(mesh.to_string().bytes())),
             ("map", crate::hash::bytes(plan.sharding.map().to_string().bytes())),
             ("lengths", crate::hash::bytes(format!("{:?}", plan.whole).bytes())),
-            ("permutation", crate::hash::bytes(plan.permutation.id().to_string().bytes())),
+            ("permutation", crate::hash::bytes(format!("{:?}", plan.permutations).bytes())),
             ("dtype", plan.shape.element as u64),
             ("plan", self.proof().plan_hash),
             ("mask", hash(program.get_mask().map(|m| m.program()))),

@@ -4,14 +4,15 @@
 //! the runs of the block masks of all layers. Chunks go to ranks in equal numbers: the heaviest
 //! first, to the least loaded rank, ties to the rank that already needs most of the same keys. Then
 //! chunks of the most loaded rank are exchanged while that helps. A row that is balanced in its own
-//! order stays in it, because neighbours share keys. The same masks always give the same dispatch.
+//! order stays in it, because neighbours share keys. The same masks always give the same dispatch. Rows
+//! that other ranks compute have a dispatch of their own; every rank has as many tokens of each.
 
 use std::ops::Range;
 
 use crate::error::{ShardError, refused};
 use crate::layout::Cut;
 use crate::permutation::Permutation;
-use crate::plane::Planes;
+use crate::plane::{Planes, PlanesPart};
 use crate::ranges::Ranges;
 use foveate::mask::Tile;
 use foveate::tensor::count::Count;
@@ -52,7 +53,17 @@ impl Dispatch {
     /// # Errors
     /// When the row has fewer chunks than there are ranks, or a chunk is no multiple of a tile.
     pub fn new(planes: &Planes, ranks: usize, chunk: Option<usize>) -> Result<Self, ShardError> {
-        let (len, tile) = (planes.whole().q_len, planes.tile().q as usize);
+        let whole = planes.whole();
+        Self::of_rows(&planes.part(&(0..whole.batch), &(0..whole.heads)), ranks, chunk)
+    }
+
+    /// The same for some rows of a batch alone. All of them are cut into equal parts, whatever their masks.
+    pub(crate) fn of_rows(
+        part: &PlanesPart<'_>,
+        ranks: usize,
+        chunk: Option<usize>,
+    ) -> Result<Self, ShardError> {
+        let (len, tile) = (part.planes.whole().q_len, part.planes.tile().q as usize);
         if ranks == 0 {
             return refused("a row cannot be dispatched to no ranks");
         }
@@ -81,9 +92,7 @@ impl Dispatch {
             .map(|i| {
                 let tokens = i * chunk..len.min((i + 1) * chunk);
                 let rows = tokens.start / tile..tokens.end.div_ceil(tile);
-                let work = planes.work()[rows.clone()].iter().sum();
-                let keys = planes.needs()[rows].iter().flat_map(|r| r.as_slice().iter().cloned());
-                Chunk { tokens, work, keys: Ranges::of(keys) }
+                Chunk { tokens, work: part.work(rows.clone()), keys: part.keys(rows) }
             })
             .collect();
         let quotas = Cut::even(number, ranks);
@@ -91,8 +100,10 @@ impl Dispatch {
         let given = if imbalance(&loads(&chunks, &in_order)) <= BALANCED {
             in_order
         } else {
-            let mut given = by_weight(&chunks, &quotas.lengths());
-            exchange(&chunks, &mut given);
+            // A shorter chunk stays where it is in the row's own order.
+            let fixed = (!len.is_multiple_of(chunk)).then_some(number - 1);
+            let mut given = by_weight(&chunks, &quotas.lengths(), fixed);
+            exchange(&chunks, &mut given, fixed);
             given
         };
         let mut ranges = Vec::with_capacity(number);
@@ -148,15 +159,16 @@ pub(crate) fn imbalance(loads: &[u64]) -> f64 {
     if sum == 0 { 1.0 } else { max as f64 * loads.len() as f64 / sum as f64 }
 }
 
-/// Heaviest first to the least loaded rank that may have one more.
-fn by_weight(chunks: &[Chunk], quotas: &[usize]) -> Vec<Vec<usize>> {
+/// Heaviest first to the least loaded rank that may have one more; first of all `fixed` to the last rank.
+fn by_weight(chunks: &[Chunk], quotas: &[usize], fixed: Option<usize>) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..chunks.len()).collect();
-    order.sort_by_key(|&i| (std::cmp::Reverse(chunks[i].work), i));
+    order.sort_by_key(|&i| (Some(i) != fixed, std::cmp::Reverse(chunks[i].work), i));
     let mut given: Vec<Vec<usize>> = vec![Vec::new(); quotas.len()];
     let mut load = vec![0u64; quotas.len()];
     let mut needs = vec![Ranges::default(); quotas.len()];
     for i in order {
-        let open = |&r: &usize| given[r].len() < quotas[r];
+        let last = quotas.len() - 1;
+        let open = |&r: &usize| given[r].len() < quotas[r] && (Some(i) != fixed || r == last);
         let least = (0..quotas.len()).filter(open).map(|r| load[r]).min();
         let least = least.expect("quotas add up to the number of chunks");
         let tied: Vec<usize> =
@@ -178,7 +190,7 @@ fn by_weight(chunks: &[Chunk], quotas: &[usize]) -> Vec<Vec<usize>> {
 }
 
 /// Exchanges chunks of the most loaded rank with those of others while its load falls.
-fn exchange(chunks: &[Chunk], given: &mut [Vec<usize>]) {
+fn exchange(chunks: &[Chunk], given: &mut [Vec<usize>], fixed: Option<usize>) {
     let mut load = loads(chunks, given);
     for _ in 0..4 * given.len() {
         let heaviest = |load: &[u64]| {
@@ -191,7 +203,7 @@ fn exchange(chunks: &[Chunk], given: &mut [Vec<usize>]) {
             for (a, &from) in given[high].iter().enumerate() {
                 for (b, &to) in given[low].iter().enumerate() {
                     let (x, y) = (chunks[from].work, chunks[to].work);
-                    if x <= y {
+                    if x <= y || fixed.is_some_and(|fixed| [from, to].contains(&fixed)) {
                         continue;
                     }
                     let larger = (load[high] - (x - y)).max(load[low] + (x - y));

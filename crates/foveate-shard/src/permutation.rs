@@ -126,6 +126,15 @@ impl Permutation {
     }
 }
 
+/// The order of tokens where parts of the batch have a permutation each: that of all where they have the same.
+pub(crate) fn order_of(permutations: &[Permutation]) -> Option<PermutationId> {
+    let first = permutations.first()?.id;
+    if permutations.iter().all(|permutation| permutation.id == first) {
+        return Some(first);
+    }
+    Some(PermutationId(crate::hash::words(permutations.iter().map(|permutation| permutation.id.0))))
+}
+
 /// FNV-1a over the ranges.
 fn hash(ranges: &[Range<usize>], len: usize) -> u64 {
     let words = ranges.iter().flat_map(|r| [r.start as u64, r.end as u64]);

@@ -5,6 +5,7 @@
 //! [`ShardPlan::prove`] can check each against the others. What runs takes a [`crate::ProvenPlan`]
 //! only.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -20,8 +21,8 @@ use crate::error::{ShardError, refused};
 use crate::layout::{Cut, Lengths, ShardLayout, Sharding};
 use crate::map::{Axis, Map};
 use crate::mesh::MeshAxis;
-use crate::permutation::Permutation;
-use crate::plane::{Planes, Whole};
+use crate::permutation::{Permutation, order_of};
+use crate::plane::{Planes, PlanesPart, Whole};
 use crate::ranges::Ranges;
 
 /// How keys and queries of different ranks of `context` meet. As text it is `gather`, `exchange` (in 2
@@ -219,8 +220,8 @@ pub struct ShardPlan {
     pub strategy: Strategy,
     /// Why this strategy.
     pub reason: String,
-    /// The order of the row's tokens.
-    pub permutation: Permutation,
+    /// The order of the tokens of rows, by part of `batch`.
+    pub permutations: Vec<Permutation>,
     /// The ranks, in order.
     pub ranks: Vec<RankPlan>,
 }
@@ -281,37 +282,37 @@ impl ShardPlan {
             ffn: shape.ffn,
             vocab: shape.vocab,
         };
-        let context = map.mesh().size(MeshAxis::Context);
-        let dispatch = Dispatch::new(planes, context, options.chunk)?;
-        let permutation = dispatch.permutation().clone();
-        // The keys of self-attention are the tokens themselves; others stay as they are.
-        let same = whole.q_len == whole.kv_len;
-        let kv_cut = if same { dispatch.cut().clone() } else { Cut::even(whole.kv_len, context) };
-        let sharding = Sharding::new(map.clone(), &lengths)?
-            .with_cut(Axis::Seq, dispatch.cut().clone())?
-            .with_cut(Axis::KvSeq, kv_cut.clone())?
-            .in_order(Some(permutation.id()));
-        let q: Vec<Ranges> = (0..context).map(|c| Ranges::of(dispatch.tokens(c))).collect();
-        let kv: Vec<Ranges> = match same {
-            true => q.clone(),
-            false => (0..context).map(|c| Ranges::one(kv_cut.range(c))).collect(),
-        };
-        let needs: Vec<Ranges> = q.iter().map(|q| needs_of(planes, q)).collect();
-        let (strategy, reason) = choose(map, &whole, shape, options.strategy, [&q, &kv, &needs])?;
+        let sharding = Sharding::new(map.clone(), &lengths)?;
+        let places = Places::new(&sharding, planes, options.chunk)?;
+        let permutations: Vec<Permutation> =
+            places.tokens.iter().map(|tokens| tokens.dispatch.permutation().clone()).collect();
+        let first = places.tokens.first().expect("there is a part of the batch");
+        let sharding = sharding
+            .with_cut(Axis::Seq, first.dispatch.cut().clone())?
+            .with_cut(Axis::KvSeq, first.kv_cut.clone())?
+            .in_order(order_of(&permutations));
+        let (strategy, reason) = choose(map, &whole, shape, options.strategy, &places)?;
         let mut plan = Self {
             sharding,
             whole,
             shape: shape.clone(),
             strategy,
             reason,
-            permutation,
+            permutations,
             ranks: Vec::new(),
         };
         let shared = Shared::new(&plan)?;
-        plan.ranks = (0..map.mesh().ranks())
-            .map(|rank| plan.rank(rank, planes, [&q, &kv, &needs], &shared))
-            .collect();
+        plan.ranks =
+            (0..map.mesh().ranks()).map(|rank| plan.rank(rank, planes, &places, &shared)).collect();
         Ok(plan)
+    }
+
+    /// The order of the tokens of a rank's rows.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    pub fn permutation(&self, rank: usize) -> &Permutation {
+        &self.permutations[self.sharding.map().part(Axis::Batch, rank)]
     }
 
     /// The ranks of a rank's `context` group, in order.
@@ -319,14 +320,11 @@ impl ShardPlan {
         self.sharding.map().mesh().group(rank, &[MeshAxis::Context])
     }
 
-    fn rank(
-        &self,
-        rank: usize,
-        planes: &Planes,
-        [q, kv, needs]: [&[Ranges]; 3],
-        shared: &Shared,
-    ) -> RankPlan {
+    fn rank(&self, rank: usize, planes: &Planes, places: &Places, shared: &Shared) -> RankPlan {
         let map = self.sharding.map();
+        let tokens = &places.tokens[map.part(Axis::Batch, rank)];
+        let needs = places.needs(map, rank);
+        let (q, kv) = (&tokens.q, &tokens.kv);
         let mesh = map.mesh();
         let at = |axis| self.sharding.range(axis, rank);
         let c = mesh.index(rank, MeshAxis::Context);
@@ -364,13 +362,14 @@ impl ShardPlan {
             Strategy::Exchange(number) => {
                 let arrives =
                     |to: usize, s: usize| piece(&needs[to].difference(&kv[to]), s, number);
+                let part = planes.part(&own.batch, &own.heads);
                 let mut all = vec![stage(vec![], vec![], own.clone(), true)];
                 for s in 0..number {
                     let mine = arrives(c, s);
                     let sends = others().map(|o| with_keys(o, arrives(o, s).intersection(&kv[c])));
                     let receives = others().map(|o| with_keys(o, mine.intersection(&kv[o])));
                     // Queries that see none of them would give nothing.
-                    let q = seeing(planes, &q[c], &mine);
+                    let q = part.seeing(&q[c], &mine);
                     let compute = Cells { q, kv: mine.clone(), ..own.clone() };
                     all.push(stage(sends.collect(), receives.collect(), compute, false));
                 }
@@ -453,6 +452,76 @@ impl ShardPlan {
     }
 }
 
+/// The tokens of some rows on the ranks of `context`.
+struct Tokens {
+    dispatch: Dispatch,
+    kv_cut: Cut,
+    q: Vec<Ranges>,
+    kv: Vec<Ranges>,
+}
+
+impl Tokens {
+    fn new(
+        part: &PlanesPart<'_>,
+        context: usize,
+        chunk: Option<usize>,
+    ) -> Result<Self, ShardError> {
+        let dispatch = Dispatch::of_rows(part, context, chunk)?;
+        let Whole { q_len, kv_len, .. } = *part.planes.whole();
+        let q: Vec<Ranges> = (0..context).map(|c| Ranges::of(dispatch.tokens(c))).collect();
+        // The keys of self-attention are the tokens themselves; others stay as they are.
+        let (kv_cut, kv) = match q_len == kv_len {
+            true => (dispatch.cut().clone(), q.clone()),
+            false => {
+                let cut = Cut::even(kv_len, context);
+                let kv = (0..context).map(|c| Ranges::one(cut.range(c))).collect();
+                (cut, kv)
+            }
+        };
+        Ok(Self { dispatch, kv_cut, q, kv })
+    }
+}
+
+/// Who has which tokens and needs which keys. Ranks that share rows share a permutation of their own; parts whose
+/// masks are the same have the same one.
+struct Places {
+    /// By part of `batch`.
+    tokens: Vec<Arc<Tokens>>,
+    /// By part of `batch` and of `heads`: the keys that each rank of `context` needs.
+    needs: Vec<Arc<Vec<Ranges>>>,
+}
+
+impl Places {
+    fn new(sharding: &Sharding, planes: &Planes, chunk: Option<usize>) -> Result<Self, ShardError> {
+        let context = sharding.map().mesh().size(MeshAxis::Context);
+        let (batch, heads) = (sharding.cut(Axis::Batch), sharding.cut(Axis::Heads));
+        let (mut found, mut needed) = (HashMap::new(), HashMap::new());
+        let mut places = Self { tokens: vec![], needs: vec![] };
+        for b in 0..batch.parts() {
+            let rows = planes.part(&batch.range(b), &(0..planes.whole().heads));
+            let tokens: Arc<Tokens> = match found.get(&rows.which) {
+                Some(known) => Arc::clone(known),
+                None => Arc::new(Tokens::new(&rows, context, chunk)?),
+            };
+            for h in 0..heads.parts() {
+                let part = planes.part(&batch.range(b), &heads.range(h));
+                let of_all = || tokens.q.iter().map(|q| part.needs_of(q)).collect::<Vec<_>>();
+                let known = needed.entry([rows.which.clone(), part.which.clone()]);
+                places.needs.push(Arc::clone(known.or_insert_with(|| Arc::new(of_all()))));
+            }
+            found.insert(rows.which, Arc::clone(&tokens));
+            places.tokens.push(tokens);
+        }
+        Ok(places)
+    }
+
+    /// The keys that each rank of `context` needs which has a rank's rows and heads.
+    fn needs(&self, map: &Map, rank: usize) -> &[Ranges] {
+        let heads = self.needs.len() / self.tokens.len();
+        &self.needs[map.part(Axis::Batch, rank) * heads + map.part(Axis::Heads, rank)]
+    }
+}
+
 /// What plans of several ranks have in common, made once.
 struct Shared {
     arrays: Arc<Vec<(&'static str, ShardLayout)>>,
@@ -486,25 +555,6 @@ impl Part {
     }
 }
 
-/// The keys that some queries need, of whole tiles.
-fn needs_of(planes: &Planes, q: &Ranges) -> Ranges {
-    let side = planes.tile().q as usize;
-    let rows = q.as_slice().iter().flat_map(|r| r.start / side..r.end.div_ceil(side));
-    // Neighbours mostly need the same: joined by chunk first, so that sorting is cheap.
-    Ranges::of(rows.flat_map(|row| planes.needs()[row].as_slice().iter().cloned()))
-}
-
-/// Those of some queries that see any of `keys`, in whole tiles.
-pub(crate) fn seeing(planes: &Planes, q: &Ranges, keys: &Ranges) -> Ranges {
-    if keys.is_empty() {
-        return Ranges::default();
-    }
-    let side = planes.tile().q as usize;
-    let rows = q.as_slice().iter().flat_map(|r| r.start / side..r.end.div_ceil(side));
-    let sees = |row: &usize| planes.needs()[*row].common(keys) > 0;
-    Ranges::of(rows.filter(sees).map(|row| row * side..(row + 1) * side)).intersection(q)
-}
-
 /// Piece `s` of `number` of about equal sizes, in order of position.
 fn piece(ranges: &Ranges, s: usize, number: usize) -> Ranges {
     let wanted = Cut::even(ranges.len(), number).range(s);
@@ -525,8 +575,10 @@ fn choose(
     whole: &Whole,
     shape: &ModelShape,
     wanted: Option<Strategy>,
-    [q, kv, needs]: [&[Ranges]; 3],
+    places: &Places,
 ) -> Result<(Strategy, String), ShardError> {
+    // Every part of the batch has as many tokens on a rank.
+    let Tokens { q, kv, .. } = &*places.tokens[0];
     let ranks = kv.len();
     // Of the ranks of `tensor`, the one with the fewest key/value heads.
     let kv_heads = whole.kv_heads / map.parts(Axis::KvHeads);
@@ -553,7 +605,12 @@ fn choose(
     }
     // Bytes that the busiest rank receives in a forward pass, for one head of keys.
     let group = whole.heads / whole.kv_heads;
-    let exchange = (0..ranks).map(|c| needs[c].difference(&kv[c]).len()).max().unwrap_or(0);
+    let heads = places.needs.len() / places.tokens.len();
+    let received = places.needs.iter().enumerate().flat_map(|(place, needs)| {
+        let kv = &places.tokens[place / heads].kv;
+        needs.iter().zip(kv).map(|(needs, own)| needs.difference(own).len())
+    });
+    let exchange = received.max().unwrap_or(0);
     let exchange = exchange * (shape.dim + shape.dim_v);
     let swapped = (0..ranks).map(|c| {
         let keys = (whole.kv_len - kv[c].len()) * (shape.dim + shape.dim_v);

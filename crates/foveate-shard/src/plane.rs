@@ -1,6 +1,7 @@
 //! The masks of a model over one row of tokens: which keys a tile of queries needs, and how much work
 //! it is.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use foveate::mask::{BlockMask, Tile, Varies};
@@ -78,8 +79,9 @@ pub struct Planes {
     needs: Vec<Ranges>,
 }
 
-/// Block masks that a mask may have, one for each batch entry and head that it tells apart.
-const MOST_MASKS: usize = 1 << 12;
+/// Rows of tiles of the block masks of a mask, of which there is one for each batch entry and head that it tells
+/// apart: 4,096 of a million tokens.
+const MOST_ROWS: usize = 1 << 25;
 
 impl Planes {
     /// The block masks of `layers` in tiles of `tile`. A mask that reads `b` or `h` has one for each
@@ -87,8 +89,8 @@ impl Planes {
     ///
     /// # Errors
     /// When there is no layer, a length exceeds `i32::MAX`, heads do not fit key/value heads, a mask
-    /// reads a captured buffer outside its axis or in device memory, or tells more than 4,096 batch
-    /// entries and heads apart.
+    /// reads a captured buffer outside its axis or in device memory, or tells so many batch entries and heads
+    /// apart that their block masks have more than 33,554,432 rows of tiles.
     pub fn new(whole: Whole, layers: &[LayerMask], tile: Tile) -> Result<Self, ShardError> {
         let Whole { batch, heads, kv_heads, q_len, kv_len } = whole;
         if layers.is_empty() {
@@ -107,6 +109,7 @@ impl Planes {
                 i32::MAX
             ));
         };
+        let rows = q_len.div_ceil(tile.q as usize);
         let mut block_masks = Vec::new();
         for (index, LayerMask { mask, layers }) in layers.iter().enumerate() {
             let Some(mask) = mask else {
@@ -130,11 +133,14 @@ impl Planes {
                 false => vec![None],
             };
             let (entries, of_heads) = (each(varies.by_batch, batch), each(varies.by_head, heads));
-            if entries.len().saturating_mul(of_heads.len()) > MOST_MASKS {
+            let all = entries.len().saturating_mul(of_heads.len()).saturating_mul(rows);
+            if all > MOST_ROWS {
                 return refused(format!(
-                    "a mask differs between {} batch entries and {} heads; plan for a smaller batch",
+                    "a mask differs between {} batch entries and {} heads, whose block masks have {all} rows of \
+                     {} queries where {MOST_ROWS} are allowed; plan for a smaller batch",
                     entries.len(),
-                    of_heads.len()
+                    of_heads.len(),
+                    tile.q
                 ));
             }
             for &b in &entries {
@@ -155,7 +161,6 @@ impl Planes {
                 }
             }
         }
-        let rows = q_len.div_ceil(tile.q as usize);
         let mut work = vec![0; rows];
         for block_mask in &block_masks {
             let times = block_mask.layers * block_mask.pairs(&(0..batch), &(0..heads));
@@ -201,6 +206,74 @@ impl Planes {
     /// Keys in live tiles of each row of tiles, over all layers, batch entries and heads.
     pub fn needs(&self) -> &[Ranges] {
         &self.needs
+    }
+
+    /// The block masks of some batch entries and heads.
+    pub(crate) fn part(&self, batch: &Range<usize>, heads: &Range<usize>) -> PlanesPart<'_> {
+        let of = |index: &usize| self.block_masks[*index].pairs(batch, heads) > 0;
+        let which = (0..self.block_masks.len()).filter(of).collect();
+        PlanesPart { planes: self, which, batch: batch.clone(), heads: heads.clone() }
+    }
+}
+
+/// The planes of some batch entries and heads.
+#[derive(Clone, Debug)]
+pub(crate) struct PlanesPart<'a> {
+    pub planes: &'a Planes,
+    /// Its block masks: parts that have the same ones need the same keys.
+    pub which: Vec<usize>,
+    batch: Range<usize>,
+    heads: Range<usize>,
+}
+
+impl PlanesPart<'_> {
+    fn block_masks(&self) -> impl Iterator<Item = &LayerBlockMask> {
+        self.which.iter().map(|&index| &self.planes.block_masks[index])
+    }
+
+    /// Live entries of some rows of tiles, over all layers.
+    pub fn work(&self, rows: Range<usize>) -> u64 {
+        let of = |block_mask: &LayerBlockMask| {
+            let times = block_mask.layers * block_mask.pairs(&self.batch, &self.heads);
+            times * block_mask.live[rows.clone()].iter().sum::<u64>()
+        };
+        self.block_masks().map(of).sum()
+    }
+
+    /// Keys in live tiles of a row of tiles.
+    fn keys_of_row(&self, row: usize) -> Cow<'_, Ranges> {
+        if self.which.len() == self.planes.block_masks.len() {
+            return Cow::Borrowed(&self.planes.needs[row]);
+        }
+        Cow::Owned(Ranges::of(self.block_masks().flat_map(|of| live_keys(&of.tiles, row))))
+    }
+
+    /// Keys in live tiles of some rows of tiles.
+    pub fn keys(&self, rows: impl Iterator<Item = usize>) -> Ranges {
+        // Neighbours mostly need the same: joined by row first, so that sorting is cheap.
+        Ranges::of(rows.flat_map(|row| self.keys_of_row(row).as_slice().to_vec()))
+    }
+
+    /// The keys that some queries need, of whole tiles.
+    pub fn needs_of(&self, q: &Ranges) -> Ranges {
+        self.keys(self.rows(q))
+    }
+
+    /// Those of some queries that see any of `keys`, in whole tiles.
+    pub fn seeing(&self, q: &Ranges, keys: &Ranges) -> Ranges {
+        if keys.is_empty() {
+            return Ranges::default();
+        }
+        let side = self.planes.tile.q as usize;
+        let sees = |row: &usize| self.keys_of_row(*row).common(keys) > 0;
+        let seeing = self.rows(q).filter(sees).map(|row| row * side..(row + 1) * side);
+        Ranges::of(seeing).intersection(q)
+    }
+
+    /// The rows of tiles that have some queries.
+    fn rows(&self, q: &Ranges) -> impl Iterator<Item = usize> {
+        let side = self.planes.tile.q as usize;
+        q.as_slice().iter().flat_map(move |r| r.start / side..r.end.div_ceil(side))
     }
 }
 

@@ -142,13 +142,14 @@ fn reads(
     Ok((read_keys, read_queries))
 }
 
-/// Some query of the rank sees each key that arrives, and each query of a stage but the first one of its
+/// Some query of the rank's rows and heads sees each key that arrives, and each query of a stage but the first one of its
 /// keys.
 fn needed(rank: &RankPlan, whole: &Whole, masks: &[Option<MaskMod>]) -> Outcome {
+    let Cells { batch, heads, .. } = &rank.own;
+    let pairs = batch.clone().flat_map(|b| heads.clone().map(move |h| (b, h)));
     for part in rank.stages.iter().flat_map(|s| &s.receives) {
         for kv in positions(&part.cells.kv) {
             let rows = positions(&rank.own.q);
-            let pairs = (0..whole.batch).flat_map(|b| (0..whole.heads).map(move |h| (b, h)));
             let seen = pairs.clone().any(|(b, h)| {
                 rows.clone().any(|q| masks.iter().any(|m| lives(m, whole, b, h, q, kv)))
             });
@@ -163,7 +164,6 @@ fn needed(rank: &RankPlan, whole: &Whole, masks: &[Option<MaskMod>]) -> Outcome 
             return fail("not begun");
         }
         for q in positions(&stage.compute.q) {
-            let pairs = (0..whole.batch).flat_map(|b| (0..whole.heads).map(move |h| (b, h)));
             let keys = positions(&stage.compute.kv);
             let sees = pairs.clone().any(|(b, h)| {
                 keys.clone().any(|kv| masks.iter().any(|m| lives(m, whole, b, h, q, kv)))

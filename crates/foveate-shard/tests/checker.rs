@@ -81,7 +81,7 @@ fn right_plans_are_proven_on_every_mesh_and_strategy() {
                 [documents(), masks::causal(), masks::full(), masks::sliding_window(7).unwrap()]
             {
                 let (plan, planes) = planned(mesh, strategy, mask);
-                assert!(plan.permutation.inverse().inverse() == plan.permutation);
+                assert!(plan.permutations.iter().all(|order| order.inverse().inverse() == *order));
                 let proven = plan.prove(&planes, &Limits::default());
                 let proof =
                     proven.unwrap_or_else(|e| panic!("{mesh:?}, {strategy}: {e}")).proof().clone();
@@ -201,7 +201,7 @@ fn mapped(plan: &ShardPlan, name: &str, map: Map) -> ShardLayout {
         ffn: 96,
         vocab: 50,
     };
-    let sharding = Sharding::new(map, &lengths).unwrap().in_order(Some(plan.permutation.id()));
+    let sharding = Sharding::new(map, &lengths).unwrap().in_order(Some(plan.permutation(0).id()));
     arrays::by_name(name).unwrap().layout(&sharding).unwrap()
 }
 
@@ -363,10 +363,11 @@ const FAULTS: &[Fault] = &[
     Fault { name: "the map of key/value heads is forgotten", strategy: TWO, point: 'a', operand: "h_kv", plant: |p| p.ranks[1].stages[1].coordinates.kv_heads = 0..2 },
     Fault { name: "the map of batch entries is forgotten", strategy: TWO, point: 'a', operand: "b", plant: |p| p.ranks[6].stages[1].coordinates.batch = 0..2 },
     Fault { name: "keys have the local length", strategy: TWO, point: 'a', operand: "kv_len", plant: |p| p.ranks[0].stages[2].lengths[1] = 13 },
-    Fault { name: "the permutation lies", strategy: TWO, point: 'a', operand: "permutation", plant: |p| p.permutation = Permutation::new(vec![30..LEN, 0..30], LEN).unwrap() },
+    Fault { name: "the permutation lies", strategy: TWO, point: 'a', operand: "permutation", plant: |p| p.permutations[1] = Permutation::new(vec![30..LEN, 0..30], LEN).unwrap() },
+    Fault { name: "a part of the batch has no permutation", strategy: TWO, point: 'a', operand: "permutation", plant: |p| { p.permutations.pop(); } },
     Fault { name: "permutation and layouts lie alike", strategy: TWO, point: 'a', operand: "q", plant: |p| {
-        p.permutation = Permutation::new(vec![30..LEN, 0..30], LEN).unwrap();
-        p.sharding = p.sharding.clone().in_order(Some(p.permutation.id()));
+        p.permutations.fill(Permutation::new(vec![30..LEN, 0..30], LEN).unwrap());
+        p.sharding = p.sharding.clone().in_order(Some(p.permutations[0].id()));
     } },
     Fault { name: "a rank is missing", strategy: TWO, point: 'a', operand: "mesh", plant: |p| { p.ranks.pop(); } },
     Fault { name: "the plan is of another length than the mask", strategy: TWO, point: 'a', operand: "mask", plant: |p| p.whole.kv_len += 1 },

@@ -6,8 +6,8 @@ use foveate::mask::Tile;
 use foveate::tensor::{ElementType, random::Random};
 use foveate::{Buffer, MaskMod, masks};
 use foveate_shard::{
-    Dispatch, LayerMask, Limits, Map, Mesh, ModelShape, PlanOptions, Planes, Ranges, ShardPlan,
-    Strategy, Whole,
+    Dispatch, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, Ranges,
+    ShardPlan, Strategy, Whole,
 };
 
 const TILE: Tile = Tile { q: 128, kv: 128 };
@@ -25,6 +25,18 @@ fn lengths(len: usize, number: usize) -> Vec<i32> {
     let rest = len as i32 - lengths.iter().sum::<i32>();
     lengths[number - 1] += rest;
     lengths
+}
+
+fn shape() -> ModelShape {
+    ModelShape {
+        dim: 128,
+        dim_v: 128,
+        hidden: 4096,
+        ffn: 14336,
+        vocab: 1000,
+        element: ElementType::BF16,
+        parameters: vec![("block".to_owned(), 1 << 20)],
+    }
 }
 
 fn documents(len: usize, number: usize) -> MaskMod {
@@ -131,21 +143,12 @@ fn keys_that_are_sent_are_hardly_more_than_those_that_are_seen() {
         ("chunks", vec![layer(chunked)], &|q| q / 8192 * 8192..q + 1),
         ("alternating", vec![layer(masks::causal()), layer(window)], &|q| 0..q + 1),
     ];
-    let shape = ModelShape {
-        dim: 128,
-        dim_v: 128,
-        hidden: 4096,
-        ffn: 14336,
-        vocab: 1000,
-        element: ElementType::BF16,
-        parameters: vec![("block".to_owned(), 1 << 20)],
-    };
     for (name, layers, seen) in rows {
         let planes = Planes::new(whole(len), &layers, TILE).unwrap();
         for ranks in [8, 16, 32, 64] {
             let map = Map::new(Mesh::new([1, 1, ranks, 1]).unwrap());
             let options = PlanOptions { strategy: Some(Strategy::Exchange(2)), chunk: None };
-            let plan = ShardPlan::new(&map, &planes, &shape, options).unwrap();
+            let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
             let proven = plan.prove(&planes, &Limits::default()).unwrap();
             let sent: u64 = proven.proof().bytes.iter().map(|bytes| bytes.forward_sent).sum();
             let needed = proven.plan().ranks.iter().map(|rank| {
@@ -159,6 +162,75 @@ fn keys_that_are_sent_are_hardly_more_than_those_that_are_seen() {
             assert!(ratio <= 1.1, "{name} over {ranks} ranks: {ratio}");
         }
     }
+}
+
+/// A batch of rows that are packed with other documents each: ranks balance their own rows, and are sent what these
+/// need.
+#[test]
+fn rows_of_other_documents_are_balanced_and_sent_what_they_need_each() {
+    let len = 1 << 16;
+    for [shard, context, tensor] in [[2, 2, 1], [4, 8, 1], [8, 8, 1], [2, 4, 2]] {
+        let mut random = Random::new(11);
+        // Documents of 4,096 tokens in the mean; where that of each token begins.
+        let mut starts: Vec<Vec<usize>> = vec![Vec::new(); shard];
+        for row in &mut starts {
+            while row.len() < len {
+                let (begin, length) = (row.len(), 1024 + random.below(6144));
+                row.resize(len.min(begin + length), begin);
+            }
+        }
+        let ids = starts.concat().iter().map(|&start| start as i32).collect();
+        let ids = Buffer::new("doc", &[shard, len], ids).unwrap();
+        let mask = masks::causal() & masks::document(&ids).unwrap();
+        let whole = Whole { batch: shard, ..whole(len) };
+        let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
+        let map = Map::new(Mesh::new([1, shard, context, tensor]).unwrap());
+        let options = PlanOptions { strategy: Some(Strategy::Exchange(2)), chunk: None };
+        let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
+        let proven = plan.prove(&planes, &Limits::default()).unwrap();
+        let (plan, proof) = (proven.plan(), proven.proof());
+        let mut most: f64 = 0.0;
+        for first in (0..shard).map(|row| row * context * tensor) {
+            let members = map.mesh().group(first, &[MeshAxis::Context]);
+            let loads: Vec<u64> = members.iter().map(|&rank| proof.loads[rank]).collect();
+            let mean = loads.iter().sum::<u64>() as f64 / context as f64;
+            most = most.max(*loads.iter().max().unwrap() as f64 / mean);
+        }
+        let sent: u64 = proof.bytes.iter().map(|bytes| bytes.forward_sent).sum();
+        let needed = plan.ranks.iter().map(|rank| {
+            let row = &starts[rank.own.batch.start];
+            let queries = rank.own.q.as_slice().iter().cloned().flatten();
+            let keys = Ranges::of(queries.map(|q| row[q]..q + 1)).difference(&rank.own.kv).len();
+            keys * rank.own.kv_heads.len() * 256 * 2
+        });
+        let needed = needed.sum::<usize>() as f64;
+        let name = format!("shard {shard}, context {context}, tensor {tensor}");
+        println!(
+            "{name}: imbalance within context {most:.4}, {:.4} of {:.3} GiB sent",
+            sent as f64 / needed,
+            needed / 2f64.powi(30)
+        );
+        assert!(most <= 1.05, "{name}: {most}");
+        assert!(sent as f64 <= 1.1 * needed, "{name}: {sent} of {needed}");
+        assert!(plan.permutations.iter().any(|of| *of != plan.permutations[0]), "{name}");
+    }
+}
+
+/// Planes of thousands of short rows are no more than those of few long ones.
+#[test]
+fn masks_are_counted_by_their_tiles() {
+    let rows = 5000;
+    let prefix = Buffer::vector("prefix", vec![7; rows]);
+    let mask = masks::prefix_lm_per_batch(&prefix).unwrap();
+    let short = Whole { batch: rows, ..whole(128) };
+    let planes = Planes::new(short, &[layer(mask.clone())], TILE).unwrap();
+    assert_eq!(planes.block_masks().len(), rows);
+    let long = Whole { batch: rows, ..whole(1 << 20) };
+    let told = Planes::new(long, &[layer(mask)], TILE).unwrap_err().to_string();
+    assert!(
+        told.contains("5000 batch entries and 1 heads, whose block masks have 40960000 rows"),
+        "{told}"
+    );
 }
 
 /// What this thread has run so far, whatever else the machine does; by the clock where the system

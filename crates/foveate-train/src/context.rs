@@ -1,7 +1,7 @@
 //! Context parallelism: the tokens of a batch on the ranks of `context`, and attention over them.
 //!
 //! A plan is made for the masks of all layers over the documents of a batch, and proven, before
-//! anything runs. Its one permutation moves tokens, labels, documents and positions of every row; the
+//! anything runs. The permutation of a rank's rows moves their tokens, labels, documents and positions; the
 //! blocks of a step then see rows of this rank's tokens, and attention alone knows of the others. A plan
 //! holds for the next batch, too, where the masks read no documents, or the documents are the same.
 //!
@@ -227,7 +227,7 @@ impl PlannedBatch {
     fn own(&self, rows: &Packed) -> Packed {
         let plan = self.proven.plan();
         let tokens = plan.sharding.range(Axis::Seq, self.rank);
-        rows.columns(&plan.permutation.positions(tokens))
+        rows.columns(&plan.permutation(self.rank).positions(tokens))
     }
 }
 

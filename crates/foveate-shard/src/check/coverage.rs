@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::check::{At, Contradiction};
-use crate::plan::{Cells, ShardPlan, Strategy, seeing};
+use crate::plan::{Cells, ShardPlan, Strategy};
 use crate::plane::{LayerBlockMask, Planes, live_keys};
 use crate::ranges::Ranges;
 
@@ -163,13 +163,11 @@ fn doubled<T>(
     At::stage('b', last.rank, last.stage).contradicts("k", message)
 }
 
-/// Keys that arrive for an exchange are needed by a query of the rank, and queries of its stages see some.
+/// Keys that arrive for an exchange are needed by a query of the rank's rows and heads, and queries of its stages see some.
 fn needless(plan: &ShardPlan, planes: &Planes) -> Result<(), Contradiction> {
-    let side = planes.tile().q as usize;
     for (rank, own) in plan.ranks.iter().enumerate() {
-        let rows = own.own.q.as_slice().iter().flat_map(|r| r.start / side..r.end.div_ceil(side));
-        let needs = rows.flat_map(|row| planes.needs()[row].as_slice().iter().cloned());
-        let needs = Ranges::of(needs);
+        let part = planes.part(&own.own.batch, &own.own.heads);
+        let needs = part.needs_of(&own.own.q);
         for (number, stage) in own.stages.iter().enumerate() {
             let arrive = stage.receives.iter().flat_map(|p| p.cells.kv.as_slice().iter().cloned());
             let dead = Ranges::of(arrive).difference(&needs);
@@ -189,7 +187,7 @@ fn needless(plan: &ShardPlan, planes: &Planes) -> Result<(), Contradiction> {
                     format!("queries {lost} join a result that the first stage has not begun");
                 return at.contradicts("q", message);
             }
-            let blind = q.difference(&seeing(planes, q, kv));
+            let blind = q.difference(&part.seeing(q, kv));
             if !blind.is_empty() {
                 let message =
                     format!("queries {blind} are computed, and see none of the stage's keys");

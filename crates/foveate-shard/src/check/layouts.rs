@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::arrays;
 use crate::check::{At, Contradiction};
 use crate::map::Axis;
+use crate::permutation::{PermutationId, order_of};
 use crate::plan::{Cells, ShardPlan};
 use crate::plane::Planes;
 use crate::ranges::Ranges;
@@ -38,11 +39,19 @@ pub(super) fn check(plan: &ShardPlan, planes: &Planes) -> Result<usize, Contradi
     }
     let order = sharding.layout(foveate::tensor::ElementType::I32, &[Axis::Seq]);
     let order = order.ok().and_then(|l| l.order());
-    if plan.permutation.len() != whole.q_len || order != Some(plan.permutation.id()) {
+    let (parts, rows) = (plan.permutations.len(), sharding.map().parts(Axis::Batch));
+    if parts != rows {
+        let message = format!("{parts} permutations are given for {rows} parts of the batch");
+        return at.contradicts("permutation", message);
+    }
+    let said = order_of(&plan.permutations);
+    if plan.permutations.iter().any(|p| p.len() != whole.q_len) || order != said {
+        let of =
+            |id: Option<PermutationId>| id.map_or("of the row".to_owned(), |id| id.to_string());
         let message = format!(
             "tokens move by permutation {}, the layouts are in order {}",
-            plan.permutation.id(),
-            order.map_or("of the row".to_owned(), |id| id.to_string())
+            of(said),
+            of(order)
         );
         return at.contradicts("permutation", message);
     }
@@ -109,14 +118,14 @@ fn holds(plan: &ShardPlan, rank: usize) -> Result<(), Contradiction> {
     let range = |axis| sharding.range(axis, rank);
     // Keys of self-attention are the row's tokens and move with them.
     let kv = match whole.q_len == whole.kv_len {
-        true => Ranges::of(plan.permutation.positions(range(Axis::KvSeq))),
+        true => Ranges::of(plan.permutation(rank).positions(range(Axis::KvSeq))),
         false => Ranges::one(range(Axis::KvSeq)),
     };
     let derived = Cells {
         batch: range(Axis::Batch),
         heads: range(Axis::Heads),
         kv_heads: range(Axis::KvHeads),
-        q: Ranges::of(plan.permutation.positions(range(Axis::Seq))),
+        q: Ranges::of(plan.permutation(rank).positions(range(Axis::Seq))),
         kv,
     };
     if let Some((operand, derived, held)) = differing(&derived, &plan.ranks[rank].own) {

@@ -489,7 +489,7 @@ fn what_model_families_have_beside_attention_is_the_same_over_context() {
         attention_factor: None,
     });
     for config in [families, long] {
-        let mut first = rows(2, 25, 90);
+        let mut first = rows(2, 25, 91);
         first.positions.iter_mut().for_each(|position| *position %= 7);
         first.positions[24] = 20;
         let run =
