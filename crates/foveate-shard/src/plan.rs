@@ -255,6 +255,11 @@ pub(crate) fn part_bytes(shape: &ModelShape, cells: &Cells, carries: &[&str]) ->
     carries.iter().map(|name| bytes(name) as u64).sum()
 }
 
+/// Bytes of the results of queries that go home where queries travelled: out and lse, in f32.
+pub(crate) fn result_bytes(shape: &ModelShape, cells: &Cells) -> u64 {
+    (cells.batch.len() * cells.heads.len() * cells.q.len() * 4 * (shape.dim_v + 1)) as u64
+}
+
 impl ShardPlan {
     /// The plan of a model with these masks on the mesh of `map`.
     ///
@@ -291,7 +296,7 @@ impl ShardPlan {
             .with_cut(Axis::Seq, first.dispatch.cut().clone())?
             .with_cut(Axis::KvSeq, first.kv_cut.clone())?
             .in_order(order_of(&permutations));
-        let (strategy, reason) = choose(map, &whole, shape, options.strategy, &places)?;
+        let (strategy, reason) = choose(&sharding, &whole, shape, options.strategy, &places)?;
         let mut plan = Self {
             sharding,
             whole,
@@ -571,7 +576,7 @@ fn piece(ranges: &Ranges, s: usize, number: usize) -> Ranges {
 
 /// The strategy and why.
 fn choose(
-    map: &Map,
+    sharding: &Sharding,
     whole: &Whole,
     shape: &ModelShape,
     wanted: Option<Strategy>,
@@ -581,7 +586,7 @@ fn choose(
     let Tokens { q, kv, .. } = &*places.tokens[0];
     let ranks = kv.len();
     // Of the ranks of `tensor`, the one with the fewest key/value heads.
-    let kv_heads = whole.kv_heads / map.parts(Axis::KvHeads);
+    let kv_heads = whole.kv_heads / sharding.map().parts(Axis::KvHeads);
     match wanted {
         Some(Strategy::HeadsForTokens) if kv_heads == 0 => {
             return refused(
@@ -603,19 +608,35 @@ fn choose(
         None if ranks == 1 => return Ok((Strategy::Gather, "one rank has all tokens".to_owned())),
         None => {}
     }
-    // Bytes that the busiest rank receives in a forward pass, for one head of keys.
+    // Bytes that the busiest rank of the first place on `tensor` receives in a forward pass.
+    let batch = (0..places.tokens.len()).map(|b| sharding.cut(Axis::Batch).range(b).len());
+    let batch = batch.max().unwrap_or(0);
     let group = whole.heads / whole.kv_heads;
+    let cells = |kv_heads: usize, q: Ranges, kv: Ranges| Cells {
+        batch: 0..batch,
+        heads: 0..kv_heads * group,
+        kv_heads: 0..kv_heads,
+        q,
+        kv,
+    };
     let heads = places.needs.len() / places.tokens.len();
     let received = places.needs.iter().enumerate().flat_map(|(place, needs)| {
         let kv = &places.tokens[place / heads].kv;
-        needs.iter().zip(kv).map(|(needs, own)| needs.difference(own).len())
+        needs.iter().zip(kv).map(|(needs, own)| needs.difference(own))
     });
+    let received = received
+        .map(|keys| part_bytes(shape, &cells(kv_heads, Ranges::default(), keys), &WITH_KEYS));
     let exchange = received.max().unwrap_or(0);
-    let exchange = exchange * (shape.dim + shape.dim_v);
+    let own_heads = Cut::even(kv_heads, ranks);
     let swapped = (0..ranks).map(|c| {
-        let keys = (whole.kv_len - kv[c].len()) * (shape.dim + shape.dim_v);
-        let queries = (whole.q_len - q[c].len()) * group * (shape.dim + shape.dim_v);
-        (keys + queries) / ranks
+        let own = own_heads.range(c).len();
+        let [others_q, others_kv] = [(&q[c], whole.q_len), (&kv[c], whole.kv_len)]
+            .map(|(own, len)| Ranges::one(0..len).difference(own));
+        let tokens = cells(own, others_q, others_kv);
+        let results = cells(kv_heads - own, q[c].clone(), Ranges::default());
+        part_bytes(shape, &tokens, &WITH_QUERIES)
+            + part_bytes(shape, &tokens, &WITH_KEYS)
+            + result_bytes(shape, &results)
     });
     let swapped = swapped.max().unwrap_or(0);
     let divides = kv_heads > 0 && kv_heads.is_multiple_of(ranks);

@@ -216,6 +216,35 @@ fn rows_of_other_documents_are_balanced_and_sent_what_they_need_each() {
     }
 }
 
+/// What is chosen is what the busiest rank receives the fewest bytes by, results that go home in f32 counted.
+#[test]
+fn the_strategy_is_that_of_the_fewest_bytes() {
+    let (len, mut chosen) = (1 << 14, [0, 0]);
+    for (heads, kv_heads) in [(8, 8), (16, 8), (32, 8)] {
+        for [shard, context, tensor] in [[1, 2, 1], [2, 4, 1], [1, 8, 1], [1, 4, 2], [1, 2, 4]] {
+            for mask in [masks::causal(), masks::full(), masks::sliding_window(3000).unwrap()] {
+                let whole = Whole { batch: shard, heads, kv_heads, q_len: len, kv_len: len };
+                let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
+                let map = Map::new(Mesh::new([1, shard, context, tensor]).unwrap());
+                let received = |strategy| {
+                    let options = PlanOptions { strategy, chunk: None };
+                    let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
+                    let proven = plan.prove(&planes, &Limits::default()).unwrap();
+                    let bytes = proven.proof().bytes.iter().map(|bytes| bytes.forward_received);
+                    (proven.plan().strategy, bytes.max().unwrap())
+                };
+                let [(_, exchange), (_, swapped)] =
+                    [Strategy::Exchange(2), Strategy::HeadsForTokens]
+                        .map(|strategy| received(Some(strategy)));
+                let (strategy, bytes) = received(None);
+                assert_eq!(bytes, exchange.min(swapped), "{heads} heads, {context}: {strategy}");
+                chosen[usize::from(strategy == Strategy::HeadsForTokens)] += 1;
+            }
+        }
+    }
+    assert!(chosen.iter().all(|&times| times > 5), "{chosen:?}");
+}
+
 /// Planes of thousands of short rows are no more than those of few long ones.
 #[test]
 fn masks_are_counted_by_their_tiles() {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::check::{At, Contradiction, RankBytes};
 use crate::plan::{
     BACK, BACK_QUERIES, Cells, Part, RankPlan, ShardPlan, Stage, Strategy, WITH_KEYS, WITH_QUERIES,
-    part_bytes,
+    part_bytes, result_bytes,
 };
 use crate::ranges::Ranges;
 
@@ -291,8 +291,9 @@ fn bytes_of(plan: &ShardPlan, rank: &RankPlan) -> RankBytes {
     let sum = |parts: &[Part]| parts.iter().map(|p| p.bytes).sum::<u64>();
     let rows = |c: &Cells| (c.batch.len() * c.heads.len() * c.q.len()) as u64;
     let of_queries = |parts: &[Part]| parts.iter().map(|p| rows(&p.cells)).sum::<u64>();
-    // Where queries travelled, out and lse go home in f32, and d_out follows the queries.
-    let results = |parts: &[Part]| of_queries(parts) * (4 * plan.shape.dim_v + 4) as u64;
+    // Where queries travelled, out and lse go home, and d_out follows the queries.
+    let results =
+        |parts: &[Part]| parts.iter().map(|p| result_bytes(&plan.shape, &p.cells)).sum::<u64>();
     let d_out =
         |parts: &[Part]| of_queries(parts) * (plan.shape.dim_v * plan.shape.element.bytes()) as u64;
     let arrays = part_bytes(&plan.shape, &rank.own, &["q", "k", "v", "dq", "dk", "dv"]);
