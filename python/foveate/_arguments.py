@@ -67,6 +67,15 @@ def tensor(name: str, given: Any) -> Tensor:
     return given
 
 
+#: What a class of tensors has that leaves its operators to torch.
+_LEFT: Any = torch._C._disabled_torch_dispatch_impl
+
+
+def dispatches(*tensors: Any) -> bool:
+    """Whether the class of one of these has operators of its own: fake tensors, and such as wrap others."""
+    return any(isinstance(t, Tensor) and type(t).__torch_dispatch__ is not _LEFT for t in tensors)
+
+
 def one_of(name: str, given: Any, known: Collection[str]) -> str:
     if not isinstance(given, str) or given not in known:
         raise ValueError(f"{name} {shown(given)} is not one of {', '.join(known)}")

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from . import _cuda, _native, _region, _source, _trace
 from ._arguments import device as device_of
-from ._arguments import flag, integer, shown
+from ._arguments import dispatches, flag, integer, shown
 from ._compile import also_compiled
 from ._masks import Mask
 
@@ -138,6 +138,8 @@ def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[in
     if device.type == "cuda":
         return _kinds_on_device(traced, extents, tile, device)
     kinds = torch.empty((batch, heads, -(-q_len // tile[0]), -(-kv_len // tile[1])), dtype=torch.uint8, device=device)
+    if dispatches(kinds):  # A fake one has no elements.
+        return kinds
     try:
         _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
     except IndexError as error:
@@ -190,7 +192,7 @@ def _tables_on_device(
         for name, shape in shapes.items():
             wanted = apart or not kind
             made[kind + name] = torch.empty((batch, heads, *shape), dtype=torch.int32, device=device) if wanted else None
-    if batch and heads:
+    if batch and heads and not dispatches(made["kv_indices"]):
         _native.tile_tables(traced, extents, tile, [t for t in made.values() if t is not None])
     return made
 
@@ -239,6 +241,17 @@ def version_of(tensor: Tensor) -> object:
     return object() if tensor.is_inference() else tensor._version
 
 
+def lists_of(mask: BlockMask) -> tuple[Any, Any, Any, Any]:
+    """Numbers and indices of tiles, and those of full ones or None."""
+    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+
+
+def is_own(mask: BlockMask) -> bool:
+    """Whether a block mask was made here and nothing of it has changed, so that its function alone counts."""
+    known = _own.get(mask)
+    return known is not None and known.holds(mask)
+
+
 class _State:
     """What of a block mask must not have changed for what was found of it to hold: its tables, held, and their
     versions, its function and sizes."""
@@ -246,7 +259,7 @@ class _State:
     __slots__ = ("tables", "rest")
 
     def __init__(self, mask: BlockMask) -> None:
-        self.tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        self.tables = lists_of(mask)
         versions = [None if t is None else version_of(t) for t in self.tables]
         self.rest = (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
 
@@ -270,8 +283,7 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one, and Mask one of a mask function")
     batch, heads, q_len, kv_len = extents
-    known = _own.get(mask)
-    own = known is not None and known.holds(mask)
+    own = is_own(mask)
     tables_at = mask.kv_num_blocks
     if own and mask.seq_lengths == (q_len, kv_len) and tables_at.shape[:2] == (1, 1) and tables_at.device == device:
         return None

@@ -155,14 +155,16 @@ def checked_scale(scale: float) -> float:
     return scale
 
 
-def dropout_of(p: float, query: Tensor) -> tuple[float, int | Tensor] | None:
-    """The probability, and a seed from torch's generator of the query's device, where it stays; None where it is 0."""
+def dropout_of(p: float, query: Tensor, drawn: bool = True) -> tuple[float, Any] | None:
+    """The probability, and a seed from torch's generator of the query's device; None where it is 0. What is ``drawn`` is as
+    plans take it, on the CPU a number; else it is a tensor."""
     p = probability("dropout_p", p)
     if p == 0.0:
         return None
-    if query.is_cuda:
-        return p, torch.randint(2**63 - 1, (1,), device=query.device).view(torch.int32)
-    return p, int(torch.randint(2**63 - 1, (), device=query.device))
+    seed = torch.randint(2**63 - 1, (1,) if query.is_cuda else (), device=query.device)
+    if not drawn:
+        return p, seed
+    return p, seed.view(torch.int32) if query.is_cuda else int(seed)
 
 
 def refuse_gradients(query: torch.dtype, key: torch.dtype, value: torch.dtype) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _autograd, _blocks, _checks, _dense, _native, _region, _sharded, _trace
-from ._arguments import flag, probability
+from . import _autograd, _blocks, _checks, _dense, _dispatched, _native, _region, _sharded, _trace
+from ._arguments import dispatches, flag, probability
 from ._compile import also_compiled, uncompiled
 from ._masks import Mask
 from ._trace import ScoreMod
@@ -147,7 +147,9 @@ def flex_attention(
         _checks.check_options(kernel_options)
     if scale is not None:
         scale = _checks.checked_scale(scale)
-    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query)
+    wants_max = return_aux is not None and return_aux.max_scores
+    seen = _dispatched.is_watched(sink, wants_max) or (extents is None and dispatches(query, key, value))
+    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query, drawn=not seen)
     if sink is not None:
         sink = _checks.sink_of(sink, query)
     if extents is None:
@@ -157,9 +159,11 @@ def flex_attention(
             results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, 0.0 if dropout is None else dropout[0])
             return _returned(*results, return_lse, return_aux)
         extents = _extents(query, key)
-    score, mask = _traced(score_mod, block_mask, extents, query)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    wants_max = return_aux is not None and return_aux.max_scores
+    if seen:
+        mods = (score_mod, block_mask, extents, scale, sink, dropout, wants_max)
+        return _returned(*_dispatched.attention(query, key, value, *mods), return_lse, return_aux)
+    score, mask = _traced(score_mod, block_mask, extents, query)
     call = _autograd.Call(score, mask, scale, dropout, wants_lse, wants_max)
     out, lse, max_scores = _autograd.run(call, query, key, value, sink)
     return _returned(out, lse, max_scores, return_lse, return_aux)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from . import _checks, _region, _trace
+from . import _checks, _dispatched, _region, _trace
+from ._arguments import dispatches
 from ._autograd import Call
 from ._compile import also_compiled
 from ._masks import Mask
@@ -92,16 +93,20 @@ def paged(
     """
     check(query, key_pages, value_pages)
     query, key_pages, value_pages = (t.resolve_neg() for t in (query, key_pages, value_pages))
+    aux = AuxRequest() if return_aux is None else return_aux
+    _checks.check_aux(aux)
+    number = None if scale is None else _checks.checked_scale(scale)
+    logits = None if sink is None else _checks.sink_of(sink, query)
+    if _dispatched.is_watched(sink, aux.max_scores) or dispatches(query, key_pages, value_pages):
+        most = (query.size(0), query.size(1), query.size(2), page_table.size(1) * key_pages.size(2))
+        mods = (score_mod, mask, most, number, logits, None, aux.max_scores, "paged", (page_table, lengths))
+        out, lse, max_scores = _dispatched.attention(query, key_pages, value_pages, *mods)
+        return out if return_aux is None else (out, AuxOutput(lse=lse, max_scores=max_scores))
     tables = pages(page_table, lengths, query)
     extents = (query.size(0), query.size(1), query.size(2), _most_keys(tables, key_pages))
     score = None if score_mod is None else _trace.score(score_mod, extents)
     traced = None if mask is None else _trace.mask(mask, extents)
-    number = None if scale is None else _checks.checked_scale(scale)
-    aux = AuxRequest() if return_aux is None else return_aux
-    _checks.check_aux(aux)
     call = Call(score, traced, number, None, aux.lse, aux.max_scores, pages=tables)
-    logits = None if sink is None else _checks.sink_of(sink, query)
-    out: Tensor
     inputs = (call, query, key_pages, value_pages, logits)
     learned = () if score is None else score.learned
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[1:], *learned)):

@@ -203,18 +203,18 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
         raise TraceError(said_of(what, error)) from error
 
 
-def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) -> _native.Traced:
+def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None, constants: bool = False) -> _native.Traced:
     """The program of a mask function, for ``extents`` of b, h, q and kv.
 
-    ``wrap(trace, values, mask)`` makes another mask of it.
+    ``wrap(trace, values, mask)`` makes another mask of it. With ``constants`` captured numbers are constants.
     """
     if not callable(function):
         raise TypeError(f"a mask must be a Mask or a function of (b, h, q_idx, kv_idx), got {said(function)}")
-    reads = None if wrap is not None else _kept.Reads.of("mask", function, extents)
+    reads = None if wrap is not None or constants else _kept.Reads.of("mask", function, extents)
     known = None if reads is None else reads.known(function)
     if known is not None:
         return known
-    trace = Trace("mask", function, extents)
+    trace = Trace("mask", function, extents, constants)
     values = tuple(map(_native.leaf, ("b", "h", "q", "kv"), extents))
     result = _run(trace, function, values)
     _check(result, function, "mask", torch.bool)
@@ -224,15 +224,15 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None) ->
     return trace.kept(reads, _native.mask(result, list(trace.captures.values()), function))
 
 
-def score(function: Any, extents: tuple[int, int, int, int]) -> _native.Traced:
-    """The program of a score function, for ``extents`` of b, h, q and kv."""
+def score(function: Any, extents: tuple[int, int, int, int], constants: bool = False) -> _native.Traced:
+    """The program of a score function, for ``extents`` of b, h, q and kv; captured numbers as in :func:`mask`."""
     if not callable(function):
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {said(function)}")
-    reads = _kept.Reads.of("score", function, extents)
+    reads = None if constants else _kept.Reads.of("score", function, extents)
     known = None if reads is None else reads.known(function)
     if known is not None:
         return known
-    trace = Trace("score", function, extents)
+    trace = Trace("score", function, extents, constants)
     values = tuple(map(_native.leaf, ("score", "b", "h", "q", "kv"), (0, *extents)))
     result = _run(trace, function, values)
     _check(result, function, "score", None)

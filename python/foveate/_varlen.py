@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, overload
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from . import _autograd, _checks, _cuda, _region, _trace
-from ._arguments import integer
+from . import _autograd, _checks, _cuda, _dispatched, _region, _trace
+from ._arguments import dispatches, integer
 from ._compile import also_compiled
 from ._masks import Mask, offsets_of
 from ._trace import ScoreMod
@@ -109,19 +110,28 @@ def varlen(
         raise ValueError("cu_seqlens_q is missing: only nested tensors have offsets of their own")
     q, k, v = _checks.rows(query, key, value)
     number = None if scale is None else _checks.checked_scale(scale)
-    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query)
+    aux = AuxRequest() if return_aux is None else return_aux
+    _checks.check_aux(aux)
+    seen = _dispatched.is_watched(sink, aux.max_scores) or dispatches(q, k, v)
+    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query, drawn=not seen)
     longest_q, longest_k = (
         None if n is None else integer(name, n, 0) for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     )
     assert cu_seqlens_q is not None
     both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    offsets, extents = sequences(cu_seqlens_q, both, q, k, longest_q, longest_k)
-    score = None if score_mod is None else _trace.score(score_mod, extents)
-    traced = None if mask is None else _trace.mask(mask, extents)
-    aux = AuxRequest() if return_aux is None else return_aux
-    _checks.check_aux(aux)
-    call = _autograd.Call(score, traced, number, dropout, aux.lse, aux.max_scores, offsets)
-    result, lse, max_scores = _autograd.run(call, q, k, v, None if sink is None else _checks.sink_of(sink, q))
+    logits = None if sink is None else _checks.sink_of(sink, q)
+    if seen:
+        where = (cu_seqlens_q, both)
+        mods = (score_mod, mask, (cu_seqlens_q.size(0) - 1, q.size(1), q.size(2), k.size(2)), number, logits, dropout)
+        result, lse, max_scores = _dispatched.attention(q, k, v, *mods, aux.max_scores, "varlen_", where)
+        if sink is not None:  # Rows past the last sequence have no sink either.
+            lse = torch.where(torch.arange(q.size(2), device=q.device) < cu_seqlens_q[-1], lse, -math.inf)
+    else:
+        offsets, extents = sequences(cu_seqlens_q, both, q, k, longest_q, longest_k)
+        score = None if score_mod is None else _trace.score(score_mod, extents)
+        traced = None if mask is None else _trace.mask(mask, extents)
+        call = _autograd.Call(score, traced, number, dropout, aux.lse, aux.max_scores, offsets)
+        result, lse, max_scores = _autograd.run(call, q, k, v, logits)
     out: Tensor = result.squeeze(0).transpose(0, 1)
     if nested is not None:
         out = torch.nested.nested_tensor_from_jagged(out, nested.offsets())

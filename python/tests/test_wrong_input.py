@@ -98,7 +98,6 @@ WRONG = [
     (lambda q, k, v: flex_attention(q, k, v, kernel_options={"foveate": 3}), TypeError, "must be a dict of options, got 3"),
     (lambda q, k, v: flex_attention(q.detach().to_sparse(), k, v), ValueError, "query must be a dense tensor"),
     (lambda q, k, v: flex_attention(*(t.to(torch.float8_e4m3fn) for t in (q, k, v))), ValueError, "query must be float32"),
-    (lambda q, k, v: flex_attention(wrapped(q), k, v), TypeError, "a `TwoTensor` has no elements in memory"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + wrapped(LEARNED)[j]), TypeError, "a `TwoTensor` has no"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + TABLE[j]), RuntimeError, "torch.from_numpy"),
     (lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.rand(())), RuntimeError, "`rand` would draw"),
