@@ -5,7 +5,10 @@
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 
-use std::sync::{Arc, Mutex};
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 use std::{env, fs};
 
@@ -535,6 +538,140 @@ fn memory_that_is_lent_is_given_back_by_each_call() {
         let lists = names(&made).into_iter().filter(|name| *name == "fv_block_lists").count();
         assert_eq!(lists, 2, "{made:?}");
     }
+}
+
+type Work = Arc<dyn Fn() + Send + Sync>;
+
+/// Has another thread make a call before it gives memory or takes it back, and waits for its end: it would not
+/// come if this thread held a lock that the call needs. PyTorch's allocator waits for other threads so, for the
+/// interpreter's lock.
+struct Asking {
+    parts: Mutex<HashMap<Address, Allocation>>,
+    call: Mutex<Option<(Work, Option<usize>)>>,
+    /// Times that memory was asked for or given back in the call of this thread.
+    asked: AtomicUsize,
+    /// Times that the end did not come.
+    waited: AtomicUsize,
+}
+
+thread_local! {
+    /// Whether this thread makes the call.
+    static ASKED: Cell<bool> = const { Cell::new(false) };
+}
+
+impl std::fmt::Debug for Asking {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Asking")
+    }
+}
+
+impl Asking {
+    fn ask(&self) {
+        let Some((call, at)) = self.call.lock().unwrap().clone().filter(|_| !ASKED.get()) else {
+            return;
+        };
+        let now = self.asked.fetch_add(1, Ordering::Relaxed);
+        if at.is_some_and(|at| at != now) {
+            return;
+        }
+        let (done, ended) = mpsc::channel();
+        std::thread::spawn(move || {
+            ASKED.set(true);
+            call();
+            let _ = done.send(());
+        });
+        if ended.recv_timeout(Duration::from_secs(20)).is_err() {
+            self.waited.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Makes a call on this thread, and meanwhile, when memory moves for the time `at`, or each time, on another.
+    /// Returns the times.
+    fn run(&self, at: Option<usize>, call: impl Fn() + Send + Sync + 'static) -> usize {
+        let call = Arc::new(call);
+        self.asked.store(0, Ordering::Relaxed);
+        *self.call.lock().unwrap() = Some((call.clone(), at));
+        call();
+        *self.call.lock().unwrap() = None;
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+// SAFETY: the engine's own pool gives the memory, which is kept until it is taken back.
+unsafe impl Allocator for Asking {
+    fn allocate(&self, bytes: usize, _: usize) -> Result<Address, GpuError> {
+        self.ask();
+        let memory = Engine::get(0).unwrap().queue().pool().take(bytes + 256)?;
+        let address = memory.address().next_multiple_of(256);
+        self.parts.lock().unwrap().insert(address, memory);
+        Ok(address)
+    }
+
+    unsafe fn free(&self, address: Address, _: usize, _: usize) {
+        self.ask();
+        self.parts.lock().unwrap().remove(&address);
+    }
+}
+
+#[test]
+fn memory_is_taken_and_given_back_without_locks_that_other_calls_need() {
+    if !inside("memory_is_taken_and_given_back_without_locks_that_other_calls_need") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let (parts, call, asked, waited) = Default::default();
+    let asking = Arc::new(Asking { parts, call, asked, waited });
+    let new_queue = || engine.new_queue().unwrap().with_allocator(asking.clone());
+    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let held = |what: &str| {
+        assert_eq!(asking.waited.load(Ordering::Relaxed), 0, "{what}: another call has to wait");
+    };
+    // First calls of queues that take the place of others: what is made of captured buffers of the host.
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
+    let mask = masks::causal() & masks::document(&doc).unwrap();
+    let spec = Spec { mask: Some(mask), ..PLAIN };
+    let of_host = Arc::new((plan(&spec, &DIMS, options.clone()), Tensors::new(&DIMS)));
+    let mut at = 0..;
+    while at.next().is_some_and(|at| {
+        let (queue, of) = (new_queue(), of_host.clone());
+        at < asking.run(Some(at), move || {
+            of.0.forward_on(&queue, &of.1.forward).unwrap();
+            of.0.backward_on(&queue, &of.1.backward_alone()).unwrap();
+        })
+    }) {}
+    assert!(at.start > 8, "{at:?}");
+    held("buffers of the host");
+    // Those of a device, so large that their range tables are kept: overwritten, others, of other lengths.
+    let memory = engine.queue().pool().take(4 * 20_000).unwrap();
+    let captured = Buffer::<i32>::on_device("doc", &[17_000]).unwrap();
+    let mask = masks::causal() & masks::document(&captured).unwrap();
+    let spec = Spec { mask: Some(mask), ..PLAIN };
+    let plan = Arc::new(plan(&spec, &DIMS, options));
+    let queue = new_queue();
+    let run = |tensors: &Arc<Tensors>, address: Address, version: u64, len: usize| {
+        let (plan, queue, tensors) = (plan.clone(), queue.clone(), tensors.clone());
+        asking.run(None, move || {
+            let shape = [len];
+            let of = DeviceArray::new(address, ElementType::I32, &shape);
+            let captures = [("doc", DeviceArray { version: Some(version), ..of })];
+            let operands = DeviceOperands { captures: &captures, ..tensors.forward.operands };
+            let backward = DeviceBackward { operands, ..tensors.backward_alone() };
+            plan.forward_on(&queue, &DeviceForward { operands, ..tensors.forward }).unwrap();
+            plan.backward_on(&queue, &backward).unwrap();
+        });
+    };
+    let tensors = Arc::new(Tensors::new(&DIMS));
+    (0..3).for_each(|version| run(&tensors, memory.address(), version, 17_000));
+    held("contents that are overwritten");
+    (0..20).for_each(|at| run(&tensors, memory.address() + 64 * at, 9, 17_000));
+    held("other buffers");
+    (0..20).for_each(|more| run(&tensors, memory.address(), 9, 17_001 + more));
+    held("buffers of other lengths");
+    for shorter in 0..30 {
+        let dims = Dims { len_q: DIMS.len_q - shorter, ..DIMS };
+        run(&Arc::new(Tensors::new(&dims)), memory.address(), 9, 17_000);
+    }
+    held("other lengths");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use foveate_mods::{AnyBuffer, MaskMod};
 use foveate_problem::{Dims, ProblemError, Sequence};
 
-use super::{CudaPlan, longest, sequences};
+use super::{CudaPlan, longest, push_bounded, sequences};
 use crate::compile::params::Address;
 use crate::error::CudaError;
 use crate::operands::{DeviceOffsets, DeviceOperands, captured};
@@ -209,11 +209,8 @@ impl CudaPlan {
             of.push(buffer);
         }
         let plan = Arc::new(plan);
-        let mut bound = lock(&self.bound);
-        if bound.len() >= MOST_BOUND {
-            bound.remove(0);
-        }
-        bound.push((of, plan.clone()));
+        let oldest = push_bounded(&mut lock(&self.bound), MOST_BOUND, (of, plan.clone()));
+        drop(oldest);
         Ok(Bound::Other(plan))
     }
 }

@@ -283,6 +283,14 @@ fn longest(sequences: &[Sequence]) -> [usize; 2] {
     [of(|s| s.q_len), of(|s| s.k_len)]
 }
 
+/// Adds `one`; where there are `most` already the oldest goes to the caller, who drops it without a lock.
+#[must_use]
+fn push_bounded<T>(all: &mut Vec<T>, most: usize, one: T) -> Option<T> {
+    let oldest = (all.len() >= most).then(|| all.remove(0));
+    all.push(one);
+    oldest
+}
+
 fn gradient_of(spec: &Spec) -> Result<Option<Arc<ScoreGradient>>, ModError> {
     spec.score.as_ref().map(|score| score.gradient().map(Arc::new)).transpose()
 }

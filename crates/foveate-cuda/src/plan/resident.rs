@@ -5,6 +5,9 @@
 //! nobody holds any more goes with the first call after its work is done; nothing waits for that, and
 //! other queues get the memory. What depends on captured buffers in device memory is kept as long as
 //! the caller promises that they are the same, and else made anew in each call.
+//!
+//! Memory may be an allocator's of the caller's, which may wait for another thread. So none is taken or given
+//! back while a lock is held: what is no longer kept leaves its list under the lock, and is dropped behind it.
 
 mod buffers;
 
@@ -15,10 +18,10 @@ use foveate_mask::Varies;
 use foveate_mods::{AnyBuffer, MaskMod};
 use foveate_problem::Spec;
 
-use super::CudaPlan;
 use super::call::{Call, Contents, Offsets, Sequences};
 use super::kernels::{Printed, queue_kernel};
 use super::report::Report;
+use super::{CudaPlan, push_bounded};
 use crate::choose::schedule::{
     Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity,
 };
@@ -179,31 +182,26 @@ impl PlanState {
         }
     }
 
-    /// Removes what was kept for queues that are gone and whose work is done.
-    fn remove_finished_queues(&mut self) -> Vec<WeakQueue> {
-        let gone: Vec<WeakQueue> =
+    /// Takes out what was kept for queues that are gone and whose work is done.
+    fn take_finished_queues(&mut self) -> Self {
+        let queues: Vec<WeakQueue> =
             self.queues.extract_if(.., |queue| queue.is_finished()).collect();
-        if !gone.is_empty() {
-            let held = |id: u64| !gone.iter().any(|queue| queue.id() == id);
-            self.schedules.retain(|(key, _)| held(key.queue));
-            self.buffers.retain(|uploaded| held(uploaded.queue));
-            self.tables.retain(|(key, _)| held(key.queue));
+        if queues.is_empty() {
+            return Self::default();
         }
-        gone
+        let gone = |id: u64| queues.iter().any(|queue| queue.id() == id);
+        Self {
+            schedules: self.schedules.extract_if(.., |(key, _)| gone(key.queue)).collect(),
+            buffers: self.buffers.extract_if(.., |uploaded| gone(uploaded.queue)).collect(),
+            tables: self.tables.extract_if(.., |(key, _)| gone(key.queue)).collect(),
+            queues,
+        }
     }
 }
 
 /// Whether a buffer of `old` has other contents by now.
 fn is_overwritten(old: &Contents, new: &Contents) -> bool {
     old.iter().any(|(at, version)| new.iter().any(|(a, v)| a == at && v != version))
-}
-
-/// Adds `one`; the oldest goes where there are `most` already.
-fn push_bounded<T>(all: &mut Vec<T>, most: usize, one: T) {
-    if all.len() >= most {
-        all.remove(0);
-    }
-    all.push(one);
 }
 
 impl DeviceSchedule {
@@ -317,8 +315,10 @@ pub(super) fn count(n: usize) -> Result<i32, CudaError> {
 impl CudaPlan {
     /// Lets go of what was kept for queues that are gone. Nothing waits.
     pub(super) fn release_finished_queues(&self) {
-        let gone = lock(&self.resident).remove_finished_queues();
-        gone.iter().for_each(WeakQueue::release);
+        let mut gone = lock(&self.resident).take_finished_queues();
+        let queues = std::mem::take(&mut gone.queues);
+        drop(gone);
+        queues.iter().for_each(WeakQueue::release);
     }
 
     /// Memory for what is kept for a queue until it is gone.
@@ -358,12 +358,16 @@ impl CudaPlan {
         if let Some(contents) = &contents {
             refuse_made_recorded(call.queue)?;
             // Lists of what has been overwritten give their memory to those that take their place.
-            lock(&schedule.rows.made).retain(|(of, _)| !is_overwritten(of, contents));
+            let is_old = |(of, _): &mut (Contents, _)| is_overwritten(of, contents);
+            let old: Vec<_> = lock(&schedule.rows.made).extract_if(.., is_old).collect();
+            drop(old);
         }
         let lists = Arc::new(self.device_lists(call, state, &schedule, axis, tile)?);
         let kept = contents.is_some();
         if let Some(contents) = contents {
-            push_bounded(&mut lock(&schedule.rows.made), MOST_LISTS, (contents, lists.clone()));
+            let made = (contents, lists.clone());
+            let oldest = push_bounded(&mut lock(&schedule.rows.made), MOST_LISTS, made);
+            drop(oldest);
         }
         Ok(LaunchSchedule { schedule, lists: Some(lists), kept, dq_ranks: None })
     }
@@ -428,9 +432,13 @@ impl CudaPlan {
         let schedule = Arc::new(schedule);
         match promised {
             true => {
-                let mut resident = lock(&self.resident);
-                resident.keeps_for(queue);
-                push_bounded(&mut resident.schedules, MOST_SCHEDULES, (key, schedule.clone()));
+                let made = (key, schedule.clone());
+                let keep = |resident: &mut PlanState| {
+                    resident.keeps_for(queue);
+                    push_bounded(&mut resident.schedules, MOST_SCHEDULES, made)
+                };
+                let oldest = keep(&mut lock(&self.resident));
+                drop(oldest);
             }
             false => state.schedules.push((key, schedule.clone())),
         }
@@ -547,28 +555,30 @@ impl CudaPlan {
         tile: TileSize,
     ) -> Result<(), CudaError> {
         let Some(lists) = &of.lists else { return Ok(()) };
-        let mut made = lock(&lists.dq_ranks);
-        if made.is_none() {
-            let (queue, schedule) = (call.queue, &of.schedule);
-            if of.kept {
-                refuse_made_recorded(queue)?;
-            }
-            let rows = &schedule.rows;
-            let (all_rows, columns) = (rows.per_head * rows.heads, rows.longest.max(1));
-            let ranks = self.weak_pool(queue).take(4 * all_rows * columns)?;
-            let params = BlockListsParams {
-                columns: count(columns)?,
-                ranks: ranks.address(),
-                ..self.list_params(call, schedule, Axis::Keys, tile, lists.lists)
-            };
-            let function = self.rank_kernel(call, tile)?;
-            let warps = BlockListsParams::THREADS / 32;
-            let grid = [schedule.sequence_count, rows.heads, columns.div_ceil(warps)];
-            let threads = BlockListsParams::THREADS as u32;
-            queue_kernel(&function, queue, grid.map(|n| n as u32), threads, &[&params.bytes()])?;
-            *made = Some(Arc::new(ranks));
+        of.dq_ranks = lock(&lists.dq_ranks).clone();
+        if of.dq_ranks.is_some() {
+            return Ok(());
         }
-        of.dq_ranks = made.clone();
+        let (queue, schedule) = (call.queue, &of.schedule);
+        if of.kept {
+            refuse_made_recorded(queue)?;
+        }
+        let rows = &schedule.rows;
+        let (all_rows, columns) = (rows.per_head * rows.heads, rows.longest.max(1));
+        let ranks = Arc::new(self.weak_pool(queue).take(4 * all_rows * columns)?);
+        let params = BlockListsParams {
+            columns: count(columns)?,
+            ranks: ranks.address(),
+            ..self.list_params(call, schedule, Axis::Keys, tile, lists.lists)
+        };
+        let function = self.rank_kernel(call, tile)?;
+        let warps = BlockListsParams::THREADS / 32;
+        let grid = [schedule.sequence_count, rows.heads, columns.div_ceil(warps)];
+        let threads = BlockListsParams::THREADS as u32;
+        queue_kernel(&function, queue, grid.map(|n| n as u32), threads, &[&params.bytes()])?;
+        // Another thread may have made the same meanwhile: whichever is kept, both are on the queue.
+        lock(&lists.dq_ranks).get_or_insert_with(|| ranks.clone());
+        of.dq_ranks = Some(ranks);
         Ok(())
     }
 

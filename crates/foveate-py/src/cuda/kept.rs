@@ -163,9 +163,10 @@ impl Kept {
             None => Self::make(class, dims, mods)?,
         });
         kept.push(made.clone());
-        if kept.len() > MOST {
-            kept.remove(0);
-        }
+        let oldest = (kept.len() > MOST).then(|| kept.remove(0));
+        // Its memory goes back to torch's allocator, which lets other threads of Python's run: they may be here.
+        drop(kept);
+        drop(oldest);
         Ok(made)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use foveate_mods::AnyBuffer;
 
-use super::{CallState, count, push_bounded, refuse_made_recorded, refuse_recording};
+use super::{CallState, PlanState, count, push_bounded, refuse_made_recorded, refuse_recording};
 use crate::compile::codegen::{
     BufferAddresses, ModsSource, buffer_bytes, range_table_bytes, range_table_params,
 };
@@ -163,27 +163,37 @@ impl CudaPlan {
         buffer: &AnyBuffer,
         bounded: bool,
     ) -> Result<(Address, Address), CudaError> {
-        let mut resident = lock(&self.resident);
-        let same = |b: &Uploaded| b.queue == queue.id() && b.buffer.same(buffer);
-        let at = match resident.buffers.iter().position(same) {
-            Some(at) => at,
+        let same = |b: &&Uploaded| b.queue == queue.id() && b.buffer.same(buffer);
+        let found = lock(&self.resident).buffers.iter().find(same).cloned();
+        let mut uploaded = match found {
+            Some(found) => found,
             None => {
                 let elems = Arc::new(self.weak_pool(queue).upload(&buffer_bytes(buffer))?);
-                resident.keeps_for(queue);
-                let (queue, buffer) = (queue.id(), buffer.clone());
-                resident.buffers.push(Uploaded { queue, buffer, elems, ranges: None });
-                resident.buffers.len() - 1
+                let (id, buffer) = (queue.id(), buffer.clone());
+                self.keep_uploaded(queue, &Uploaded { queue: id, buffer, elems, ranges: None })
             }
         };
-        let uploaded = &mut resident.buffers[at];
-        let elems = uploaded.elems.address();
         if bounded && uploaded.ranges.is_none() {
             refuse_recording(queue)?;
-            let table = self.range_table(queue, elems, buffer)?;
-            uploaded.ranges = Some(Arc::new(table));
+            let table = self.range_table(queue, uploaded.elems.address(), buffer)?;
+            let made = Uploaded { ranges: Some(Arc::new(table)), ..uploaded };
+            uploaded = self.keep_uploaded(queue, &made);
         }
         let ranges = uploaded.ranges.as_ref().map_or(0, |allocation| allocation.address());
-        Ok((elems, ranges))
+        Ok((uploaded.elems.address(), ranges))
+    }
+
+    /// What is kept of a buffer when `made` of it is there: where two threads make the same, the first one's.
+    fn keep_uploaded(&self, queue: &Queue, made: &Uploaded) -> Uploaded {
+        let mut resident = lock(&self.resident);
+        let same = |b: &&mut Uploaded| b.queue == made.queue && b.buffer.same(&made.buffer);
+        if let Some(kept) = resident.buffers.iter_mut().find(same) {
+            kept.ranges = kept.ranges.take().or_else(|| made.ranges.clone());
+            return kept.clone();
+        }
+        resident.keeps_for(queue);
+        resident.buffers.push(made.clone());
+        made.clone()
     }
 
     /// [`Self::uploaded`] for a call that keeps nothing.
@@ -248,13 +258,19 @@ impl CudaPlan {
                     let overwritten = |k: &TableKey| {
                         (k.queue, k.address) == (key.queue, key.address) && k.version != key.version
                     };
-                    lock(&self.resident).tables.retain(|(k, _)| !overwritten(k));
+                    let is_old = |(k, _): &mut (TableKey, _)| overwritten(k);
+                    let old: Vec<_> = lock(&self.resident).tables.extract_if(.., is_old).collect();
+                    drop(old);
                 }
                 let table = Arc::new(self.range_table(queue, address, buffer)?);
                 if let Some(key) = key {
-                    let mut resident = lock(&self.resident);
-                    resident.keeps_for(queue);
-                    push_bounded(&mut resident.tables, MOST_TABLES, (key, table.clone()));
+                    let made = (key, table.clone());
+                    let keep = |resident: &mut PlanState| {
+                        resident.keeps_for(queue);
+                        push_bounded(&mut resident.tables, MOST_TABLES, made)
+                    };
+                    let oldest = keep(&mut lock(&self.resident));
+                    drop(oldest);
                 }
                 table
             }
