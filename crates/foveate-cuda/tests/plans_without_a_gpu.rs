@@ -66,6 +66,32 @@ fn a_description_counts_the_keys_that_are_in_pages_and_plans_for_them() {
 }
 
 #[test]
+fn a_description_counts_the_cells_that_the_hopper_forward_passes_over() {
+    let name = "a_description_counts_the_cells_that_the_hopper_forward_passes_over";
+    if !inside(name, &[], &["-DLOADS"], &[]) {
+        return;
+    }
+    let causal = Spec { mask: Some(masks::causal()), ..PLAIN };
+    let found = describe(&causal, 8, [1024; 2], Arrangement::Dense);
+    assert!(found.kernels[0].contains("tile 192x128"), "{:?}", found.kernels);
+    assert!(found.kernels[0].contains(", for sm_90a: "), "{:?}", found.kernels);
+    assert!(found.kernels[1].contains(", for sm_90: "), "{:?}", found.kernels);
+    let Tiling { tile_q, tile_kv, tiles, full_tiles, partial_tiles, live_pairs, .. } = found.tiling;
+    // In each of 64 heads 16 rows of cells, which see 1, 1, 2, 2, to 8 columns of 8.
+    let heads = 8 * 8;
+    assert_eq!((tile_q, tile_kv, tiles), (64, 128, heads * 16 * 8));
+    assert_eq!((full_tiles, partial_tiles), (heads * 56, heads * 16));
+    assert_eq!(live_pairs, (heads * 72 * 64 * 128) as u64);
+    // Of lengths that divide nothing.
+    let odd = describe(&causal, 8, [1293, 1100], Arrangement::Dense);
+    assert!(odd.kernels[0].contains("tile 192x128"), "{:?}", odd.kernels);
+    let rows = |i: usize| (1293 - 64 * i).min(64);
+    let keys = |i: usize| ((64 * (i + 1)).min(1293).div_ceil(128) * 128).min(1100);
+    let pairs: usize = (0..21).map(|i| rows(i) * keys(i)).sum();
+    assert_eq!(odd.tiling.live_pairs, (8 * 8 * pairs) as u64);
+}
+
+#[test]
 fn a_description_says_how_many_heads_share_a_tile() {
     if !inside("a_description_says_how_many_heads_share_a_tile", &[], &[], &[]) {
         return;

@@ -98,20 +98,22 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     Ok(out.text(&plan)?)
 }
 
-/// What the mask makes of a kernel's tiles, in one head.
+/// What the mask makes of a kernel's tiles, or of the cells that it passes over in them, in one head.
 #[derive(Debug, Serialize)]
 struct Tiles {
     /// The kernel.
     kernel: String,
     /// Queries and keys of a tile.
     tile: [usize; 2],
-    /// Live or not.
+    /// The same of a cell; a tile of most kernels is one.
+    cell: [usize; 2],
+    /// Cells, live or not.
     tiles: u64,
     /// Where every query sees every key.
     full: u64,
-    /// Inside which the mask decides.
+    /// In which the mask is evaluated.
     partial: u64,
-    /// Of the pairs that live tiles have room for, those that the mask lets through.
+    /// Of the pairs that live cells have room for, those that the mask lets through.
     live_share: f64,
     /// The head, where the mask differs by head or batch entry.
     of: Option<&'static str>,
@@ -119,11 +121,14 @@ struct Tiles {
 
 impl fmt::Display for Tiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [q, kv] = self.tile;
+        let [q, kv] = self.cell;
         let share = |n: u64| 100.0 * n as f64 / self.tiles.max(1) as f64;
         let (full, partial) = (share(self.full), share(self.partial));
         let empty = share(self.tiles - self.full - self.partial);
         write!(f, "{}: {} of {q} x {kv}", self.kernel, self.tiles)?;
+        if self.cell != self.tile {
+            write!(f, ", cells of tiles of {} x {}", self.tile[0], self.tile[1])?;
+        }
         self.of.iter().try_for_each(|of| write!(f, ", {of}"))?;
         write!(f, ": {full:.1} % full, {partial:.1} % partial, {empty:.1} % empty; ")?;
         write!(f, "{:.1} % of what live ones compute is seen", 100.0 * self.live_share)
@@ -152,15 +157,17 @@ fn tiles(args: &Args, given: &Given, plan: &KernelPlan) -> Result<Vec<Tiles>, Fa
     // A sample may be cheaper than the rest, and building cheaper than counting: both are watched.
     let count = |config: &Config| {
         let tile = [config.queries(), config.tile_kv];
-        let [q, kv] = tile.map(|n| n as u32);
+        let cell = [tile[0] / config.cells().0, tile[1]];
+        let [q, kv] = cell.map(|n| n as u32);
         let block = limits.watched(what, 0.0, fewer, |watch| {
             BlockMask::build_watched(mask, head, dims.len_q, dims.len_k, Tile { q, kv }, watch)
         })?;
         let stats = limits.watched(what, 0.0, fewer, |watch| block.stats_watched(watch))?;
-        let room = (stats.full + stats.partial) as f64 * (tile[0] * tile[1]) as f64;
+        let room = (stats.full + stats.partial) as f64 * (cell[0] * cell[1]) as f64;
         Ok(Tiles {
             kernel: config.kernel.to_string(),
             tile,
+            cell,
             tiles: stats.tiles,
             full: stats.full,
             partial: stats.partial,

@@ -51,6 +51,7 @@ pub struct Args {
 /// What came of one entry point of a kernel's file, or of a kernel that does not compile.
 #[derive(Serialize)]
 struct Line {
+    /// What it is compiled for.
     arch: Arch,
     kernel: String,
     tiles: String,
@@ -153,7 +154,7 @@ fn lines(
     table: &Table,
 ) -> Vec<Line> {
     let line = |name, cta: Cta| Line {
-        arch: kernel.arch(),
+        arch: if cta.hopper.is_empty() { kernel.arch() } else { kernel.arch().specific() },
         kernel: name,
         tiles: cta.words,
         seconds: took.as_secs_f64(),

@@ -186,6 +186,13 @@ const LENGTH: usize = 8192;
 /// When `arch` is not one of [`ARCHS`], or nothing fits.
 pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
     let Some((_, card)) = ARCHS.iter().find(|(name, _)| *name == arch) else {
+        let plain = Arch::new(arch.capability());
+        if ARCHS.iter().any(|(name, _)| *name == plain) {
+            return Err(GpuError::argument(format!(
+                "kernels for {arch} are listed beside those for {plain}: write {plain}"
+            ))
+            .into());
+        }
         let names = ARCHS.map(|(name, _)| name.to_string()).join(", ");
         return Err(GpuError::argument(format!(
             "no kernels are listed for {arch}, but for {names}"
@@ -615,6 +622,8 @@ mod tests {
         }
         let said = list(Arch::new((7, 0)), true).unwrap_err().to_string();
         assert!(said.starts_with("no kernels are listed for sm_70, but for sm_80, "), "{said}");
+        let said = list(Arch::new((9, 0)).specific(), true).unwrap_err().to_string();
+        assert_eq!(said, "kernels for sm_90a are listed beside those for sm_90: write sm_90");
     }
 
     #[test]

@@ -90,6 +90,15 @@ fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
         "backward: 64 of 128 x 128, in the first head: 43.8 % full, 12.5 % partial, 43.8 % empty";
     assert!(out.contains(said), "{out}");
     assert!(!explained(&[]).contains("\ntiles"));
+    // A consumer of the Hopper forward passes over what its own 64 queries do not see.
+    let hopper = "explain --device h200 --heads 32 --batch 8 --len 1024 --dim 64 --dtype bf16 \
+                  --mask causal";
+    let (code, out, err) = run(&hopper.split_whitespace().collect::<Vec<_>>());
+    assert_eq!(code, Some(0), "{err}");
+    let said = "forward: 128 of 64 x 128, cells of tiles of 192 x 128: 43.8 % full, 12.5 % partial, \
+                43.8 % empty; 89.0 % of what live ones compute is seen\n";
+    assert!(out.contains(said), "{out}");
+    assert!(out.contains("  compiled   for sm_90a\n"), "{out}");
     // What takes minutes is left out, and the rest told.
     let long = "explain --device h200 --heads 8 --len 1000000 --dim 128 --dtype bf16 --mask";
     let line: Vec<_> = long.split(' ').chain(["q*kv % 7 == 1"]).collect();

@@ -6,6 +6,7 @@ use super::planner::{Choice, KernelPlan, Origin, Refused};
 use crate::compile::Candidate;
 use crate::compile::config::{Count, Elem, Family, Kernel, TilesOf};
 use crate::compile::resources::{Limit, Refusal};
+use foveate_gpu::profile::Profile;
 
 impl fmt::Display for KernelPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -24,7 +25,7 @@ impl fmt::Display for KernelPlan {
         }
         self.kernels.iter().try_for_each(|choice| {
             writeln!(f)?;
-            choice.write(f, p.shared_per_block)
+            choice.write(f, p)
         })
     }
 }
@@ -38,7 +39,8 @@ fn transposed(dtype: Elem) -> &'static str {
 }
 
 impl Choice {
-    fn write(&self, f: &mut fmt::Formatter<'_>, limit: usize) -> fmt::Result {
+    fn write(&self, f: &mut fmt::Formatter<'_>, profile: &Profile) -> fmt::Result {
+        let limit = profile.shared_per_block;
         let Candidate { config, resources, occupancy, .. } = &self.chosen;
         let alone = self.others.is_empty() && self.refused.is_empty();
         let why = match self.origin {
@@ -50,6 +52,10 @@ impl Choice {
         };
         writeln!(f, "{}", config.kernel)?;
         writeln!(f, "  chosen     {}; {why}", TilesOf(config))?;
+        if config.family == Family::Hopper {
+            let arch = config.family.arch(profile.arch());
+            writeln!(f, "  compiled   for {arch}")?;
+        }
         if config.pack_gqa {
             let (heads, queries) = (config.heads(), Count(config.queries(), "row"));
             writeln!(

@@ -13,6 +13,7 @@ use foveate_mods::{Head, MaskMod};
 use foveate_problem::{Dims, Sequence};
 
 use crate::compile::cells::Cells;
+use crate::compile::config::Config;
 use crate::compile::params;
 
 /// The axis that CTAs divide between them.
@@ -39,6 +40,11 @@ impl TileSize {
     /// A tile of one cell.
     pub const fn whole(q: usize, kv: usize) -> Self {
         Self { q, kv, cells: Cells::WHOLE }
+    }
+
+    /// The tiles of a kernel.
+    pub(crate) fn of(config: &Config) -> Self {
+        Self { q: config.queries(), kv: config.tile_kv, cells: config.cells() }
     }
 }
 

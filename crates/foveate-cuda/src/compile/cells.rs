@@ -20,6 +20,13 @@ impl Cells {
         if self == Self::WHOLE { 1 } else { 2 * self.0 }
     }
 
+    /// The live cells of a run's tiles, and of each whether the mask is evaluated in it.
+    pub(crate) fn live(self, count_kind: i32) -> impl Iterator<Item = (usize, bool)> {
+        let kind = if self == Self::WHOLE { (count_kind & 1) << 1 | 1 } else { count_kind };
+        let bits = (0..self.0).map(move |cell| (cell, kind >> (2 * cell)));
+        bits.filter(|(_, kind)| kind & 1 == 1).map(|(cell, kind)| (cell, kind & 2 == 2))
+    }
+
     /// Bytes of dynamic shared memory of the kernel that builds block lists, for rows of at most
     /// `tiles` tiles: three bits a cell.
     pub fn list_bytes(self, tiles: usize) -> usize {

@@ -11,6 +11,7 @@ use crate::choose::{Class, KernelPlan, Unmapped};
 use crate::compile::Candidate;
 use crate::compile::config::{Config, Kernel};
 use crate::error::CudaError;
+use foveate_gpu::Arch;
 
 /// What a call does: configurations, how much is live, what memory it needs.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,7 +27,8 @@ pub struct Description {
     /// kernels that run otherwise than they were planned, and why, of those that have been needed
     /// so far.
     pub notes: Vec<String>,
-    /// The tiles of the forward.
+    /// The tiles of the forward, or their cells where these are what its kernel passes over, takes as
+    /// they are or evaluates the mask in.
     pub tiling: Tiling,
     /// Workspace of a forward pass in bytes.
     pub forward_bytes: usize,
@@ -54,14 +56,17 @@ impl CudaPlan {
         let backward = self.gradient.is_ok() && !arrangement.paged();
         let chosen = self.chosen(class.clone(), sizes(&dims, longest(&sequences)), backward)?;
         let forward = &self.running(&chosen.kernels[0]).config;
-        let tile = TileSize::whole(forward.queries(), forward.tile_kv);
+        let tile = TileSize::of(forward);
+        let cell_q = tile.q / tile.cells.0;
         let mask = self.spec.mask.as_ref();
         let schedule = Schedule::new(&dims, &sequences, mask, Axis::Queries, tile);
         let columns = |s: &Sequence| s.k_len.div_ceil(tile.kv);
-        let tiles: usize = sequences.iter().map(|s| s.q_len.div_ceil(tile.q) * columns(s)).sum();
+        let tiles: usize = sequences.iter().map(|s| s.q_len.div_ceil(cell_q) * columns(s)).sum();
         let tiles = tiles.saturating_mul(dims.heads_q / forward.heads());
         let lists = match &schedule.lists {
-            None => ListStats { full: tiles, ..ListStats::default() },
+            None => {
+                ListStats { full: tiles, live_pairs: schedule.live_pairs, ..ListStats::default() }
+            }
             Some(lists) => ListStats::of(&schedule, lists, &dims, forward),
         };
         let pairs = |s: &Sequence| dims.heads_q as f64 * s.q_len as f64 * s.k_len as f64;
@@ -70,20 +75,24 @@ impl CudaPlan {
         Ok(Description {
             device: format!("{} ({})", info.name, info.arch()),
             sms: info.sms as usize,
-            kernels: chosen.kernels.iter().map(|c| kernel_line(self.running(c))).collect(),
+            kernels: chosen
+                .kernels
+                .iter()
+                .map(|c| kernel_line(self.running(c), info.arch()))
+                .collect(),
             notes: self.without_hopper().into_iter().chain(self.notes()).collect(),
             tiling: Tiling {
-                tile_q: tile.q,
+                tile_q: cell_q,
                 tile_kv: tile.kv,
                 tile_heads: forward.heads(),
                 tiles,
                 full_tiles: lists.full,
                 partial_tiles: lists.partial,
-                live_pairs: schedule.live_pairs,
+                live_pairs: lists.live_pairs,
                 block_masks: lists.masks,
                 runs: lists.runs,
                 block_mask_bytes: lists.bytes,
-                density: schedule.live_pairs as f64 / pairs.max(1.0),
+                density: lists.live_pairs as f64 / pairs.max(1.0),
             },
             forward_bytes: match chosen.kv_splits {
                 1 => 0,
@@ -140,9 +149,11 @@ fn rows(dims: &Dims) -> usize {
 /// What the lists of a mask hold.
 #[derive(Default)]
 struct ListStats {
-    /// Tiles of all heads by their kind.
+    /// Cells of all heads by their kind.
     full: usize,
     partial: usize,
+    /// Pairs of a query and a key in live ones.
+    live_pairs: u64,
     /// Masks that batch entries and heads share.
     masks: usize,
     runs: u64,
@@ -155,16 +166,26 @@ impl ListStats {
         // Tiles for each one listed: heads that share a list have tiles of their own, unless they
         // share those as well.
         let each = dims.heads_q / heads / forward.heads();
-        let mut kinds = [0; 2];
+        let TileSize { q, kv, cells } = TileSize::of(forward);
+        let (bits, cell_q) = (cells.kind_bits(), q / cells.0);
+        let (mut kinds, mut live_pairs) = ([0; 2], 0);
         for s in &schedule.sequences {
-            let tiles = (s.q_len.max(0) as usize).div_ceil(forward.queries());
+            let [queries, keys] = [s.q_len, s.k_len].map(|len| len.max(0) as usize);
+            let tiles = queries.div_ceil(q);
             for h in 0..heads {
                 let first = s.first_row as usize + h * lists.head_stride;
-                for row in first..first + tiles {
+                for tile in 0..tiles {
+                    let row = first + tile;
                     let of_row = &lists.runs[row * lists.capacity..];
                     for run in &of_row[..lists.counts[row] as usize] {
-                        kinds[(run.count_kind & 1) as usize] +=
-                            (run.count_kind >> 1) as usize * each;
+                        let (at, count) = (run.first as usize, (run.count_kind >> bits) as usize);
+                        let columns = ((at + count) * kv).min(keys) - at * kv;
+                        for (cell, partial) in cells.live(run.count_kind) {
+                            let at = tile * q + cell * cell_q;
+                            let rows = (at + cell_q).min(queries).saturating_sub(at);
+                            kinds[usize::from(partial)] += count * each;
+                            live_pairs += (rows * columns * (dims.heads_q / heads)) as u64;
+                        }
                     }
                 }
             }
@@ -175,6 +196,7 @@ impl ListStats {
         Self {
             full: kinds[0],
             partial: kinds[1],
+            live_pairs,
             masks: classes.len() * heads,
             runs: lists.counts.iter().map(|&n| n as u64).sum(),
             bytes: (4 * lists.counts.len() + 8 * lists.runs.len()) as u64,
@@ -182,11 +204,14 @@ impl ListStats {
     }
 }
 
-/// A kernel, what its CTAs take, and how many of them an SM holds.
-fn kernel_line(kernel: &Candidate) -> String {
+/// A kernel, the architecture that it is compiled for, what its CTAs take, and how many of them an SM holds.
+fn kernel_line(kernel: &Candidate, device: Arch) -> String {
     let Candidate { config, resources, occupancy, .. } = kernel;
     format!(
-        "{config}: {} B of shared memory, at most {} registers, {} CTAs per SM",
-        resources.shared_bytes, resources.registers, occupancy.ctas
+        "{config}, for {}: {} B of shared memory, at most {} registers, {} CTAs per SM",
+        config.family.arch(device),
+        resources.shared_bytes,
+        resources.registers,
+        occupancy.ctas
     )
 }

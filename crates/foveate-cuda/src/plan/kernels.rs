@@ -103,8 +103,7 @@ pub(super) struct Ready {
 
 impl Ready {
     pub fn tile(&self) -> TileSize {
-        let config = &self.config;
-        TileSize { q: config.queries(), kv: config.tile_kv, cells: config.cells() }
+        TileSize::of(&self.config)
     }
 
     pub fn threads(&self) -> u32 {
