@@ -65,7 +65,7 @@ fv_head_norm(const __grid_constant__ HeadNormParams p) {
     });
 }
 
-// One CTA a multiprocessor is enough to ask for: asked for none, the compiler for sm_120 saves registers by spilling.
+// One CTA an SM is enough to ask for: asked for none, the compiler for sm_120 saves registers by spilling.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fv_head_norm_backward(const __grid_constant__ HeadNormBackwardParams p) {
     const int part = blockIdx.x * WARPS + threadIdx.x / 32, normalised = p.heads_q + p.heads_kv;

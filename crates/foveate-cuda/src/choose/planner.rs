@@ -379,7 +379,7 @@ enum Passed {
     Slower,
     /// It has some, which do not fit.
     Unfit,
-    /// It has some, too few for all multiprocessors.
+    /// It has some, too few for all SMs.
     Idle { tiles: usize, sms: usize },
 }
 
@@ -398,7 +398,7 @@ fn slower(origin: Origin, beaten: Option<Record>, passed: Passed) -> Option<Stri
             Passed::Unfit => "the tiles that were measured do not fit".to_owned(),
             Passed::Idle { tiles, sms } => {
                 let idle = sms.saturating_sub(tiles);
-                format!("its {tiles} tiles leave {idle} of {sms} multiprocessors idle")
+                format!("its {tiles} tiles leave {idle} of {sms} SMs idle")
             }
         },
     };

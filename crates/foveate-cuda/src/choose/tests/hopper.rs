@@ -285,7 +285,7 @@ fn wide_head_dims_and_fixed_orders_have_a_hopper_kernel_for_dq_alone() {
 }
 
 #[test]
-fn the_hopper_backward_of_head_dims_above_64_runs_on_half_of_all_multiprocessors() {
+fn the_hopper_backward_of_head_dims_above_64_runs_on_half_of_all_sms() {
     let profile = Profile::named("h200").unwrap();
     let family = |dim, heads| {
         let class = Class { mask: true, ..Class::new(Elem::Bf16, dim, dim, 1) };
@@ -294,7 +294,7 @@ fn the_hopper_backward_of_head_dims_above_64_runs_on_half_of_all_multiprocessors
         let plan = KernelPlan::new(&profile, &class, &sizes, true, &options).unwrap();
         plan.config(Kernel::Backward).unwrap().family
     };
-    // Measured with 64, 96 and 128 tiles of 128 keys, for 132 multiprocessors.
+    // Measured with 64, 96 and 128 tiles of 128 keys, for 132 SMs.
     assert_eq!([8, 12, 16].map(|heads| family(128, heads)), [Family::Hopper; 3]);
     assert_eq!([8, 16].map(|heads| family(64, heads)), [Family::Portable; 2]);
     let leaves_idle = |heads, len: usize| {
@@ -306,7 +306,7 @@ fn the_hopper_backward_of_head_dims_above_64_runs_on_half_of_all_multiprocessors
 }
 
 #[test]
-fn query_heads_have_items_of_their_own_where_groups_leave_multiprocessors_waiting() {
+fn query_heads_have_items_of_their_own_where_groups_leave_sms_waiting() {
     let profile = Profile::named("h200").unwrap();
     let plan = |class: &Class, sizes: &Sizes, asked: &[(&str, &str)]| {
         let mut options = KernelOptions::default();
@@ -346,7 +346,7 @@ fn query_heads_have_items_of_their_own_where_groups_leave_multiprocessors_waitin
         assert!(!splits(&grouped(4, 128), &causal(sizes(2, 32, 8, 8192))));
         assert!(!splits(&grouped(1, 128), &causal(sizes(1, 8, 8, 1024))));
     }
-    // Without a mask all items are alike: 128 of 132 multiprocessors are busy as it is.
+    // Without a mask all items are alike: 128 of 132 SMs are busy as it is.
     let full = Class::new(Elem::Bf16, 128, 128, 4);
     assert!(!splits(&full, &sizes(1, 32, 8, 2048)));
     let (few, asked) = (sizes(1, 32, 8, 2048), ("backward.split_gqa", "true"));
@@ -440,7 +440,7 @@ fn what_was_measured_slower_on_the_hopper_family_is_said() {
     assert_eq!(refused(&masked, &documents, both), preferred);
     // Tiles of 192 queries are too few where smaller ones are not.
     let few = Sizes { mean_kv_len: 512, ..sizes(1, 16, 16, 1024) };
-    let idle = said("hopper: its 96 tiles leave 36 of 132 multiprocessors idle");
+    let idle = said("hopper: its 96 tiles leave 36 of 132 SMs idle");
     assert_eq!(refused(&masked, &few, None), idle);
 }
 
