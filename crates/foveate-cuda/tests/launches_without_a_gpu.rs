@@ -313,6 +313,29 @@ fn a_driver_without_tensor_maps_runs_the_portable_family_and_is_named() {
 }
 
 #[test]
+fn a_tensor_map_that_the_driver_refuses_is_told_by_operand_and_axis() {
+    let name = "a_tensor_map_that_the_driver_refuses_is_told_by_operand_and_axis";
+    let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
+    let variables = [("FOVEATE_CACHE_DIR", cache), ("TOTAL", "1073741824"), ("MAP_ROWS", "4095")];
+    if !driver::inside(name, &["nvrtc"], &["-DLOADS"], &variables) {
+        return;
+    }
+    let dims = Dims { len_q: 4096, len_k: 4095, dim: 128, dim_v: 128, ..DIMS };
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let plan = plan(&PLAIN, &dims, CudaOptions::default());
+    let tensors = Tensors::new(&dims);
+    let said = plan.forward_on(&queue, &tensors.forward).unwrap_err().to_string();
+    let k = tensors.forward.operands.k.address;
+    let axes = "element axis: 128 every 2 B, 64 in a tile; row axis: 4095 every 256 B, 128 in a \
+                tile; head axis: 2 every 1048320 B, 1 in a tile; batch axis: 2 every 2096640 B, 1 in a \
+                tile";
+    assert!(
+        said.contains(&format!("encoding a tensor map of k, bf16 at {k:#x}; {axes}")),
+        "{said}"
+    );
+}
+
+#[test]
 fn what_was_kept_for_a_queue_goes_with_it() {
     if !inside("what_was_kept_for_a_queue_goes_with_it") {
         return;

@@ -28,7 +28,7 @@ use foveate_tensor::{GroupedAxis, Layout};
 
 use crate::abi::Address;
 use crate::driver::{Device, Fill, L2Promotion, Swizzle, TensorMap, Tiled};
-use crate::error::GpuError;
+use crate::error::{GpuError, GpuErrorKind};
 use crate::tensor::DeviceTensor;
 use foveate_tensor::ElementType;
 
@@ -64,6 +64,7 @@ pub struct MapTile {
 /// The map of an operand, as numbers: two operands of equal maps have equal [`TensorMap`]s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct OperandMap {
+    axes: MapAxes,
     element: ElementType,
     address: Address,
     rank: usize,
@@ -218,6 +219,7 @@ impl OperandMap {
         };
         let bytes = tensor.dtype.bytes() as u64;
         let mut map = Self {
+            axes: tile.axes,
             element: tensor.dtype.into(),
             address: tensor.address + layout.at([0; 4]) as u64 * bytes,
             rank: 1,
@@ -268,12 +270,42 @@ impl OperandMap {
         }
     }
 
-    /// The map as kernels on `device` take it.
+    /// The map as kernels on `device` take it; errors call the operand `name`.
     ///
     /// # Errors
-    /// Those of [`TensorMap::tiled`].
-    pub fn encode(&self, device: &Device) -> Result<TensorMap, GpuError> {
-        TensorMap::tiled(device, &self.tiled())
+    /// Those of [`TensorMap::tiled`]. A driver that refuses the map does not say why, so that the
+    /// error has all numbers, axis by axis.
+    pub fn encode(&self, name: &str, device: &Device) -> Result<TensorMap, GpuError> {
+        TensorMap::tiled(device, &self.tiled()).map_err(|error| match error.kind() {
+            GpuErrorKind::Driver { code, says, .. } => {
+                let (doing, says) =
+                    (format!("encoding a tensor map of {name}, {self}"), says.clone());
+                GpuErrorKind::Driver { doing, code: *code, says }.into()
+            }
+            _ => error,
+        })
+    }
+}
+
+impl fmt::Display for OperandMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {:#x}", self.element, self.address)?;
+        for (axis, name) in self.axes.names().iter().enumerate() {
+            let [len, bytes] = [self.dims[axis], self.strides[axis]];
+            write!(f, "; {name} axis: {len} every {bytes} B, {} in a tile", self.tile[axis])?;
+        }
+        Ok(())
+    }
+}
+
+impl MapAxes {
+    /// What the axes are, innermost first.
+    fn names(self) -> &'static [&'static str] {
+        match self {
+            Self::Heads => &["element", "row", "head", "batch"],
+            Self::Groups { .. } => &["element", "row", "head", "group", "batch"],
+            Self::PackedGroups { .. } => &["element", "head", "row", "group", "batch"],
+        }
     }
 }
 

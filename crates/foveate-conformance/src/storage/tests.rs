@@ -85,7 +85,7 @@ fn tensor_maps_load_what_the_rules_allow_of_every_layout_of_the_corpus() {
                 Ok(map) => {
                     assert!(is_legal(&tensor), "{at}");
                     check_elements(&tensor, &map, groups);
-                    map.encode(&device).unwrap_or_else(|e| panic!("{at}: {e}"));
+                    map.encode(name, &device).unwrap_or_else(|e| panic!("{at}: {e}"));
                     usize::from(groups.is_some())
                 }
                 Err(refusal) => {

@@ -151,11 +151,12 @@ impl CudaPlan {
             k_scale: scale(|scales| &scales.k),
             v_scale: scale(|scales| &scales.v),
         };
-        let encoded = |map: &Option<OperandMap>| match map {
-            Some(map) => self.encoded(map),
+        let encoded = |(name, map): (&str, &Option<OperandMap>)| match map {
+            Some(map) => self.encoded(name, map),
             None => Ok(TensorMap::UNUSED),
         };
-        Ok((params, maps.iter().map(encoded).collect::<Result<_, _>>()?))
+        let maps = ["q", "k", "v", "d_out"].into_iter().zip(&maps);
+        Ok((params, maps.map(encoded).collect::<Result<_, _>>()?))
     }
 
     /// Queues the transposition of values of e4m3: `[Bk, Hkv, Dv, columns]`, in the order of keys that
@@ -200,12 +201,12 @@ impl CudaPlan {
         Ok((memory, values))
     }
 
-    fn encoded(&self, map: &OperandMap) -> Result<TensorMap, CudaError> {
+    fn encoded(&self, name: &str, map: &OperandMap) -> Result<TensorMap, CudaError> {
         let mut kept = lock(&self.maps);
         if let Some((_, encoded)) = kept.0.iter().find(|(of, _)| of == map) {
             return Ok(*encoded);
         }
-        let encoded = map.encode(self.engine.device())?;
+        let encoded = map.encode(name, self.engine.device())?;
         if kept.0.len() >= MOST_MAPS {
             kept.0.remove(0);
         }
