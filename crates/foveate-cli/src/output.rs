@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{self, BufWriter, StdoutLock, Write};
 use std::path::Path;
 
+use foveate_train::metrics::Tflops;
 use serde::Serialize;
 
 use crate::failure::Failure;
@@ -16,6 +17,24 @@ macro_rules! tell {
     }};
 }
 pub(crate) use tell;
+
+/// What a model computes in a second, by each count, and the share of `peak` where that is known.
+pub fn tflops(rate: Tflops, peak: Option<f64>) -> String {
+    let mfu = peak.map(|peak| rate.mfu(peak));
+    let share = |of: fn(Tflops) -> f64| {
+        mfu.map_or(String::new(), |mfu| format!(", MFU {:.1} %", 100.0 * of(mfu)))
+    };
+    format!(
+        "TFLOP/s: {:.3} by live pairs{}; {:.3} with attention over all pairs (torchtitan's count{}), \
+         {:.3} over half of them (Megatron Bridge's{})",
+        rate.live,
+        share(|of| of.live),
+        rate.dense,
+        share(|of| of.dense),
+        rate.half,
+        share(|of| of.half),
+    )
+}
 
 /// Where results go. Writing to a closed pipe is an error, not a panic.
 pub struct Output {
@@ -110,5 +129,22 @@ fn scaled(mut n: f64, step: f64, units: &[&str]) -> String {
     match unit {
         0 => format!("{n} {}", units[0]),
         _ => format!("{n:.1} {}", units[unit]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operations_are_told_by_each_count_with_its_name() {
+        let rate = Tflops { live: 400.0, dense: 500.0, half: 425.0 };
+        let text = "TFLOP/s: 400.000 by live pairs; 500.000 with attention over all pairs \
+                    (torchtitan's count), 425.000 over half of them (Megatron Bridge's)";
+        assert_eq!(tflops(rate, None), text);
+        let text = "TFLOP/s: 400.000 by live pairs, MFU 40.0 %; 500.000 with attention over all \
+                    pairs (torchtitan's count, MFU 50.0 %), 425.000 over half of them (Megatron \
+                    Bridge's, MFU 42.5 %)";
+        assert_eq!(tflops(rate, Some(1000.0)), text);
     }
 }

@@ -24,7 +24,7 @@ use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::number::number;
-use crate::output::{Output, bytes, count};
+use crate::output::{Output, bytes, count, tflops};
 use crate::ranks;
 use lines::{LIVELY, Lines, percent};
 
@@ -188,6 +188,8 @@ fn rank(
             "labelled_tokens_per_s": summary.labelled_tokens_per_s,
             "packed_tokens_per_s": summary.packed_tokens_per_s,
             "padding_share": summary.padding_share,
+            "tflops": summary.tflops,
+            "mfu": summary.peak_tflops.map(|peak| summary.tflops.mfu(peak)),
             "peak_memory_bytes": summary.peak_memory_bytes,
             "steps": summary.steps,
             "checkpoint": summary.checkpoint,
@@ -236,6 +238,7 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
         summary.seconds,
         bytes(summary.peak_memory_bytes as f64),
     ))?;
+    out.line(tflops(summary.tflops, summary.peak_tflops))?;
     let dir = recipe.run.dir.display();
     out.line(format!("checkpoint  {}", summary.checkpoint.display()))?;
     out.line(format!("metrics     {dir}/metrics.jsonl, TensorBoard files in {dir}"))?;

@@ -109,11 +109,21 @@ fn a_gpu_that_hangs_ends_the_run_and_names_its_last_launches() {
 
 /// What a run prints as JSON, a line each; on this machine's CPU without libraries.
 fn lines(place: &Place, libraries: Option<&Path>, sets: &[&str]) -> Vec<serde_json::Value> {
+    lines_of(place, libraries, &[PLENTY], sets)
+}
+
+/// The same of a driver with these variables.
+fn lines_of(
+    place: &Place,
+    libraries: Option<&Path>,
+    variables: &[(&str, &str)],
+    sets: &[&str],
+) -> Vec<serde_json::Value> {
     let sets = sets.iter().flat_map(|set| ["--set", set]);
     let args: Vec<&str> =
         ["train", "recipe.toml", "--start-over", "--json"].into_iter().chain(sets).collect();
     let done = match libraries {
-        Some(libraries) => command(place, libraries, &[PLENTY], &args).output().unwrap(),
+        Some(libraries) => command(place, libraries, variables, &args).output().unwrap(),
         None => place.run(&args),
     };
     let out = String::from_utf8(done.stdout.clone()).unwrap();
@@ -191,6 +201,33 @@ fn operations_are_counted_by_the_masks_of_the_recipe_on_every_device() {
         number("tflops_live") / number("tokens_per_s")
     });
     assert!((gpu / cpu - 1.0).abs() < 1e-9, "{gpu} on a GPU, {cpu} on a CPU");
+}
+
+#[test]
+fn operations_are_a_share_of_the_peak_of_a_card_that_is_known() {
+    let place = place();
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    let of_card = |name: &str, sets: &[&str]| {
+        let sets = [&["train.eval_every=0"], sets].concat();
+        lines_of(&place, Some(folder.path()), &[PLENTY, ("NAME", name)], &sets)
+    };
+    let known = of_card("NVIDIA H200", &[]);
+    for step in metrics(&known) {
+        for count in ["live", "dense", "half"] {
+            let rate = step[format!("tflops_{count}")].as_f64().unwrap();
+            let share = step["mfu"][count].as_f64().unwrap();
+            assert!(rate > 0.0 && (share * 989.4 / rate - 1.0).abs() < 1e-9, "{step}");
+        }
+    }
+    let last = known.last().unwrap();
+    let [rate, share] = ["tflops", "mfu"].map(|name| last[name]["live"].as_f64().unwrap());
+    assert!(rate > 0.0 && (share * 989.4 / rate - 1.0).abs() < 1e-9, "{last}");
+    // The peak is that of 16 bits, and what an unknown card reaches nobody knows.
+    let unknown = [of_card("NVIDIA H200", &["precision.state=f32"]), of_card("Test GPU", &[])];
+    for lines in unknown {
+        assert!(metrics(&lines).iter().all(|step| step.get("mfu").is_none()));
+        assert!(lines.last().unwrap()["mfu"].is_null());
+    }
 }
 
 #[test]

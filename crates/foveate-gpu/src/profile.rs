@@ -108,6 +108,21 @@ const CARDS: [Card; 10] = [
     card("b200", (10, 0), 148, 126, 1850.0, 2250.0, 7700.0),
 ];
 
+impl Card {
+    /// The one that the driver's name names.
+    fn named(info: &DeviceInfo) -> Option<&'static Self> {
+        let name = plain(&info.name);
+        // The longest name that fits: `l40s` and not `l4`.
+        let named = CARDS.iter().filter(|c| name.contains(c.name)).max_by_key(|c| c.name.len());
+        named.filter(|card| card.is_like(info))
+    }
+
+    /// Whether a device has the limits of its capability.
+    fn is_like(&self, info: &DeviceInfo) -> bool {
+        Limits::of(self.capability).capability == Limits::of(info.capability).capability
+    }
+}
+
 const fn card(
     name: &'static str,
     capability: (u32, u32),
@@ -146,13 +161,8 @@ impl Profile {
     /// driver's name names; for a card that is not in the table, those of one of its capability,
     /// by SMs.
     pub fn of(info: &DeviceInfo) -> Self {
-        let name = plain(&info.name);
-        let same = |c: &&Card| {
-            Limits::of(c.capability).capability == Limits::of(info.capability).capability
-        };
-        // The longest name that fits: `l40s` and not `l4`.
-        let named = CARDS.iter().filter(|c| name.contains(c.name)).max_by_key(|c| c.name.len());
-        let like = named.filter(same).or_else(|| CARDS.iter().find(same)).unwrap_or(&CARDS[0]);
+        let is_like = |c: &&Card| c.is_like(info);
+        let like = Card::named(info).or_else(|| CARDS.iter().find(is_like)).unwrap_or(&CARDS[0]);
         let share = f64::from(info.sms) / like.sms as f64;
         let limits = Limits::of(info.capability);
         Self {
@@ -176,6 +186,12 @@ impl Profile {
     /// The same with what driver and NVRTC of this machine lack for it.
     pub fn of_device(device: &Device) -> Self {
         Self { hopper_unmet: hopper::unmet(device), ..Self::of(device.info()) }
+    }
+
+    /// The peak rate of a device in 16 bits with sums in f32, in TFLOP/s, of its share of the card's SMs; none
+    /// for a card that is not in the table.
+    pub fn peak_tflops(info: &DeviceInfo) -> Option<f64> {
+        Card::named(info).map(|card| card.bf16_tflops * f64::from(info.sms) / card.sms as f64)
     }
 
     fn of_card(card: &Card) -> Self {
@@ -288,6 +304,7 @@ mod tests {
         let seen = Profile::of(&info("NVIDIA L40S", (8, 9), 142));
         let listed = Profile { name: "NVIDIA L40S".into(), ..Profile::named("l40s").unwrap() };
         assert_eq!(seen, listed);
+        assert_eq!(Profile::peak_tflops(&info("NVIDIA L40S", (8, 9), 142)), Some(362.0));
     }
 
     #[test]
@@ -295,6 +312,7 @@ mod tests {
         let seen = Profile::of(&info("NVIDIA RTX PRO 6000", (12, 1), 85));
         assert_eq!(seen.arch().to_string(), "sm_121");
         assert_eq!(seen.bf16_tflops, 209.5 / 2.0);
+        assert_eq!(Profile::peak_tflops(&info("NVIDIA RTX PRO 6000", (12, 1), 85)), None);
         assert_eq!(seen.threads_per_sm, 1536);
     }
 }

@@ -211,6 +211,12 @@ pub trait Blocks: Sized {
         None
     }
 
+    /// The device's peak rate of products of weights, in TFLOP/s: what MFU is a share of; `None` where no
+    /// maker's figure is known.
+    fn peak_tflops(&self) -> Option<f64> {
+        None
+    }
+
     /// Makes `array` hold `elems` elements of `dtype`; what they are is not defined. `name` is for
     /// accounts and errors.
     ///

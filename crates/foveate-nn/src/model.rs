@@ -706,6 +706,11 @@ impl<B: Blocks> Model<B> {
         self.running().blocks.held_bytes()
     }
 
+    /// The peak rate of the device, in TFLOP/s: [`Blocks::peak_tflops`].
+    pub fn peak_tflops(&self) -> Option<f64> {
+        self.running().blocks.peak_tflops()
+    }
+
     /// What the bits of steps depend on beside program, weights and data, for batches of `rows` rows of
     /// `len` tokens, one document each: of a GPU its driver and libraries, and the kernels of each
     /// attention program. Empty on the CPU, whose results are the same everywhere.

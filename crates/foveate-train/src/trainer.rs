@@ -28,7 +28,7 @@ use crate::context::RunContext;
 use crate::device::OnDevice;
 use crate::error::TrainError;
 use crate::loader::{Loader, Wanted};
-use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, curve, unix_time};
+use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, Tflops, curve, unix_time};
 use crate::pack::PackOptions;
 use crate::pairs::PairCounter;
 use crate::ranks::{Ranks, end_with};
@@ -138,6 +138,10 @@ pub struct Summary {
     pub packed_tokens_per_s: f64,
     /// Share of the packed tokens that are padding, from 0 to 1.
     pub padding_share: f64,
+    /// What the model computes, over all steps of this process, on all ranks together.
+    pub tflops: Tflops,
+    /// The peak rate of the ranks' devices together, in TFLOP/s; none where it is not known, as of a CPU.
+    pub peak_tflops: Option<f64>,
     /// The most memory of the GPU that this run has held, in bytes; on a CPU the most resident memory of the
     /// process, 0 where the system does not say.
     pub peak_memory_bytes: u64,
@@ -357,6 +361,8 @@ impl<B: Blocks> Setup<'_, B> {
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
+            tflops: self.tflops(sums),
+            peak_tflops: self.peak_tflops(),
             peak_memory_bytes: self.memory().peak,
             steps: self.state.step,
             seconds: sums.seconds,

@@ -20,7 +20,7 @@ use foveate_train::device::{DeviceChoice, DeviceOptions};
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::number::number;
-use crate::output::{Output, bytes};
+use crate::output::{Output, bytes, tflops};
 use crate::ranks::{self, RankArgs};
 use case::Case;
 use steps::{Alone, Measured, Steps};
@@ -225,11 +225,7 @@ fn print(
             100.0 * (fixed.ms - found.ms) / fixed.ms
         ))?;
     }
-    let [live, full, half] = found.tflops(case);
-    out.line(format!(
-        "TFLOP/s: {live:.3} by live pairs; {full:.3} with attention over all pairs (torchtitan's \
-         count), {half:.3} over half of them (Megatron Bridge's)",
-    ))?;
+    out.line(tflops(found.tflops(case), found.peak_tflops))?;
     if found.blocks.is_empty() {
         return Ok(());
     }

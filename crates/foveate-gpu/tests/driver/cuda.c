@@ -20,7 +20,8 @@
  * listed as one line. To allocate memory, or to ask about an event, fails with 900 then and spoils the graph.
  * PIN_MS: how long it takes to pin memory of the host; each call is a line in the file `pins` there. PIN_FAILS: which of them
  * fails. HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
- * MAP_ROWS: of so many entries of its second axis no tensor map is encoded. CUDA: its version. CAPABILITY: that of the devices, times 10. */
+ * MAP_ROWS: of so many entries of its second axis no tensor map is encoded. NAME: that of the devices. CUDA: its version.
+ * CAPABILITY: that of the devices, times 10. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -72,7 +73,7 @@ int cuGetErrorName(int e, const char **s) { return *s = e == 803 ? "CUDA_ERROR_S
 int cuGetErrorString(int e, const char **s) { (void)e; return *s = "a failure of tests", 0; }
 int cuDeviceGetCount(int *n) { return *n = 2, 0; }
 int cuDeviceGet(int *d, int i) { return *d = i, 0; }
-int cuDeviceGetName(char *s, int n, int d) { (void)n; (void)d; strcpy(s, "Test GPU"); return 0; }
+int cuDeviceGetName(char *s, int n, int d) { (void)n; (void)d; const char *named = getenv("NAME"); strcpy(s, named ? named : "Test GPU"); return 0; }
 int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; return *n = total(), 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) {
     (void)d;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use foveate_gpu::blas::{self, Matmul};
 use foveate_gpu::driver::HostArray;
 use foveate_gpu::nvrtc::Compiler;
+use foveate_gpu::profile::Profile;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
     Activation as NnActivation, Array, ArrayBytes, AttentionProgram, AttentionShape, Batch,
@@ -72,6 +73,12 @@ impl Blocks for Cuda {
 
     fn total_bytes(&self) -> Option<u64> {
         Some(self.kernels.engine().device().info().memory_bytes as u64)
+    }
+
+    /// In 16 bits; none for weights of 32.
+    fn peak_tflops(&self) -> Option<f64> {
+        let info = self.kernels.engine().device().info();
+        Profile::peak_tflops(info).filter(|_| self.precision.weights != DType::F32)
     }
 
     fn held_bytes(&self) -> Option<HeldBytes> {

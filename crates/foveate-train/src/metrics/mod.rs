@@ -10,6 +10,7 @@ pub(crate) use tensorboard::event_files;
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use foveate_nn::ModelConfig;
 use serde::{Deserialize, Serialize};
 
 /// What ran, once for each start of a run.
@@ -27,6 +28,33 @@ pub struct RunMetrics {
     pub host: Option<String>,
     /// Threads of the pool that computes.
     pub threads: usize,
+}
+
+/// What a model computes in a second, in TFLOP/s, or the share of a peak that this is: each product once,
+/// forward and backward, and nothing that is computed again. Counts differ in the pairs of query and key that
+/// attention is counted with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Tflops {
+    /// With those that the masks let through.
+    pub live: f64,
+    /// With all of a row: torchtitan's count.
+    pub dense: f64,
+    /// With half of these, as a causal mask has: Megatron Bridge's.
+    pub half: f64,
+}
+
+impl Tflops {
+    /// Of so many tokens a second in rows of `len`, of which a query sees `keys` on average.
+    pub fn of(config: &ModelConfig, tokens_per_s: f64, len: usize, keys: f64) -> Self {
+        let len = len as f64;
+        let count = |keys: f64| tokens_per_s * config.flops_per_token(keys).total() * 1e-12;
+        Self { live: count(keys), dense: count(len), half: count(len / 2.0) }
+    }
+
+    /// The share of `peak` that this is.
+    pub fn mfu(self, peak: f64) -> Self {
+        Self { live: self.live / peak, dense: self.dense / peak, half: self.half / peak }
+    }
 }
 
 /// One training step. A *packed* token is any place of a row, padding included: what is computed. A
@@ -57,6 +85,13 @@ pub struct StepMetrics {
     pub tflops_dense: f64,
     /// Model TFLOP/s, queries counted with the keys that the mask lets through.
     pub tflops_live: f64,
+    /// Model TFLOP/s, every query counted with half a row of keys.
+    #[serde(default)]
+    pub tflops_half: f64,
+    /// Share of the devices' peak in 16 bits that these three are, as `live`, `dense` and `half`; none where
+    /// the peak is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<Tflops>,
     /// Memory of the GPU that the run holds, in bytes; on a CPU resident memory of the process, 0 where the
     /// system does not say.
     pub memory_bytes: u64,

@@ -77,11 +77,12 @@ impl TensorBoardLog {
             Record::Run(_) => return Ok(()),
         };
         if let Record::Step(m) = record {
-            let timed = [
+            let some = [
+                ("speed/mfu_live", m.mfu.map(|mfu| mfu.live)),
                 ("speed/optimizer_seconds", m.optimizer_seconds),
                 ("speed/attention_share", m.attention_share),
             ];
-            values.extend(timed.into_iter().filter_map(|(tag, value)| Some((tag, value?))));
+            values.extend(some.into_iter().filter_map(|(tag, value)| Some((tag, value?))));
         }
         let mut summary = Vec::new();
         for (tag, value) in values {

@@ -14,7 +14,7 @@ use crate::context::ContextBatch;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::loader::Loader;
 use crate::machine;
-use crate::metrics::{Record, StepMetrics, unix_time};
+use crate::metrics::{Record, StepMetrics, Tflops, unix_time};
 use crate::pack::Packed;
 use crate::recipe::Recipe;
 
@@ -84,7 +84,7 @@ impl<B: Blocks> Setup<'_, B> {
             }
         };
         run.did("queue", queueing);
-        step.pairs += queued.live_pairs.unwrap_or_default();
+        step.sums.pairs += queued.live_pairs.unwrap_or_default();
         step.context_seconds += context.map_or(0.0, ContextBatch::take_seconds);
         step.sums.packed += loaded.places;
         step.sums.padding += loaded.padding;
@@ -103,7 +103,7 @@ impl<B: Blocks> Setup<'_, B> {
         run: &mut Progress,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
-        let QueuedStep { step, totals, batches, mut sums, pairs, .. } = queued;
+        let QueuedStep { step, totals, batches, mut sums, .. } = queued;
         let waiting = Instant::now();
         let found = self.model.read(totals)?;
         run.did("wait", waiting);
@@ -117,7 +117,7 @@ impl<B: Blocks> Setup<'_, B> {
             profile.device(self.model.block_times());
         }
         // Before the numbers are judged: where a rank is lost, a device that waited for it may be left with anything.
-        let [pairs] = self.ranks.sum([pairs])?;
+        [sums.pairs] = self.ranks.sum([sums.pairs])?;
         sums.labelled = found.labelled;
         let mean = found.nats * (1.0 / sums.labelled.max(1) as f64);
         for (what, value) in [("the loss", mean), ("the gradient norm", found.grad_norm)] {
@@ -137,9 +137,7 @@ impl<B: Blocks> Setup<'_, B> {
         run.since = Instant::now();
         run.sums.add(&sums);
         run.train_loss = Some(mean);
-        let (config, cells) = (self.model.config(), sums.packed.max(1) as f64);
-        let tflops =
-            |keys: f64| cells * config.flops_per_token(keys).total() / sums.seconds * 1e-12;
+        let tflops = self.tflops(&sums);
         let (memory, blocks) = (self.memory(), found.seconds);
         let metrics = StepMetrics {
             step,
@@ -152,8 +150,10 @@ impl<B: Blocks> Setup<'_, B> {
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
-            tflops_dense: tflops(self.recipe.data.len as f64),
-            tflops_live: tflops(pairs / cells),
+            tflops_dense: tflops.dense,
+            tflops_live: tflops.live,
+            tflops_half: tflops.half,
+            mfu: self.peak_tflops().map(|peak| tflops.mfu(peak)),
             memory_bytes: memory.now,
             peak_memory_bytes: memory.peak,
             attention_share: blocks
@@ -168,6 +168,17 @@ impl<B: Blocks> Setup<'_, B> {
         self.record(Record::Step(metrics.clone()))?;
         observer.step(&metrics);
         Ok(())
+    }
+
+    /// What the ranks compute together in such steps.
+    pub(super) fn tflops(&self, sums: &Sums) -> Tflops {
+        let (config, len) = (self.model.config(), self.recipe.data.len);
+        Tflops::of(config, sums.packed_per_s(), len, sums.pairs / sums.packed.max(1) as f64)
+    }
+
+    /// The peak rate of the ranks' devices together, where it is known.
+    pub(super) fn peak_tflops(&self) -> Option<f64> {
+        self.model.peak_tflops().map(|peak| peak * self.ranks.count() as f64)
     }
 
     /// What the run holds of the memory that it computes in: of the GPU, or else of the machine; 0 where the
@@ -222,8 +233,6 @@ pub(super) struct QueuedStep<B: Blocks> {
     /// Of a run of one rank.
     batches: Vec<Packed>,
     sums: Sums,
-    /// Of query and key that the masks let through.
-    pairs: f64,
     data_seconds: f64,
     /// Time of attention over ranks of `context`.
     context_seconds: f64,
@@ -238,7 +247,6 @@ impl<B: Blocks> QueuedStep<B> {
             totals,
             batches: Vec::new(),
             sums: Sums::default(),
-            pairs: 0.0,
             data_seconds: 0.0,
             context_seconds: 0.0,
             epoch: 0.0,
@@ -299,6 +307,8 @@ pub(super) struct Sums {
     packed: u64,
     /// Places without a document.
     padding: u64,
+    /// Of query and key that the masks let through.
+    pairs: f64,
     pub seconds: f64,
 }
 
@@ -307,6 +317,7 @@ impl Sums {
         self.labelled += other.labelled;
         self.packed += other.packed;
         self.padding += other.padding;
+        self.pairs += other.pairs;
         self.seconds += other.seconds;
     }
 

@@ -17,6 +17,7 @@ use foveate_train::device::OnDevice;
 use foveate_train::host_memory::{HostMemory, check_offload};
 use foveate_train::machine;
 use foveate_train::memory::{Setting, beside, least_that_fits};
+use foveate_train::metrics::Tflops;
 use foveate_train::trainer::{MeshBatch, MeshModel};
 use serde::Serialize;
 use serde_json::json;
@@ -92,6 +93,8 @@ pub struct Measured {
     pub peak_bytes: Option<u64>,
     /// Of arrays, by the dry run; on a processor with the process.
     pub planned_bytes: u64,
+    /// The peak rate of the device, where it is known.
+    pub peak_tflops: Option<f64>,
     /// Keys that a query sees on average, by the masks of all layers.
     keys: f64,
     /// In which the device works at a step: without waiting for the host. None where it takes no times, and of
@@ -126,11 +129,10 @@ impl Measured {
         case.tokens() as f64 / self.ms * 1e3
     }
 
-    /// TFLOP/s of a rank by live pairs, with attention over all pairs, and over half of them.
-    pub fn tflops(&self, case: &Case) -> [f64; 3] {
-        let (len, tokens) = (case.len() as f64, self.tokens_per_s(case) / self.ranks as f64);
-        [self.keys, len, len / 2.0]
-            .map(|keys| tokens * case.config.flops_per_token(keys).total() * 1e-12)
+    /// What a rank computes.
+    pub fn tflops(&self, case: &Case) -> Tflops {
+        let tokens = self.tokens_per_s(case) / self.ranks as f64;
+        Tflops::of(&case.config, tokens, case.len(), self.keys)
     }
 
     /// The share of a step in which the device works.
@@ -145,7 +147,8 @@ impl Measured {
     }
 
     pub fn json(&self, case: &Case) -> serde_json::Value {
-        let [live, full, half] = self.tflops(case);
+        let tflops = self.tflops(case);
+        let Tflops { live, dense, half } = tflops;
         json!({
             "peer": "foveate",
             "version": env!("CARGO_PKG_VERSION"),
@@ -175,8 +178,9 @@ impl Measured {
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,
             "tflops_live": live,
-            "tflops_all_pairs": full,
+            "tflops_all_pairs": dense,
             "tflops_half_of_pairs": half,
+            "mfu": self.peak_tflops.map(|peak| tflops.mfu(peak)),
             "profiled_ms": self.profiled_ms,
             "blocks": self.blocks,
             "keys_wait_ms": self.keys_wait_ms,
@@ -282,6 +286,7 @@ impl Watched<'_> {
             recompute,
             weights_s,
             first_step_s,
+            peak_tflops: training.mesh.model.peak_tflops(),
             keys,
             working_ms,
             profiled_ms,
