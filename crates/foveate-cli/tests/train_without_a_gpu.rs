@@ -5,6 +5,8 @@
 
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
+#[path = "place/ends.rs"]
+mod ends;
 // Not all of it is needed here.
 #[allow(dead_code)]
 mod place;
@@ -15,6 +17,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use ends::Disk;
 use foveate_gpu::library::Library;
 use foveate_nn::ParameterState;
 use place::Place;
@@ -230,6 +233,55 @@ fn operations_are_a_share_of_the_peak_of_a_card_that_is_known() {
     }
 }
 
+/// A place with more to read: a driver that computes nothing learns nothing, which a pass over all documents finds
+/// out.
+fn long_place() -> Place {
+    let place = place();
+    for i in 0..12 {
+        let text = format!("document {i}: ") + &"the quick brown fox ".repeat(30);
+        std::fs::write(place.path(&format!("{i:02}.txt")), text).unwrap();
+    }
+    place
+}
+
+/// What is set where runs of a GPU end while they save.
+const SAVES: [&str; 5] = [
+    "train.steps=60",
+    "train.save_every=4",
+    "train.async_save=true",
+    "train.keep=9",
+    "train.eval_every=0",
+];
+
+#[test]
+fn a_signal_during_a_save_beside_the_steps_of_a_gpu_ends_a_run_that_goes_on() {
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    let Some(slow) = slow_disk(folder.path(), 15) else { return };
+    let place = long_place();
+    let run = Run {
+        place: &place,
+        dir: place.path("run"),
+        command: &|args| command(&place, folder.path(), &[PLENTY], args),
+        sets: &SAVES,
+    };
+    ends::by_signals(&run, &slow);
+}
+
+#[test]
+fn a_disk_that_is_full_ends_a_run_of_a_gpu_that_goes_on_when_there_is_space() {
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &["-DLOADS"]) else { return };
+    let Some(slow) = slow_disk(folder.path(), 10) else { return };
+    let place = long_place();
+    let Some(disk) = Disk::new(&place.path("disk"), 32 << 20) else { return };
+    let run = Run {
+        place: &place,
+        dir: disk.path.join("run"),
+        command: &|args| command(&place, folder.path(), &[PLENTY], args),
+        sets: &SAVES,
+    };
+    ends::by_a_full_disk(&run, &disk, &slow);
+}
+
 #[test]
 fn a_run_says_whether_its_passes_are_recorded() {
     let place = place();
@@ -348,12 +400,7 @@ fn a_gpu_that_fails_while_a_run_saves_ends_the_run_which_goes_on_when_it_is_ther
             "; end what else uses the GPU, or take a smaller batch or shorter sequences; then continue",
         ),
     ] {
-        let place = place();
-        // A driver that computes nothing learns nothing, which a pass over all documents finds out.
-        for i in 0..12 {
-            let text = format!("document {i}: ") + &"the quick brown fox ".repeat(30);
-            std::fs::write(place.path(&format!("{i:02}.txt")), text).unwrap();
-        }
+        let place = long_place();
         let Some(mut slow) = slow_disk(folder.path(), 30) else { return };
         slow.push(("FOVEATE_TIMEOUT", "1".to_owned()));
         if file == "full" {
