@@ -233,6 +233,41 @@ fn operations_are_a_share_of_the_peak_of_a_card_that_is_known() {
     }
 }
 
+#[test]
+fn checkpoints_are_evaluated_and_continued_on_a_gpu() {
+    let place = place();
+    // Logits of what is not computed are to be numbers.
+    let options = ["-DLOADS", "-DZEROS"];
+    let Some(folder) = driver::build(&["nvrtc", "cublaslt"], &options) else { return };
+    let trained = lines(&place, Some(folder.path()), &[]);
+    let checkpoint = trained.last().unwrap()["checkpoint"].as_str().unwrap();
+    let json = |mut command: Command| -> serde_json::Value {
+        let done = command.output().unwrap();
+        let out = done.stdout.clone();
+        let (code, said) = told(done);
+        assert_eq!(code, Some(0), "{said}");
+        serde_json::from_slice(&out).unwrap()
+    };
+    let evaluate = ["eval", checkpoint, "00.txt", "01.txt", "--json"];
+    let on_gpu = |args: &[&str]| json(command(&place, folder.path(), &[PLENTY], args));
+    let (found, own) = (on_gpu(&evaluate), json(place.command(&evaluate)));
+    for count in ["documents", "tokens"] {
+        assert!(found[count].as_u64() > Some(0) && found[count] == own[count], "{found} {own}");
+    }
+    let text = on_gpu(&["generate", checkpoint, "--prompt", "the", "--max-tokens", "5", "--json"]);
+    assert_eq!(text["token_ids"].as_array().unwrap().len(), 5, "{text}");
+    // Neither fits a GPU without memory, and both say so before they read weights.
+    for args in [&evaluate[..], &["generate", checkpoint, "--prompt", "the"]] {
+        let small = [("TOTAL", "65536")];
+        let (code, said) = told(command(&place, folder.path(), &small, args).output().unwrap());
+        let error = said.lines().find(|line| line.starts_with("error: "));
+        assert!(
+            code == Some(1) && error.unwrap().ends_with("but the GPU has free 64.0 KiB"),
+            "{said}"
+        );
+    }
+}
+
 /// A place with more to read: a driver that computes nothing learns nothing, which a pass over all documents finds
 /// out.
 fn long_place() -> Place {

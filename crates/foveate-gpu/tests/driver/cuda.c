@@ -23,6 +23,11 @@
  * MAP_ROWS: of so many entries of its second axis no tensor map is encoded. NAME: that of the devices. CUDA: its version.
  * CAPABILITY: that of the devices, times 10. */
 #define _GNU_SOURCE
+#ifdef ZEROS /* what is read before it was written */
+#define NEW(n) calloc(1, n)
+#else
+#define NEW(n) malloc(n)
+#endif
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -101,7 +106,7 @@ static int alloc(Address *a, size_t n, int device) {
     while (i < BLOCKS && blocks[i].start) i++;
     if (i == BLOCKS) return 999;
     if (i >= used_blocks) used_blocks = i + 1;
-    blocks[i].start = *a = (Address)(size_t)malloc(n), blocks[i].bytes = n, blocks[i].device = device;
+    blocks[i].start = *a = (Address)(size_t)NEW(n), blocks[i].bytes = n, blocks[i].device = device;
     if (device != PINNED) taken[device] += n;
     return 0;
 }
