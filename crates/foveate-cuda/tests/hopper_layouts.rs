@@ -1,7 +1,10 @@
 //! Where the operands of `wgmma` lie in shared memory and its accumulators in registers, by models of
 //! what the PTX manual says ("Asynchronous warpgroup level matrix shared memory layout", "Register
 //! fragments", "Swizzling modes"): that a product reads what a copy by tensor map wrote where the
-//! kernels' descriptors and steps lead it, and that weights are operands as they stand.
+//! kernels' descriptors and steps lead it, and that weights are operands as they stand. The kernels'
+//! own descriptors and steps are compiled for the host and followed.
+
+use std::process::Command;
 
 /// A pattern of 8 rows of `span` bytes in which 16-byte chunks change places.
 #[derive(Clone, Copy, Debug)]
@@ -27,8 +30,13 @@ impl Swizzle {
 
     /// Where a copy by tensor map puts an element of a tile of `rows`, panel by panel from `base` on.
     fn copied(self, base: usize, rows: usize, row: usize, column: usize) -> usize {
-        let panel = base + column / self.columns() * rows * self.span;
-        self.place(panel + row * self.span + column % self.columns() * 2)
+        self.copied_byte(base, rows, row, 2 * column)
+    }
+
+    /// The same of a byte of a row.
+    fn copied_byte(self, base: usize, rows: usize, row: usize, byte: usize) -> usize {
+        let panel = base + byte / self.span * rows * self.span;
+        self.place(panel + row * self.span + byte % self.span)
     }
 }
 
@@ -54,10 +62,21 @@ impl Descriptor {
         ((self.0 >> shift & 0x3fff) << 4) as usize
     }
 
+    /// The swizzle that it states.
+    fn swizzle(self) -> Swizzle {
+        let known = [SWIZZLE_128, SWIZZLE_64].into_iter().find(|s| s.layout == self.0 >> 62);
+        known.expect("a swizzle of the kernels")
+    }
+
     /// Where the hardware looks for element (`mn`, `k`) of an operand whose rows run along k.
     fn along_k(self, swizzle: Swizzle, mn: usize, k: usize) -> usize {
+        self.along_k_byte(swizzle, mn, 2 * k)
+    }
+
+    /// The same of a byte of a row.
+    fn along_k_byte(self, swizzle: Swizzle, mn: usize, byte: usize) -> usize {
         let group = mn / 8 * self.field(32);
-        swizzle.place(self.field(0) + group + mn % 8 * swizzle.span + 2 * k)
+        swizzle.place(self.field(0) + group + mn % 8 * swizzle.span + byte)
     }
 
     /// The same where they run along m or n.
@@ -368,6 +387,184 @@ fn columns_of_dq_are_multiplied_by_those_of_keys() {
                 let found = keys.plus(key / 16 * 2048).along_mn(SWIZZLE_128, column, key % 16);
                 let expected = SWIZZLE_128.copied(0, 128, key, first + column);
                 assert_eq!(found, expected, "dim {dim}, consumer {consumer}");
+            }
+        }
+    }
+}
+
+/// What the kernels' files take of others, with products that print their operands.
+const PRELUDE: &str = r#"
+#include <cstdio>
+#define __device__
+typedef unsigned u32;
+typedef unsigned long long u64;
+constexpr int ELEM_BYTES = FV_DTYPE == 3 ? 1 : 2, PANEL_ROW = 128, MMA_K = 32 / ELEM_BYTES;
+constexpr int N = FV_BN / 8, N_OUT = FV_DVP / 8, N_K = FV_DP / 8, N_Q = FV_DP / 8;
+constexpr int VALUE_KEYS = FV_BN % 128 == 0 ? 128 : 64;
+"#;
+const PRODUCTS: &str = r#"
+void product(u64 a, u64 b) { std::printf("%llu %llu\n", a, b); }
+template <int N> void multiply_async(float (&)[N][4], Operand a, Operand b, bool) { product(a.bits, b.bits); }
+template <int N> void multiply_async(float (&)[N][4], const u32 (&)[4], Operand b) { product(0, b.bits); }
+template <int N> void multiply_across(float (&)[N][4], Operand a, Operand b, bool) { product(a.bits, b.bits); }
+template <int N> void multiply_transposed(float (&)[N][4], Operand a, Operand b) { product(a.bits, b.bits); }
+"#;
+const HOPPER: &str = include_str!("../kernels/hopper/hopper.cuh");
+const FORWARD: &str = include_str!("../kernels/hopper/forward_device.cuh");
+
+/// The part of a kernel's file from one text up to another.
+fn part<'a>(file: &'a str, from: &str, to: &str) -> &'a str {
+    let (_, rest) = file.split_once(from).unwrap_or_else(|| panic!("the file has {from:?}"));
+    let (part, _) = rest.split_once(to).unwrap_or_else(|| panic!("the file has {to:?}"));
+    &file[file.len() - rest.len() - from.len()..][..from.len() + part.len()]
+}
+
+/// A tile of a kernel: whether operands have 8 bits, queries and keys, padded head dims.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    eight_bits: bool,
+    queries: usize,
+    keys: usize,
+    dim: usize,
+    dim_v: usize,
+}
+
+impl Shape {
+    /// Elements that a product sums.
+    fn summed(self) -> usize {
+        if self.eight_bits { 32 } else { 16 }
+    }
+}
+
+/// The descriptors of the products that `functions`, of a kernel's file, start in `main`; `None`
+/// without a C++ compiler.
+fn products(shape: Shape, functions: &str, main: &str) -> Option<Vec<[Descriptor; 2]>> {
+    let Shape { eight_bits, queries, keys, dim, dim_v } = shape;
+    let dtype = if eight_bits { 3 } else { 1 };
+    let sizes = [("DTYPE", dtype), ("BM", queries), ("BN", keys), ("DP", dim), ("DVP", dim_v)];
+    let defines: String =
+        sizes.iter().map(|(name, value)| format!("#define FV_{name} {value}\n")).collect();
+    let operand = part(HOPPER, "struct Operand {", "// d += A B, or d = A B");
+    let main = format!("int main() {{ {main} }}\n");
+    let code = [&defines, PRELUDE, operand, PRODUCTS, functions, &main].concat();
+    let folder = tempfile::tempdir().unwrap();
+    let (file, program) = (folder.path().join("products.cpp"), folder.path().join("products"));
+    std::fs::write(&file, code).unwrap();
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++17", "-w", "-o"]).args([&program, &file]);
+    let compiled = match compiler.output() {
+        Err(error) => {
+            println!("skipped: no C++ compiler `c++`: {error}");
+            return None;
+        }
+        Ok(compiled) => compiled,
+    };
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let said = String::from_utf8(Command::new(&program).output().unwrap().stdout).unwrap();
+    let pair = |line: &str| {
+        let bits: Vec<u64> = line.split(' ').map(|n| n.parse().unwrap()).collect();
+        [Descriptor(bits[0]), Descriptor(bits[1])]
+    };
+    Some(said.lines().map(pair).collect())
+}
+
+/// Where tiles begin in the programs: q or dS, k or q, v or d_out.
+const AT: [usize; 3] = [0, 65_536, 131_072];
+
+#[test]
+fn products_of_the_forward_read_what_copies_wrote() {
+    let of = |eight_bits, keys, dim, dim_v| Shape { eight_bits, queries: 64, keys, dim, dim_v };
+    let shapes = [
+        of(false, 128, 128, 128),
+        of(false, 80, 64, 256),
+        of(false, 112, 192, 96),
+        // Keys of 64 in half rows, and of 128.
+        of(true, 64, 128, 128),
+        of(true, 192, 64, 96),
+        of(true, 128, 256, 256),
+    ];
+    for shape in shapes {
+        let Shape { eight_bits, keys, dim, dim_v, .. } = shape;
+        let functions = part(FORWARD, "// s = Q K^T.", "// Weights as the operand of P V.");
+        let [q, k, v] = AT;
+        let main = format!(
+            "float s[N][4], out[N_OUT][4]; u32 weights[FV_BN / MMA_K][4] = {{}}; \
+             start_qk(s, Operand::rows({q}), Operand::rows({k})); \
+             start_pv(out, weights, values_at({v}));"
+        );
+        let Some(made) = products(shape, functions, &main) else { return };
+        let (summed, bytes) = (shape.summed(), if eight_bits { 1 } else { 2 });
+        let (of_scores, of_values) = made.split_at(dim / summed);
+        assert_eq!(of_values.len(), keys / summed, "{shape:?}");
+        for (step, [a, b]) in of_scores.iter().enumerate() {
+            for (operand, at, rows) in [(a, q, 64), (b, k, keys)] {
+                for (row, byte) in (0..rows).flat_map(|row| (0..32).map(move |byte| (row, byte))) {
+                    let found = operand.along_k_byte(operand.swizzle(), row, byte);
+                    let expected = SWIZZLE_128.copied_byte(at, rows, row, 32 * step + byte);
+                    assert_eq!(found, expected, "{shape:?}: step {step}, ({row}, {byte})");
+                }
+            }
+        }
+        // Of 8 bits values lie with keys along their rows, in the swizzle of as many bytes as a box.
+        let box_keys = if keys % 128 == 0 { SWIZZLE_128 } else { SWIZZLE_64 };
+        for (step, [_, values]) in of_values.iter().enumerate() {
+            let pairs = (0..dim_v).flat_map(|column| (0..summed).map(move |key| (column, key)));
+            for (column, key) in pairs {
+                let at = step * summed + key;
+                let (found, expected) = match eight_bits {
+                    true => (
+                        values.along_k_byte(values.swizzle(), column, key * bytes),
+                        box_keys.copied_byte(v, dim_v, column, at),
+                    ),
+                    false => (
+                        values.along_mn(values.swizzle(), column, key),
+                        SWIZZLE_128.copied(v, keys, at, column),
+                    ),
+                };
+                assert_eq!(found, expected, "{shape:?}: step {step}, ({column}, {key})");
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_the_backward_read_what_copies_and_consumers_wrote() {
+    for (queries, dim) in [(64, 128), (128, 64), (64, 96)] {
+        let shape = Shape { eight_bits: false, queries, keys: 128, dim, dim_v: dim };
+        let functions = part(BACKWARD[1], "// dV += P^T dO", "// Writes dS^T of a consumer as dS");
+        let [ds, q, d_out] = AT;
+        // Of the second consumer: its 64 keys of dS, and the columns of q and of K.
+        let main = format!(
+            "float sums[N_OUT][4], dk[N_K][4], dq[N_Q][4]; u32 weights[FV_BM / 16][4] = {{}}; \
+             start_sums(sums, weights, Operand::columns({d_out}, FV_BM * PANEL_ROW), 0, FV_BM / 16); \
+             start_dk(dk, Operand::columns({ds} + FV_BM * PANEL_ROW, 0), \
+                      Operand::columns({q}, FV_BM * PANEL_ROW)); \
+             start_dq(dq, Operand::rows({ds}), Operand::columns({q}, FV_BN * PANEL_ROW));"
+        );
+        let Some(made) = products(shape, functions, &main) else { return };
+        let (of_queries, of_keys) = made.split_at(2 * queries / 16);
+        let (of_values, of_dk) = of_queries.split_at(queries / 16);
+        assert_eq!(of_keys.len(), shape.keys / 16);
+        let across =
+            |operand: &Descriptor, at, rows, step: usize, columns: std::ops::Range<usize>| {
+                for (i, k) in (0..columns.len()).flat_map(|i| (0..16).map(move |k| (i, k))) {
+                    let found = operand.along_mn(operand.swizzle(), i, k);
+                    let expected = SWIZZLE_128.copied(at, rows, 16 * step + k, columns.start + i);
+                    assert_eq!(found, expected, "{shape:?}: step {step}, ({i}, {k})");
+                }
+            };
+        for (step, [_, rows]) in of_values.iter().enumerate() {
+            across(rows, d_out, queries, step, 0..dim);
+        }
+        for (step, [a, b]) in of_dk.iter().enumerate() {
+            across(a, ds, queries, step, 64..128);
+            across(b, q, queries, step, 0..dim);
+        }
+        for (step, [a, b]) in of_keys.iter().enumerate() {
+            across(b, q, shape.keys, step, 0..dim);
+            for (row, k) in (0..64).flat_map(|row| (0..16).map(move |k| (row, k))) {
+                let found = a.along_k(a.swizzle(), row, k);
+                assert_eq!(found, SWIZZLE_128.copied(ds, queries, row, 16 * step + k), "{shape:?}");
             }
         }
     }
