@@ -54,12 +54,14 @@ pub(crate) struct ContextPlanner {
     /// Query heads and key/value heads of the model.
     heads: [usize; 2],
     shape: ModelShape,
+    /// What every plan is held to.
+    limits: Limits,
     last: Option<Arc<PlannedBatch>>,
 }
 
 impl ContextPlanner {
     /// For `model` in the mesh of `ranks`; `by_device` says whether its device computes attention over
-    /// ranks.
+    /// ranks. No plan may hold more than `bytes` on a rank for the attention of a layer.
     ///
     /// # Errors
     /// When the model cannot be cut over `tensor`.
@@ -68,6 +70,7 @@ impl ContextPlanner {
         model: &Model<B>,
         strategy: Option<Strategy>,
         by_device: bool,
+        bytes: Option<u64>,
     ) -> Result<Self, NnError> {
         let config = model.config();
         let layers_of = |i| model.programs_of_layers().iter().filter(|&&of| of == i).count() as u64;
@@ -93,6 +96,7 @@ impl ContextPlanner {
             layers: (0..model.programs().len()).map(layers_of).collect(),
             heads: [config.num_attention_heads, config.kv_heads()],
             shape,
+            limits: Limits { attention_bytes: bytes, imbalance: None },
             last: None,
         })
     }
@@ -194,8 +198,8 @@ impl ContextPlanner {
         let options = PlanOptions { strategy: self.strategy, chunk: None };
         let plan = ShardPlan::new(&self.map, &planes, &self.shape, options)?;
         let proven = plan
-            .prove(&planes, &Limits::default())
-            .map_err(|e| ShardError::new(format!("the plan of a batch is wrong: {e}")))?;
+            .prove(&planes, &self.limits)
+            .map_err(|e| ShardError::new(format!("the plan of a batch: {e}")))?;
         Ok((Arc::new(proven), programs))
     }
 }

@@ -127,14 +127,14 @@ fn planner<'a>(
     let section =
         MeshSection { replicate, shard, context, tensor, strategy, ..MeshSection::default() };
     let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
-    let planner = ContextPlanner::new(ranks, model, strategy, false);
+    let planner = ContextPlanner::new(ranks, model, strategy, false, None);
     Ok((ranks, RunContext::new(planner.map_err(|e| ShardError::new(e.to_string()))?)))
 }
 
 /// What plans for `rank` of `mesh`, of a model whose layers have `mask`.
 pub(crate) fn planner_of(mesh: Mesh, rank: usize, mask: &str) -> ContextPlanner {
     let model = Model::new(config([4, 2]), &program(mask, None).into(), 3).unwrap();
-    let planner = ContextPlanner::new(Ranks::one(), &model, None, true).unwrap();
+    let planner = ContextPlanner::new(Ranks::one(), &model, None, true, None).unwrap();
     ContextPlanner { map: Map::new(mesh), rank, ..planner }
 }
 
@@ -382,7 +382,8 @@ fn a_device_is_told_what_the_plan_says() {
         let text = format!("replicate={replicate},shard={shard},context={context},tensor={tensor}");
         let mesh = Mesh::parse(&text, sizes.iter().product()).unwrap();
         let rows = rows(4, 37, 5);
-        let planner = ContextPlanner::new(Ranks::one(), &model, Some(strategy), true).unwrap();
+        let planner =
+            ContextPlanner::new(Ranks::one(), &model, Some(strategy), true, None).unwrap();
         let planned: Vec<PlannedBatch> = (0..mesh.ranks())
             .map(|rank| {
                 let planner = ContextPlanner { map: Map::new(mesh), rank, ..planner.clone() };
@@ -455,6 +456,24 @@ fn a_device_is_told_what_the_plan_says() {
             }
         }
     }
+}
+
+/// What a rank would hold of a layer's attention is held to the memory that is there, before anything runs.
+#[test]
+fn a_plan_that_does_not_fit_is_refused_with_the_numbers() {
+    let mesh = Mesh::parse("context=2", 2).unwrap();
+    let planner = planner_of(mesh, 0, "causal");
+    let held = planner.proven([1, 64], &[0; 64]).unwrap().0.proof().bytes.clone();
+    let most = held.iter().map(|bytes| bytes.held).max().unwrap();
+    let with = |bytes| {
+        let limits = Limits { attention_bytes: Some(bytes), imbalance: None };
+        ContextPlanner { limits, ..planner.clone() }.proven([1, 64], &[0; 64])
+    };
+    assert!(with(most).is_ok());
+    let told = with(most - 1).unwrap_err().to_string();
+    assert!(told.starts_with("the plan of a batch: (f) attention, rank "), "{told}");
+    let numbers = format!("holds {most} bytes where {} are allowed; cut more", most - 1);
+    assert!(told.ends_with(&numbers), "{told}");
 }
 
 /// Other rotations in other layers, norms of heads, biases, capped logits; and factors of RoPE that the
