@@ -273,22 +273,24 @@ fn processor_time() -> Duration {
     }
 }
 
-/// The bar is 200 ms on one core; processors differ, and this is not built for speed.
+/// The bar is 200 ms on one core, by the time that a core spends: masks, dispatch and all ranks' stages, the best of
+/// five. It is that of a release build; a development build may take half as long again.
 #[test]
 fn a_million_tokens_over_64_ranks_are_planned_in_a_moment() {
     let len = 1 << 20;
+    let map = Map::new(Mesh::new([1, 1, 64, 1]).unwrap());
     for (name, mask) in [("100 documents", documents(len, 100)), ("causal", masks::causal())] {
-        let began = processor_time();
-        let planes = Planes::new(whole(len), &[layer(mask)], TILE).unwrap();
-        let masks = processor_time() - began;
-        let dispatch = Dispatch::new(&planes, 64, None).unwrap();
-        let all = processor_time() - began;
-        println!(
-            "{name}: masks {masks:.1?}, dispatch {:.1?}, imbalance {:.4}",
-            all - masks,
-            dispatch.imbalance()
-        );
-        assert!(all.as_millis() < 600, "{name}: {all:?}");
+        let planned = || {
+            let began = processor_time();
+            let planes = Planes::new(whole(len), &[layer(mask.clone())], TILE).unwrap();
+            let masks = processor_time() - began;
+            ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
+            (processor_time() - began, masks)
+        };
+        let (best, masks) = (0..5).map(|_| planned()).min().unwrap();
+        println!("{name}: {best:.1?}, of which masks {masks:.1?}");
+        let most = if cfg!(debug_assertions) { 300 } else { 200 };
+        assert!(best.as_millis() < most, "{name}: {best:?} of {most} ms");
     }
 }
 
