@@ -51,9 +51,8 @@ def attention(
     if sink is not None and wants_max:
         raise NotImplementedError("max_scores beside a sink are computed of plain tensors alone, not of such as wrap others")
     _count()
-    score, score_captures = None, []
-    if score_mod is not None:
-        score, score_captures = _said(_trace.score(score_mod, extents, constants=True))
+    made = None if score_mod is None else _trace.score(score_mod, extents, constants=True)
+    score, score_captures = (None, []) if made is None else _said(made)
     text, mask_captures, lists, tile = _masked(mask, extents, query.device)
     p, seed = dropout or (0.0, None)
     number = 1 / math.sqrt(query.size(-1)) if scale is None else scale
@@ -115,7 +114,7 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> Any:
         operator, said, counts = ctx.of
         if operator is None:

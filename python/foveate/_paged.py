@@ -97,11 +97,13 @@ def paged(
     _checks.check_aux(aux)
     number = None if scale is None else _checks.checked_scale(scale)
     logits = None if sink is None else _checks.sink_of(sink, query)
+    out: Tensor
     if _dispatched.is_watched(sink, aux.max_scores) or dispatches(query, key_pages, value_pages):
         most = (query.size(0), query.size(1), query.size(2), page_table.size(1) * key_pages.size(2))
         mods = (score_mod, mask, most, number, logits, None, aux.max_scores, "paged", (page_table, lengths))
-        out, lse, max_scores = _dispatched.attention(query, key_pages, value_pages, *mods)
-        return out if return_aux is None else (out, AuxOutput(lse=lse, max_scores=max_scores))
+        seen = _dispatched.attention(query, key_pages, value_pages, *mods)
+        rows = AuxOutput(lse=seen[1] if aux.lse else None, max_scores=seen[2] if aux.max_scores else None)
+        return seen[0] if return_aux is None else (seen[0], rows)
     tables = pages(page_table, lengths, query)
     extents = (query.size(0), query.size(1), query.size(2), _most_keys(tables, key_pages))
     score = None if score_mod is None else _trace.score(score_mod, extents)

@@ -153,11 +153,14 @@ def test_block_masks_of_fake_tensors_have_shapes():
 def test_pages_are_seen_and_have_no_gradient():
     q, k, v = operands(requires_grad=False)
     call = functools.partial(paged, mask=Mask.causal(bottom_right=True), page_table=TABLE, lengths=LENGTHS)
-    gold = call(q[:, :, :3], *pages(k, v))
-    with Watching() as watching:
-        ours = call(q[:, :, :3], *pages(k, v))
-    assert watching.seen == ["paged.default"]
-    torch.testing.assert_close(ours, gold, rtol=1e-4, atol=1e-5)
+    for aux in (None, AuxRequest(lse=True), AuxRequest(max_scores=True)):
+        gold = call(q[:, :, :3], *pages(k, v), return_aux=aux)
+        with Watching() as watching:
+            ours = call(q[:, :, :3], *pages(k, v), return_aux=aux)
+        assert watching.seen == ["paged.default"]
+        for one, two in zip((ours,) if aux is None else (ours[0], *ours[1]), (gold,) if aux is None else (gold[0], *gold[1])):
+            assert (one is None) is (two is None)
+            one is None or torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
     q.requires_grad_()
     with Watching():
         out = call(q[:, :, :3], *pages(k, v))
@@ -225,6 +228,19 @@ class Ran:
         from foveate import _autograd
 
         _autograd.Call.forward = self.plain
+
+
+def test_max_scores_beside_a_sink_are_those_of_a_plain_call():
+    q, k, v = operands(requires_grad=False)
+    sink = torch.randn(4)
+    call = functools.partial(flex_attention, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True))
+    gold = call(q, k, v, sink=sink)
+    with Watching() as watching:
+        ours = call(q, k, v, sink=sink)
+    assert watching.seen == []
+    torch.testing.assert_close(ours, gold, rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="max_scores beside a sink"):
+        call(*(TwoTensor(t, t) for t in (q, k, v)), sink=sink)
 
 
 def test_what_is_read_must_not_be_written_to_before_the_backward():
