@@ -15,7 +15,7 @@ const BEGINNING: &[u8] = b"{\"kind\":\"";
 /// What a line of a log is.
 enum Line<'a> {
     /// A whole record.
-    Record(Record),
+    Record(Box<Record>),
     /// A record of another version of the trainer.
     Other { step: u64, line: &'a [u8] },
     /// Blank, or a record cut short at the end of the file, as a process that dies leaves it.
@@ -39,7 +39,7 @@ fn lines(text: &[u8]) -> impl Iterator<Item = Line<'_>> {
     text.split_inclusive(|&byte| byte == b'\n').map(|line| {
         let cut = !line.ends_with(b"\n");
         match serde_json::from_slice(line) {
-            Ok(record) => Line::Record(record),
+            Ok(record) => Line::Record(Box::new(record)),
             _ if line.trim_ascii().is_empty() => Line::Nothing,
             _ if cut && (line.starts_with(BEGINNING) || BEGINNING.starts_with(line)) => {
                 Line::Nothing
@@ -108,7 +108,7 @@ impl JsonlLog {
     /// When the file cannot be read.
     pub fn read(path: &Path) -> io::Result<Vec<Record>> {
         let record = |line| match line {
-            Line::Record(record) => Some(record),
+            Line::Record(record) => Some(*record),
             Line::Other { .. } | Line::Nothing | Line::Foreign(_) => None,
         };
         Ok(lines(&bytes(path)?).filter_map(record).collect())
