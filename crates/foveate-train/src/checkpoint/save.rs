@@ -34,7 +34,7 @@ pub(super) const SHARD_BYTES: usize = 5_000_000_000;
 const VISIBLE: Duration = Duration::from_secs(5);
 
 /// A file that is being written.
-pub(super) trait Durable: Write {
+pub(super) trait Durable: Write + Send {
     /// Waits until all that was written is on the disk.
     fn sync(&mut self) -> io::Result<()>;
 }

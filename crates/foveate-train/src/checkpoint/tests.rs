@@ -1,7 +1,7 @@
-use std::cell::Cell;
 use std::fs::File;
 use std::io::Write;
-use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use foveate_nn::{ModelConfig, ProgramConfig};
 use half::bf16;
@@ -183,16 +183,16 @@ fn the_newest_checkpoints_are_kept() {
 /// A file on a disk that has `left` bytes.
 struct Filling {
     file: File,
-    left: Rc<Cell<usize>>,
+    left: Arc<AtomicUsize>,
 }
 
 impl Write for Filling {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let fits = bytes.len().min(self.left.get());
+        let fits = bytes.len().min(self.left.load(Ordering::Relaxed));
         if fits == 0 && !bytes.is_empty() {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        self.left.set(self.left.get() - fits);
+        self.left.fetch_sub(fits, Ordering::Relaxed);
         self.file.write_all(&bytes[..fits]).map(|()| fits)
     }
 
@@ -214,10 +214,10 @@ fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
     let sizes = fs::read_dir(&first).unwrap().map(|e| e.unwrap().metadata().unwrap().len());
     let all = sizes.sum::<u64>() as usize;
     for room in [0, 100, all / 5, all / 2, all - 1] {
-        let left = Rc::new(Cell::new(room));
+        let left = Arc::new(AtomicUsize::new(room));
         let full = |path: &Path| {
             let file = File::create(path)?;
-            Ok(Box::new(Filling { file, left: Rc::clone(&left) }) as Box<dyn Durable>)
+            Ok(Box::new(Filling { file, left: Arc::clone(&left) }) as Box<dyn Durable>)
         };
         let later = SavedRun::new(2, 2);
         let snapshot = later.snapshot(SaveDtype::F32);

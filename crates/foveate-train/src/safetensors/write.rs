@@ -1,11 +1,15 @@
 //! Writing safetensors files in chunks, with a checksum of each tensor on the way.
 //!
-//! Values are encoded a chunk at a time, so writing takes the same memory for every model. A value
+//! Values are encoded a chunk at a time, so writing takes the same memory for every model. Chunks are
+//! summed and written by a second thread while the next ones are read and encoded. A value
 //! that the file could not give back (not finite, or past the range of f16) is refused: nobody
 //! would want to load it.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
+use std::panic::resume_unwind;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::{Builder, scope};
 
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
@@ -62,31 +66,77 @@ impl From<io::Error> for WriteError {
 /// # Errors
 /// When the system refuses, or a value cannot be read or has no finite form in `dtype`.
 pub fn write(
-    to: &mut dyn Write,
+    to: &mut (dyn Write + Send),
     dtype: SaveDtype,
     tensors: &[Source<'_>],
 ) -> Result<BTreeMap<String, String>, WriteError> {
     let header = header(dtype, tensors);
     to.write_all(&(header.len() as u64).to_le_bytes())?;
     to.write_all(header.as_bytes())?;
-    let mut sums = BTreeMap::new();
-    let mut bytes = Vec::with_capacity(CHUNK * dtype.bytes());
+    let sums = tensors.iter().map(|tensor| Checksum::new(dtype.tag(), &tensor.shape)).collect();
+    let sums: Vec<Checksum> = scope(|scope| {
+        let ((put, chunks), (give_back, free)) = (sync_channel(AHEAD), channel());
+        let write = move || put_all(to, sums, &chunks, &give_back);
+        let writer = Builder::new().name("foveate-save-write".to_owned());
+        let writer = writer.spawn_scoped(scope, write).map_err(|e| {
+            let message = format!("no thread could be started to save: {e}");
+            WriteError::Read(TrainError::model(message))
+        })?;
+        let read = encode_all(dtype, tensors, &put, &free);
+        // Behind the last chunk.
+        drop(put);
+        let written = writer.join().unwrap_or_else(|panic| resume_unwind(panic));
+        read.and_then(|()| Ok(written?))
+    })?;
+    let named = tensors.iter().zip(sums);
+    Ok(named.map(|(tensor, sum)| (tensor.name.clone(), sum.hex())).collect())
+}
+
+/// Chunks that wait to be written.
+const AHEAD: usize = 4;
+
+/// Stored numbers of the tensor of an index.
+type Chunk = (usize, Vec<u8>);
+
+/// Reads and encodes all chunks in order, in memory that is `free`, until nobody takes them any more.
+fn encode_all(
+    dtype: SaveDtype,
+    tensors: &[Source<'_>],
+    put: &SyncSender<Chunk>,
+    free: &Receiver<Vec<u8>>,
+) -> Result<(), WriteError> {
     let mut values = vec![0.0; CHUNK];
-    for tensor in tensors {
-        let mut sum = Checksum::new(dtype.tag(), &tensor.shape);
+    for (index, tensor) in tensors.iter().enumerate() {
         let elems = tensor.elems();
         for first in (0..elems).step_by(CHUNK) {
             let chunk = &mut values[..(elems - first).min(CHUNK)];
             (tensor.values)(first, chunk).map_err(WriteError::Read)?;
-            bytes.clear();
+            let mut bytes = free.try_recv().unwrap_or_default();
             if let Err(at) = encode(chunk, dtype, &mut bytes) {
                 let (tensor, value) = (tensor.name.clone(), chunk[at]);
                 return Err(WriteError::Value { tensor, element: first + at, value });
             }
-            sum.update(&bytes);
-            to.write_all(&bytes)?;
+            if put.send((index, bytes)).is_err() {
+                // Why it was not written is the writer's to tell.
+                return Ok(());
+            }
         }
-        sums.insert(tensor.name.clone(), sum.hex());
+    }
+    Ok(())
+}
+
+/// Writes all chunks, and adds each to the sum of its tensor.
+fn put_all(
+    to: &mut (dyn Write + Send),
+    mut sums: Vec<Checksum>,
+    chunks: &Receiver<Chunk>,
+    give_back: &Sender<Vec<u8>>,
+) -> io::Result<Vec<Checksum>> {
+    for (index, bytes) in chunks {
+        sums[index].update(&bytes);
+        to.write_all(&bytes)?;
+        // Behind the last one nobody takes it.
+        let _ = give_back.send(bytes);
     }
     Ok(sums)
 }
@@ -108,7 +158,7 @@ fn header(dtype: SaveDtype, tensors: &[Source<'_>]) -> String {
     text
 }
 
-/// Appends the stored form of `values`; the index of the first that has no finite one stops it.
+/// Makes `into` the stored form of `values`; the index of the first that has no finite one stops it.
 fn encode(values: &[f32], dtype: SaveDtype, into: &mut Vec<u8>) -> Result<(), usize> {
     let stored_is_finite = |x: f32| match dtype {
         SaveDtype::F32 => x.is_finite(),
@@ -118,14 +168,18 @@ fn encode(values: &[f32], dtype: SaveDtype, into: &mut Vec<u8>) -> Result<(), us
     if let Some(at) = values.iter().position(|&x| !stored_is_finite(x)) {
         return Err(at);
     }
+    into.resize(values.len() * dtype.bytes(), 0);
     match dtype {
-        SaveDtype::F32 => into.extend(values.iter().flat_map(|x| x.to_le_bytes())),
-        SaveDtype::Bf16 => {
-            into.extend(values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()));
-        }
-        SaveDtype::F16 => into.extend(values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+        SaveDtype::F32 => store(values, into, f32::to_le_bytes),
+        SaveDtype::Bf16 => store(values, into, |x| bf16::from_f32(x).to_le_bytes()),
+        SaveDtype::F16 => store(values, into, |x| f16::from_f32(x).to_le_bytes()),
     }
     Ok(())
+}
+
+fn store<const N: usize>(values: &[f32], into: &mut [u8], form: impl Fn(f32) -> [u8; N]) {
+    let (places, _) = into.as_chunks_mut();
+    places.iter_mut().zip(values).for_each(|(place, &x)| *place = form(x));
 }
 
 #[cfg(test)]

@@ -391,10 +391,10 @@ fn a_disk_that_fills_up_under_any_rank_leaves_the_earlier_checkpoint() {
     let snapshot = later.snapshot(SaveDtype::F32);
     let content = Content::of(&snapshot).unwrap();
     for (rank, room) in [(0, 0), (0, 1000), (1, 0), (1, 3000)] {
-        let left = Rc::new(Cell::new(room));
+        let left = Arc::new(AtomicUsize::new(room));
         let full = |path: &Path| {
             let file = File::create(path)?;
-            Ok(Box::new(Filling { file, left: Rc::clone(&left) }) as Box<dyn Durable>)
+            Ok(Box::new(Filling { file, left: Arc::clone(&left) }) as Box<dyn Durable>)
         };
         let save = Save::of(dir.path(), 2, 2);
         assert!(save.begin().unwrap());
