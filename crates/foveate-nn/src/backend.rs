@@ -40,7 +40,7 @@ pub(crate) use recording::numbers_of;
 pub use recording::{PassIdentity, PassWork, Recording};
 pub use state_memory::{ArrayBytes, ProcessMemory, StateMemory};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
-pub use sums::{BlockSeconds, BlockTime, KEYS_WAIT, SumOverRanks, Sums};
+pub use sums::{BlockTime, KEYS_WAIT, SumOverRanks, Sums};
 pub use transfers::Transfers;
 
 /// What attention is planned for.

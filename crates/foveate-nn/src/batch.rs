@@ -1,6 +1,5 @@
 //! What a step is given and what it reports.
 
-use crate::backend::BlockSeconds;
 use crate::config::ModelConfig;
 use crate::error::NnError;
 
@@ -26,6 +25,19 @@ pub struct Batch<'a> {
     /// heads ([`crate::AttentionProgram::live_pairs`]); empty where nobody has counted them. Planners
     /// that do not look at the documents are told how many keys a query sees. They change no result.
     pub live_pairs: &'a [f64],
+}
+
+/// Seconds that the blocks of a step took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BlockSeconds {
+    /// Attention, forward and backward.
+    pub attention: f64,
+    /// Products with the weights of the layers, forward and backward.
+    pub linear: f64,
+    /// The output projection and the loss, forward and backward.
+    pub loss: f64,
+    /// The norm and the update.
+    pub optimizer: f64,
 }
 
 /// The loss of a batch.

@@ -90,13 +90,13 @@ mod through_host;
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
-    Array, ArrayBytes, AttentionShape, BlockSeconds, BlockTime, Blocks, ContextOf, HeldBytes,
-    KEYS_WAIT, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
-    Moments, NormForward, PackedHeads, Part, PartMut, PassIdentity, PassWork, PlanBytes,
-    ProcessMemory, Recording, ReplicaSumsOf, Rotation, StateMemory, StreamProduct, StreamTransfers,
-    SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Array, ArrayBytes, AttentionShape, BlockTime, Blocks, ContextOf, HeldBytes, KEYS_WAIT, KvCache,
+    LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands, Moments, NormForward,
+    PackedHeads, Part, PartMut, PassIdentity, PassWork, PlanBytes, ProcessMemory, Recording,
+    ReplicaSumsOf, Rotation, StateMemory, StreamProduct, StreamTransfers, SumOverRanks, Sums,
+    Transfers, VocabularyPart, Weights,
 };
-pub use batch::{Batch, IGNORE, LossSum, Queued};
+pub use batch::{Batch, BlockSeconds, IGNORE, LossSum, Queued};
 pub use config::{
     AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, Norm, ProgramConfig,
     RopePairing, RopeScaling, ScalarConfig,

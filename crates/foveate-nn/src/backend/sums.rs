@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::batch::BlockSeconds;
 use crate::error::NnError;
 use crate::sharing::RankSums;
 
@@ -42,19 +43,6 @@ pub struct Sums {
     pub grad_norm: f64,
     /// What blocks took; none where the device took no times of this step.
     pub seconds: Option<BlockSeconds>,
-}
-
-/// Seconds that the blocks of a step took.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct BlockSeconds {
-    /// Attention, forward and backward.
-    pub attention: f64,
-    /// Products with the weights of the layers, forward and backward.
-    pub linear: f64,
-    /// The output projection and the loss, forward and backward.
-    pub loss: f64,
-    /// The norm and the update.
-    pub optimizer: f64,
 }
 
 /// What a [`BlockTime`] is called that lies within attention's: the time in which attention over ranks waits for

@@ -26,12 +26,11 @@ use rayon::prelude::*;
 
 use crate::architecture::Activation;
 use crate::backend::{
-    Array, ArrayBytes, AttentionShape, BlockSeconds, Blocks, KvCache, LayerAttention, LinearShape,
-    LossGradients, LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes,
-    ProcessMemory, Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart,
-    Weights,
+    Array, ArrayBytes, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
+    LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, ProcessMemory,
+    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
-use crate::batch::{Batch, IGNORE};
+use crate::batch::{Batch, BlockSeconds, IGNORE};
 use crate::config::{Norm, RopePairing};
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
