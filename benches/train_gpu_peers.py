@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--peers", default="loop,torchtitan", help="comma between: %(default)s")
     parser.add_argument("--documents", default="1,16", help="of a row; comma between")
     parser.add_argument("--states", default="f32,bf16", help="comma between: %(default)s")
-    parser.add_argument("--recompute", default="none", help="none, selective, full")
+    parser.add_argument("--recompute", default="none", help="none, selective, full; comma between")
     parser.add_argument("--window", type=int, default=0, help="keys back in every other layer; the loop's")
     parser.add_argument("--cap", type=float, default=0.0, help="of scores, by tanh; the loop's")
     parser.add_argument("--rows", type=int, default=2)
@@ -179,20 +179,26 @@ def main() -> int:
         for model in args.models.split(","):
             for documents in args.documents.split(","):
                 for state in args.states.split(","):
-                    for peer in args.peers.split(","):
-                        if peer == "torchtitan" and site is None:
-                            site = unpacked(args.torchtitan, Path(folder))
-                        failed |= not one(peer, model, documents, state, args, site)
+                    for recompute in args.recompute.split(","):
+                        for peer in args.peers.split(","):
+                            if peer == "torchtitan" and site is None:
+                                site = unpacked(args.torchtitan, Path(folder))
+                            failed |= not one(peer, model, documents, (state, recompute), args, site)
     return int(failed)
 
 
-def one(peer: str, model: str, documents: str, state: str, args, site: Path | None) -> bool:
-    """One measurement; a line that says why where there is none."""
+def one(peer: str, model: str, documents: str, how: tuple[str, str], args, site: Path | None) -> bool:
+    """One measurement, of a state and of what is computed again; a line that says why where there is none."""
+    state, recompute = how
     case = {"model": model, "rows": args.rows, "len": args.len, "documents": int(documents)}
-    case |= {"state": state, "recompute": args.recompute}
+    case |= {"state": state, "recompute": recompute}
     said = attention_of(args.window, args.cap)
+    why = None
     if peer != "loop" and any(said.values()):
         why = "it has no windows and no caps"
+    if peer == "loop" and recompute == "selective":
+        why = "it computes layers again whole, or not"
+    if why:
         print(json.dumps({"peer": peer} | case | said | {"declined": why}), flush=True)
         return True
     starts = starts_of_rows(args.foveate, args.rows, args.len, int(documents))
