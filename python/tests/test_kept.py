@@ -31,9 +31,9 @@ def traced(monkeypatch):
     found = []
     begin = _trace.Trace.__init__
 
-    def note(self, kind, function, extents):
+    def note(self, kind, function, extents, constants):
         found.append(function)
-        begin(self, kind, function, extents)
+        begin(self, kind, function, extents, constants)
 
     monkeypatch.setattr(_trace.Trace, "__init__", note)
     return found
