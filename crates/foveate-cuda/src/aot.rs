@@ -49,7 +49,12 @@ pub struct AotKernel<'a> {
     gradient: Option<Arc<ScoreGradient>>,
     dims: Dims,
     run: Usage,
+    /// Of one that adds dq in order: what runs where all that do so spill.
+    instead: Vec<Self>,
 }
+
+/// Compiles a source.
+type Compile<'a> = &'a dyn Fn(&str, Arch) -> Result<Arc<Compiled>, GpuError>;
 
 /// How a problem is planned.
 #[derive(Clone, Debug)]
@@ -114,24 +119,42 @@ pub fn kernels<'a>(
     records: Option<&Records>,
 ) -> Result<Vec<AotKernel<'a>>, CudaError> {
     let options = KernelOptions::default();
-    let Planned { class, plan, gradient, .. } =
+    let Planned { class, sizes, plan, gradient } =
         plan(profile, spec, dims, dtype, run, &options, records)?;
-    let forward = Pass::Forward { kv_split: plan.kv_splits > 1 };
-    let backward = plan.config(Kernel::Backward).map(|keys| Pass::backward(&class, keys));
-    let of_forward = forward.kernels();
-    let aot_kernel = |choice: Choice| AotKernel {
+    let aot_kernel = |pass: Pass, choice: Choice| AotKernel {
         profile: profile.clone(),
-        pass: match of_forward.contains(&choice.chosen.config.kernel) {
-            true => forward,
-            false => backward.expect("a kernel that is not the forward's is the backward's"),
-        },
+        pass,
         choice,
         spec,
         gradient: gradient.clone(),
         dims: *dims,
         run,
+        instead: Vec::new(),
     };
-    Ok(plan.kernels.into_iter().map(aot_kernel).collect())
+    let forward = Pass::Forward { kv_split: plan.kv_splits > 1 };
+    let backward = plan.config(Kernel::Backward).map(|keys| Pass::backward(&class, keys));
+    let of_forward = forward.kernels();
+    let of_pass = |choice: Choice| match of_forward.contains(&choice.chosen.config.kernel) {
+        true => aot_kernel(forward, choice),
+        false => {
+            let pass = backward.expect("a kernel that is not the forward's is the backward's");
+            aot_kernel(pass, choice)
+        }
+    };
+    let mut all: Vec<_> = plan.kernels.into_iter().map(of_pass).collect();
+    if let Some(keys) = all.iter_mut().find(|kernel| kernel.choice.chosen.config.ordered_dq) {
+        let class = Class { separate_dq: true, ..class };
+        let recorded = |kernel| records?.record(kernel, &class, &sizes, spec);
+        let plan = KernelPlan::with_records(profile, &class, &sizes, true, &options, &recorded)?;
+        let products = |choice: &Choice| {
+            let kernel = choice.chosen.config.kernel;
+            kernel.owns_keys() || kernel.makes_dq_alone()
+        };
+        let pass = Pass::backward(&class, plan.config(Kernel::Backward).expect("it is planned"));
+        let products = plan.kernels.into_iter().filter(products);
+        keys.instead = products.map(|choice| aot_kernel(pass, choice)).collect();
+    }
+    Ok(all)
 }
 
 impl AotKernel<'_> {
@@ -144,12 +167,20 @@ impl AotKernel<'_> {
         &self,
         compile: impl Fn(&str, Arch) -> Result<Arc<Compiled>, GpuError>,
     ) -> Result<Vec<(Config, String)>, CudaError> {
+        self.built_by(&compile)
+    }
+
+    fn built_by(&self, compile: Compile<'_>) -> Result<Vec<(Config, String)>, CudaError> {
         let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
             let sources = self.sources(candidate)?;
             let (config, text) = &sources[0];
             let compiled = compile(text, config.family.arch(self.profile.arch()))?;
             Ok((config.clone(), sources, compiled))
         })?;
+        if !selected.holds && !self.instead.is_empty() {
+            let built = self.instead.iter().map(|kernel| kernel.built_by(compile));
+            return Ok(built.collect::<Result<Vec<_>, _>>()?.concat());
+        }
         let (_, sources, _) = selected.made;
         for (config, text) in &sources[1..] {
             compile(text, config.family.arch(self.profile.arch()))?;
@@ -264,6 +295,29 @@ mod tests {
         let backward = [Kernel::Delta, Kernel::RowWeightSum, Kernel::Backward, Kernel::BlockLists];
         assert_eq!(both[2..6], backward);
         assert_eq!(both[6..], [Kernel::BackwardDq, Kernel::BlockLists]);
+    }
+
+    #[test]
+    fn where_all_that_add_dq_in_order_spill_a_kernel_of_dq_is_compiled() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let (profile, cache) = (Profile::named("h200").unwrap(), Cache::at(None));
+        let dims = Dims { heads_kv: 8, len_q: 4096, len_k: 4096, ..dims(128, 128) };
+        let run = Usage { backward: true, deterministic: true, ..Usage::default() };
+        let built = |score| {
+            let spec = Spec { mask: Some(masks::causal()), score, scale: None, dropout: None };
+            let found = super::kernels(&profile, &spec, &dims, DType::BF16, run, None).unwrap();
+            let keys = found.iter().find(|k| k.choice.chosen.config.ordered_dq).unwrap();
+            let built = keys.build(|text, arch| cache.compile(compiler, text, arch)).unwrap();
+            let products = built.iter().map(|(config, _)| (config.kernel, config.ordered_dq));
+            products.filter(|(kernel, _)| *kernel != Kernel::BlockLists).collect::<Vec<_>>()
+        };
+        let alibi = scores::alibi(dims.heads_q).unwrap();
+        let apart = [(Kernel::Backward, false), (Kernel::BackwardDq, false)];
+        assert_eq!(built(Some(alibi)), apart);
+        assert_eq!(built(None), [(Kernel::Backward, true)]);
     }
 
     #[test]

@@ -336,6 +336,45 @@ fn a_tensor_map_that_the_driver_refuses_is_told_by_operand_and_axis() {
 }
 
 #[test]
+fn dq_has_a_kernel_of_its_own_where_all_that_add_it_in_order_spill() {
+    let name = "dq_has_a_kernel_of_its_own_where_all_that_add_it_in_order_spill";
+    let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
+    let variables = [("FOVEATE_CACHE_DIR", cache), ("TOTAL", "1073741824")];
+    if !driver::inside(name, &["nvrtc"], &["-DLOADS"], &variables) {
+        return;
+    }
+    let [heads_q, heads_kv] = [8; 2];
+    let dims = Dims { heads_q, heads_kv, len_q: 4096, len_k: 4096, dim: 128, dim_v: 128, ..DIMS };
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let tensors = Tensors::new(&dims);
+    let made = |score: Option<ScoreMod>, ordered: &[&str]| {
+        let spec = Spec { mask: Some(masks::causal()), score, ..PLAIN };
+        let mut options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+        ordered.iter().for_each(|given| options.kernels.set("backward.ordered_dq", given).unwrap());
+        let plan = plan(&spec, &dims, options);
+        plan.backward_on(&queue, &tensors.backward_alone()).unwrap();
+        let queued = launches();
+        let said = plan.describe(Arrangement::Dense).unwrap();
+        let last = names(&queued).last().map(|name| (*name).to_owned());
+        (last.unwrap(), said.kernels.join("\n"), said.notes)
+    };
+    // The score's slopes take the registers that the order has.
+    let alibi = || Some(foveate_mods::scores::alibi(dims.heads_q).unwrap());
+    let (last, kernels, notes) = made(alibi(), &[]);
+    assert_eq!(last, "fv_backward_dq", "{notes:?}");
+    assert!(kernels.contains("backward_dq bf16 D 128, hopper"), "{kernels}");
+    assert!(!kernels.contains("ordered dq"), "{kernels}");
+    let [note] = &notes[..] else { panic!("{notes:?}") };
+    assert!(note.contains(" B of local memory, 40 are allowed; dq has a kernel of"), "{note}");
+    // What is asked for runs.
+    let (last, kernels, notes) = made(alibi(), &["true"]);
+    assert!(last == "fv_dq" && kernels.contains("ordered dq"), "{kernels}");
+    assert!(notes[0].ends_with(" B, and runs"), "{notes:?}");
+    let (last, _, notes) = made(None, &[]);
+    assert_eq!((last.as_str(), &notes[..]), ("fv_dq", &[][..]));
+}
+
+#[test]
 fn what_was_kept_for_a_queue_goes_with_it() {
     if !inside("what_was_kept_for_a_queue_goes_with_it") {
         return;

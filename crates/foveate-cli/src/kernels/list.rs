@@ -34,7 +34,7 @@ use foveate_cuda::compile::config::{Config, Elem, Family, HeadDims, Kernel, Tile
 use foveate_cuda::compile::params::BlockListsParams;
 use foveate_cuda::compile::resources::Resources;
 use foveate_cuda::compile::source::source;
-use foveate_cuda::compile::spill_fallback::{Fallback, compile_one_that_fits};
+use foveate_cuda::compile::spill_fallback::{Fallback, Selected, compile_one_that_fits};
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::{Compiled, Compiler};
 use foveate_gpu::profile::Profile;
@@ -58,6 +58,12 @@ pub enum Kind {
     Dropout,
     /// T5's learned buckets, whose index is the longest of the catalogue.
     Buckets,
+    /// A soft cap under a causal mask.
+    CausalScore,
+    /// ALiBi under a causal mask: a score without a derivative, with registers of its own.
+    CausalAlibi,
+    /// Dropout and ALiBi.
+    DropoutAlibi,
 }
 
 /// What a call asks for beside dtype, head dims and mods.
@@ -104,11 +110,16 @@ pub struct ListedKernel {
     profile: Profile,
     /// Its configurations, the planner's choice first.
     choice: Choice,
+    /// Where all of them add dq in order and spill: those that leave dq to a kernel of its own.
+    instead: Option<Choice>,
     /// Queries of a sequence where they are few.
     queries: Option<usize>,
     /// What the planner chooses where few queries see a key, and not else.
     sparse: bool,
 }
+
+/// What the planner chooses, and in place of what adds dq in order.
+type Choices = (Choice, Option<Choice>);
 
 /// How a CTA of a kernel is made.
 #[derive(Clone, Debug, PartialEq)]
@@ -203,10 +214,19 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
     let few = few || arch == Arch::new((8, 6));
     let mut listed = Vec::new();
     let mut seen = HashSet::new();
-    let mut add = |choice: Choice, printed, mods, queries, sparse| {
+    let mut add = |(choice, instead): Choices, printed, mods, queries, sparse| {
         if seen.insert((choice.chosen.config.clone(), mods, queries)) {
             let profile = profile.clone();
-            listed.push(ListedKernel { arch, mods, printed, profile, choice, queries, sparse });
+            listed.push(ListedKernel {
+                arch,
+                mods,
+                printed,
+                profile,
+                choice,
+                instead,
+                queries,
+                sparse,
+            });
         }
     };
     let has_hopper = profile.capability == (9, 0);
@@ -214,20 +234,20 @@ pub fn list(arch: Arch, few: bool) -> Result<Vec<ListedKernel>, CudaError> {
     for dtype in [Elem::Bf16, Elem::F32, Elem::F16].into_iter().chain(e4m3) {
         for dims in DIMS {
             for (mods, variant) in wanted(dtype, dims, few, has_hopper) {
-                for (choice, printed) in variant.kernels(&profile, mods, dtype, dims)? {
+                for (choices, printed) in variant.kernels(&profile, mods, dtype, dims)? {
                     let mods = if printed == PrintedMods::Nothing { Kind::Plain } else { mods };
-                    add(choice, printed, mods, variant.queries(), variant == Variant::Sparse);
+                    add(choices, printed, mods, variant.queries(), variant == Variant::Sparse);
                 }
             }
         }
     }
     for checked in [false, true] {
         let lists = only(Config::block_lists(BlockListsParams::THREADS, checked), &profile)?;
-        add(lists, PrintedMods::Mask, Kind::Mask, None, false);
+        add((lists, None), PrintedMods::Mask, Kind::Mask, None, false);
     }
     let transposing = e4m3.map(|_| Config::transpose_values(128));
     for config in [Config::range_table(), Config::sequences()].into_iter().chain(transposing) {
-        add(only(config, &profile)?, PrintedMods::Nothing, Kind::Plain, None, false);
+        add((only(config, &profile)?, None), PrintedMods::Nothing, Kind::Plain, None, false);
     }
     Ok(listed)
 }
@@ -265,13 +285,16 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
         (Elem::E4m3, (64, 64) | (192, 128) | (256, 256)) => long(&[Plain, Mask, Score, Learned]),
         (Elem::E4m3, _) => Vec::new(),
         (Elem::Bf16, (192, 128) | (256, 256)) => every,
-        (Elem::Bf16 | Elem::F32, _) if usual => [every, long(&[Capped, Dropout])].concat(),
+        (Elem::Bf16, _) if usual => {
+            let more = long(&[Capped, Dropout, Buckets, CausalScore, CausalAlibi]);
+            [every, more, fixed_order(&[CausalAlibi, DropoutAlibi])].concat()
+        }
+        (Elem::F32, _) if usual => [every, long(&[Capped, Dropout])].concat(),
         (Elem::F16, _) if !usual => Vec::new(),
         (Elem::F32, _) if !usual => long(&[Plain, Learned]),
         _ => ends,
     };
-    // At 128 the spill fallback takes another tile than the one that is listed.
-    if dims == (64, 64) && matches!(dtype, Elem::Bf16 | Elem::F32) {
+    if dims == (64, 64) && dtype == Elem::F32 {
         all.push((Buckets, Long));
     }
     if usual && dtype == Elem::Bf16 {
@@ -307,14 +330,14 @@ impl Variant {
         }
     }
 
-    /// What the planner chooses for it, kernel by kernel, and which mods each is printed with.
+    /// What is chosen for it, kernel by kernel, and which mods each is printed with.
     fn kernels(
         self,
         profile: &Profile,
         mods: Kind,
         dtype: Elem,
         dims: (usize, usize),
-    ) -> Result<Vec<(Choice, PrintedMods)>, CudaError> {
+    ) -> Result<Vec<(Choices, PrintedMods)>, CudaError> {
         let class = self.class(mods, dtype, dims);
         let queries = self.queries();
         let sizes = Sizes {
@@ -333,6 +356,10 @@ impl Variant {
         let forward_only =
             self == Self::Split || class.paged || queries.is_some() || dtype == Elem::E4m3;
         let plan = KernelPlan::new(profile, &class, &sizes, !forward_only, &options)?;
+        let ordered = plan.config(Kernel::Backward).is_some_and(|config| config.ordered_dq);
+        let apart = Class { separate_dq: true, ..class.clone() };
+        let apart = ordered.then(|| KernelPlan::new(profile, &apart, &sizes, true, &options));
+        let apart = apart.transpose()?;
         let mut passes = vec![Pass::Forward { kv_split: plan.kv_splits > 1 }];
         passes.extend(
             (!forward_only)
@@ -340,22 +367,28 @@ impl Variant {
         );
         let mut kernels = Vec::new();
         for launch in passes.into_iter().flat_map(Pass::launches) {
-            let mut choice = plan.choice(launch.entry.kernel()).clone();
-            for candidate in choice.others.iter_mut().chain([&mut choice.chosen]) {
-                candidate.config = launch.entry.config(candidate.config.clone());
-            }
-            kernels.push((choice, launch.mods));
+            let choice = |plan: &KernelPlan| {
+                let mut choice = plan.choice(launch.entry.kernel()).clone();
+                for candidate in choice.others.iter_mut().chain([&mut choice.chosen]) {
+                    candidate.config = launch.entry.config(candidate.config.clone());
+                }
+                choice
+            };
+            let instead = apart.as_ref().filter(|_| launch.entry.kernel().owns_keys());
+            kernels.push(((choice(&plan), instead.map(choice)), launch.mods));
         }
+        let dq = apart.map(|plan| plan.choice(Kernel::BackwardDq).clone());
+        kernels.extend(dq.map(|dq| ((dq, None), PrintedMods::Backward)));
         Ok(kernels)
     }
 
     fn class(self, mods: Kind, dtype: Elem, (dim, dim_v): (usize, usize)) -> Class {
         let class = Class {
-            mask: mods == Kind::Mask,
-            score: matches!(mods, Kind::Score | Kind::Learned | Kind::Capped | Kind::Buckets),
-            dscore: matches!(mods, Kind::Score | Kind::Capped),
+            mask: matches!(mods, Kind::Mask | Kind::CausalScore | Kind::CausalAlibi),
+            score: !matches!(mods, Kind::Plain | Kind::Mask | Kind::Dropout),
+            dscore: matches!(mods, Kind::Score | Kind::Capped | Kind::CausalScore),
             captures: matches!(mods, Kind::Learned | Kind::Capped | Kind::Buckets),
-            dropout: mods == Kind::Dropout,
+            dropout: matches!(mods, Kind::Dropout | Kind::DropoutAlibi),
             ..Class::new(dtype, dim, dim_v, HEADS.0 / HEADS.1)
         };
         match self {
@@ -395,7 +428,7 @@ struct Program {
 }
 
 impl Kind {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 10] = [
         Self::Plain,
         Self::Mask,
         Self::Score,
@@ -403,10 +436,13 @@ impl Kind {
         Self::Capped,
         Self::Dropout,
         Self::Buckets,
+        Self::CausalScore,
+        Self::CausalAlibi,
+        Self::DropoutAlibi,
     ];
 
     fn program(self) -> &'static Program {
-        static PROGRAMS: LazyLock<[Program; 7]> = LazyLock::new(|| Kind::ALL.map(Kind::build));
+        static PROGRAMS: LazyLock<[Program; 10]> = LazyLock::new(|| Kind::ALL.map(Kind::build));
         &PROGRAMS[self as usize]
     }
 
@@ -423,6 +459,12 @@ impl Kind {
             Program { spec: Spec { score: Some(score), ..Spec::default() }, gradient }
         };
         let of = |spec: Spec| Program { spec, gradient: None };
+        let alibi = || scores::alibi(HEADS.0).expect(built);
+        let causal = |Program { spec, gradient }| Program {
+            spec: Spec { mask: Some(masks::causal()), ..spec },
+            gradient,
+        };
+        let dropout = Some(Dropout::new(0.1, 1));
         match self {
             Self::Plain => Program::default(),
             Self::Mask => {
@@ -433,7 +475,13 @@ impl Kind {
             Self::Score => scored(cap()),
             Self::Learned => scored(bias()),
             Self::Capped => scored(bias().then(&cap())),
-            Self::Dropout => of(Spec { dropout: Some(Dropout::new(0.1, 1)), ..Spec::default() }),
+            Self::Dropout => of(Spec { dropout, ..Spec::default() }),
+            Self::CausalScore => causal(scored(cap())),
+            Self::CausalAlibi => causal(scored(alibi())),
+            Self::DropoutAlibi => {
+                let Program { spec, gradient } = scored(alibi());
+                Program { spec: Spec { dropout, ..spec }, gradient }
+            }
             Self::Buckets => {
                 let zeros = vec![0.0; 32 * HEADS.0];
                 let table = Buffer::<f32>::learned("t5_bias", &[32, HEADS.0], zeros);
@@ -475,12 +523,18 @@ impl ListedKernel {
         &self,
         compile: impl Fn(&str, Arch) -> Result<Arc<Compiled>, GpuError>,
     ) -> Result<Checked, CudaError> {
-        let selected = compile_one_that_fits(&self.profile, self.choice.ranked(), |candidate| {
+        let make = |candidate: &Candidate| {
             let config = candidate.config.clone();
             let text = source(&config, &self.mods.source(self.printed, &config)?);
             let compiled = compile(&text, config.family.arch(self.arch))?;
             Ok((config, (), compiled))
-        })?;
+        };
+        let mut selected = compile_one_that_fits(&self.profile, self.choice.ranked(), make)?;
+        if let Some(apart) = self.instead.as_ref().filter(|_| !selected.holds) {
+            let note = selected.reason.map(|why| format!("{why}; dq has a kernel of its own"));
+            let apart = compile_one_that_fits(&self.profile, apart.ranked(), make)?;
+            selected = Selected { fallback: selected.fallback, note, ..apart };
+        }
         let (config, (), compiled) = selected.made;
         if !selected.holds {
             let reason = selected.note.unwrap_or_default();
@@ -567,6 +621,9 @@ impl fmt::Display for Kind {
             Self::Capped => "capped",
             Self::Dropout => "dropout",
             Self::Buckets => "buckets",
+            Self::CausalScore => "causal score",
+            Self::CausalAlibi => "causal alibi",
+            Self::DropoutAlibi => "dropout alibi",
         })
     }
 }

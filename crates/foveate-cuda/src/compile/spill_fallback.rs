@@ -32,7 +32,9 @@ pub struct Selected<'a, T> {
     pub holds: bool,
     /// Why the planner's choice does not run, or runs although it takes more than was planned.
     pub fallback: Option<Fallback>,
-    /// The same with the numbers, and what runs.
+    /// The same with the numbers.
+    pub reason: Option<String>,
+    /// And what runs.
     pub note: Option<String>,
 }
 
@@ -107,9 +109,10 @@ fn select<'a, T>(
         }
         let said = match make(candidate) {
             Ok((made, Ok(()))) => {
-                let (fallback, why) = first.unzip();
-                let note = why.map(|why| format!("{why}; {} runs", TilesOf(&candidate.config)));
-                return Ok(Selected { candidate, made, holds: true, fallback, note });
+                let (fallback, reason) = first.unzip();
+                let runs = TilesOf(&candidate.config);
+                let note = reason.as_ref().map(|why| format!("{why}; {runs} runs"));
+                return Ok(Selected { candidate, made, holds: true, fallback, reason, note });
             }
             Ok((made, Err(Excess { taken, advisory, reason }))) => {
                 if advisory.is_none() {
@@ -137,12 +140,13 @@ fn select<'a, T>(
     let Some(((_, bytes), candidate, made)) = least else {
         return Err(broken.expect("a choice has a candidate, which was made or refused"));
     };
-    let (fallback, why) = first.expect("there is a reason for what was passed over");
+    let (fallback, reason) = first.expect("there is a reason for what was passed over");
     let note = format!(
-        "{why}; of all that fit {} takes the least local memory, {bytes} B, and runs",
+        "{reason}; of all that fit {} takes the least local memory, {bytes} B, and runs",
         TilesOf(&candidate.config)
     );
-    Ok(Selected { candidate, made, holds: false, fallback: Some(fallback), note: Some(note) })
+    let (fallback, reason, note) = (Some(fallback), Some(reason), Some(note));
+    Ok(Selected { candidate, made, holds: false, fallback, reason, note })
 }
 
 #[cfg(test)]

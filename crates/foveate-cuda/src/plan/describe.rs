@@ -54,7 +54,9 @@ impl CudaPlan {
             ..self.class()
         };
         let backward = self.gradient.is_ok() && !arrangement.paged();
-        let chosen = self.chosen(class.clone(), sizes(&dims, longest(&sequences)), backward)?;
+        let sizes = sizes(&dims, longest(&sequences));
+        let chosen = self.chosen(class.clone(), sizes, backward)?;
+        let chosen = self.settled(chosen, class.clone(), sizes)?;
         let forward = &self.running(&chosen.kernels[0]).config;
         let tile = TileSize::of(forward);
         let cell_q = tile.q / tile.cells.0;
@@ -113,8 +115,9 @@ impl CudaPlan {
     pub fn configurations(&self) -> Result<Vec<Config>, CudaError> {
         let arrangement = Arrangement::default();
         let longest = longest(&sequences(&self.dims.arranged(arrangement), arrangement));
-        let chosen =
-            self.chosen(self.class(), sizes(&self.dims, longest), self.gradient.is_ok())?;
+        let sizes = sizes(&self.dims, longest);
+        let chosen = self.chosen(self.class(), sizes, self.gradient.is_ok())?;
+        let chosen = self.settled(chosen, self.class(), sizes)?;
         Ok(chosen.kernels.iter().map(|kernel| self.running(kernel).config.clone()).collect())
     }
 

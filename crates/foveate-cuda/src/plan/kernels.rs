@@ -8,10 +8,10 @@ use foveate_problem::Dims;
 use super::CudaPlan;
 use super::call::Call;
 use crate::choose::schedule::TileSize;
-use crate::choose::{Choice, Class, KernelPlan, PassLaunch, PrintedMods, Records, Sizes};
+use crate::choose::{Choice, Class, KernelPlan, Pass, PassLaunch, PrintedMods, Records, Sizes};
 use crate::compile::Candidate;
 use crate::compile::codegen::{Extent, ModsSource, Options};
-use crate::compile::config::{Config, Elem, Entry};
+use crate::compile::config::{Config, Elem, Entry, Kernel};
 use crate::compile::params::BlockListsParams;
 use crate::compile::resources::{Resources, shared_bytes_of};
 use crate::compile::source::{source, source_with_bounded_waits};
@@ -32,6 +32,8 @@ pub(super) struct Kernels {
     beside: HashMap<(Config, Entry, u64, usize), Function>,
     /// What runs in place of a configuration that was chosen, entry by entry and text by text.
     loaded: HashMap<(Config, Entry, u64), (Config, Function)>,
+    /// Configurations that were chosen and add dq in order, of which every one spills.
+    spilled_order: Vec<Config>,
     /// What runs otherwise than it was planned.
     notes: Vec<String>,
 }
@@ -156,6 +158,45 @@ impl CudaPlan {
         Ok(plan)
     }
 
+    /// The choices of a backward that is about to be launched. Where every kernel that adds dq in order
+    /// spills, dq has a kernel of its own, as where there is no order, unless the user asked for it.
+    ///
+    /// # Errors
+    /// Those of [`Self::chosen`] and of compiling.
+    pub(super) fn chosen_backward(
+        &self,
+        class: Class,
+        call: &Call<'_>,
+    ) -> Result<Arc<KernelPlan>, CudaError> {
+        let sizes = sizes(call.dims, call.sequences.longest());
+        let chosen = self.chosen(class.clone(), sizes, true)?;
+        if let Some(keys) = chosen.config(Kernel::Backward).filter(|c| self.may_leave_order(c)) {
+            let launches = Pass::backward(&class, keys).launches();
+            let launch = launches.iter().find(|launch| launch.entry == Entry::Backward);
+            self.kernel(&chosen, launch.expect("a backward has it"), call)?;
+        }
+        self.settled(chosen, class, sizes)
+    }
+
+    /// The choices of a backward, as far as kernels have been compiled.
+    pub(super) fn settled(
+        &self,
+        chosen: Arc<KernelPlan>,
+        class: Class,
+        sizes: Sizes,
+    ) -> Result<Arc<KernelPlan>, CudaError> {
+        let keys = chosen.config(Kernel::Backward).map(|config| self.grouped(config));
+        let spills = keys.is_some_and(|keys| lock(&self.kernels).spilled_order.contains(&keys));
+        match spills {
+            true => self.chosen(Class { separate_dq: true, ..class }, sizes, true),
+            false => Ok(chosen),
+        }
+    }
+
+    fn may_leave_order(&self, config: &Config) -> bool {
+        config.ordered_dq && self.options.kernels.backward.ordered_dq.is_none()
+    }
+
     /// The kernel of a launch, as it was `chosen`, printed for the lengths of a call's sequences.
     pub(super) fn kernel(
         &self,
@@ -196,8 +237,13 @@ impl CudaPlan {
         let function = self.engine.load(&compiled, entry.name(), bytes)?;
         let function = function.labelled(format!("{} ({config})", entry.name()));
         let mut kernels = lock(&self.kernels);
+        let mut note = selected.note;
+        if !selected.holds && self.may_leave_order(&key.0) {
+            kernels.spilled_order.push(key.0.clone());
+            note = selected.reason.map(|why| format!("{why}; dq has a kernel of its own"));
+        }
         kernels.loaded.insert(key, (config.clone(), function.clone()));
-        if let Some(note) = selected.note.filter(|n| !kernels.notes.contains(n)) {
+        if let Some(note) = note.filter(|n| !kernels.notes.contains(n)) {
             kernels.notes.push(note);
         }
         drop(kernels);

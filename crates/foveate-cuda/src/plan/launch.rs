@@ -231,7 +231,10 @@ impl<'a> PassLauncher<'a> {
         gradients: &'a [Gradient<'a>],
     ) -> Result<Self, CudaError> {
         let sizes = sizes(call.dims, call.sequences.longest());
-        let chosen = plan.chosen(class, sizes, backward)?;
+        let chosen = match backward {
+            true => plan.chosen_backward(class, call)?,
+            false => plan.chosen(class, sizes, false)?,
+        };
         let report = Report::new(call.queue, call.checked)?;
         Ok(Self { plan, call, state: CallState::default(), chosen, gradients, report })
     }

@@ -49,7 +49,7 @@ impl CudaPlan {
                 separate_dq: wanted.separates_dq(),
                 ..plan.class()
             };
-            let chosen = plan.chosen(class.clone(), sizes, true)?;
+            let chosen = plan.chosen_backward(class.clone(), &call)?;
             let pass = Pass::Backward {
                 row_weight_sum: class.has_row_weight_sum(),
                 sink: class.sink,
