@@ -192,6 +192,14 @@ impl fmt::Display for TrainErrorKind {
                 write!(f, "{}: could not be written: {source}", path.display())?;
                 let remedy = match source.kind() {
                     io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space",
+                    io::ErrorKind::OutOfMemory if earlier.is_none() => {
+                        // There may have been none to look for a checkpoint, either.
+                        return f.write_str(
+                            "; give this process more memory and continue with --resume if a checkpoint was \
+                             saved, else start again with --start-over",
+                        );
+                    }
+                    io::ErrorKind::OutOfMemory => "give this process more memory",
                     io::ErrorKind::FileTooLarge => "raise the limit of file sizes (ulimit -f)",
                     io::ErrorKind::NotADirectory
                     | io::ErrorKind::DirectoryNotEmpty

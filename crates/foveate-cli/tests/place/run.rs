@@ -101,7 +101,11 @@ impl Run<'_> {
             ),
         ];
         let unseen = errors[0].starts_with("error: there is no memory for ")
-            && unseen.iter().any(|how| errors[0].ends_with(how));
+            && unseen.iter().any(|how| errors[0].ends_with(how))
+            || errors[0].ends_with(
+                "could not be written: Cannot allocate memory (os error 12); give this process more memory and \
+                 continue with --resume if a checkpoint was saved, else start again with --start-over",
+            );
         assert!(unseen || errors[0].ends_with(&how), "{how}: {said}");
     }
 

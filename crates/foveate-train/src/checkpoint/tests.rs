@@ -242,6 +242,28 @@ fn a_disk_that_is_full_at_the_first_save_advises_no_resume() {
     assert!(told.contains("start again with --start-over") && !told.contains("resume"), "{told}");
 }
 
+/// Where there is no memory to write, there may be none to look for checkpoints.
+#[test]
+fn a_save_without_memory_says_how_the_run_goes_on_with_and_without_a_checkpoint_in_sight() {
+    let dir = tempfile::tempdir().unwrap();
+    let [run, later] = [1, 2].map(|step| SavedRun::new(step, step));
+    let none =
+        |_: &Path| -> io::Result<Box<dyn Durable>> { Err(io::ErrorKind::OutOfMemory.into()) };
+    let told = || {
+        let saved = save_with(dir.path(), &later.snapshot(SaveDtype::F32), 2, &none, SHARD_BYTES);
+        saved.unwrap_err().of_run(latest(dir.path())).to_string()
+    };
+    let unseen = "; give this process more memory and continue with --resume if a checkpoint was saved, else \
+                  start again with --start-over";
+    assert!(told().ends_with(unseen), "{}", told());
+    let first = save(dir.path(), &run.snapshot(SaveDtype::F32), 1).unwrap();
+    let seen = format!(
+        "; give this process more memory and continue with --resume: {} is intact",
+        first.display()
+    );
+    assert!(told().ends_with(&seen), "{}", told());
+}
+
 #[test]
 fn three_flipped_bytes_are_found_in_every_tensor() {
     let dir = tempfile::tempdir().unwrap();
