@@ -56,7 +56,7 @@ impl CudaPlan {
         let backward = self.gradient.is_ok() && !arrangement.paged();
         let sizes = sizes(&dims, longest(&sequences));
         let chosen = self.chosen(class.clone(), sizes, backward)?;
-        let chosen = self.settled(chosen, class.clone(), sizes)?;
+        let chosen = self.settled(chosen, class.clone(), sizes, None)?;
         let forward = &self.running(&chosen.kernels[0]).config;
         let tile = TileSize::of(forward);
         let cell_q = tile.q / tile.cells.0;
@@ -117,7 +117,7 @@ impl CudaPlan {
         let longest = longest(&sequences(&self.dims.arranged(arrangement), arrangement));
         let sizes = sizes(&self.dims, longest);
         let chosen = self.chosen(self.class(), sizes, self.gradient.is_ok())?;
-        let chosen = self.settled(chosen, self.class(), sizes)?;
+        let chosen = self.settled(chosen, self.class(), sizes, None)?;
         Ok(chosen.kernels.iter().map(|kernel| self.running(kernel).config.clone()).collect())
     }
 

@@ -32,8 +32,8 @@ pub(super) struct Kernels {
     beside: HashMap<(Config, Entry, u64, usize), Function>,
     /// What runs in place of a configuration that was chosen, entry by entry and text by text.
     loaded: HashMap<(Config, Entry, u64), (Config, Function)>,
-    /// Configurations that were chosen and add dq in order, of which every one spills.
-    spilled_order: Vec<Config>,
+    /// Configurations that were chosen and add dq in order, with the texts of which every one spills.
+    spilled_order: Vec<(Config, u64)>,
     /// What runs otherwise than it was planned.
     notes: Vec<String>,
 }
@@ -170,23 +170,32 @@ impl CudaPlan {
     ) -> Result<Arc<KernelPlan>, CudaError> {
         let sizes = sizes(call.dims, call.sequences.longest());
         let chosen = self.chosen(class.clone(), sizes, true)?;
+        let mut text = None;
         if let Some(keys) = chosen.config(Kernel::Backward).filter(|c| self.may_leave_order(c)) {
             let launches = Pass::backward(&class, keys).launches();
             let launch = launches.iter().find(|launch| launch.entry == Entry::Backward);
-            self.kernel(&chosen, launch.expect("a backward has it"), call)?;
+            let launch = launch.expect("a backward has it");
+            self.kernel(&chosen, launch, call)?;
+            let config = launch.entry.config(self.grouped(keys));
+            text = Some(self.printed(launch.mods, call, &config)?.text);
         }
-        self.settled(chosen, class, sizes)
+        self.settled(chosen, class, sizes, text)
     }
 
-    /// The choices of a backward, as far as kernels have been compiled.
+    /// The choices of a backward with a text, as far as kernels have been compiled: the calls before, with other
+    /// texts, decide nothing. Without a text, those with any.
     pub(super) fn settled(
         &self,
         chosen: Arc<KernelPlan>,
         class: Class,
         sizes: Sizes,
+        text: Option<u64>,
     ) -> Result<Arc<KernelPlan>, CudaError> {
         let keys = chosen.config(Kernel::Backward).map(|config| self.grouped(config));
-        let spills = keys.is_some_and(|keys| lock(&self.kernels).spilled_order.contains(&keys));
+        let spills = |(config, with): &(Config, u64)| {
+            keys.as_ref() == Some(config) && text.is_none_or(|text| text == *with)
+        };
+        let spills = lock(&self.kernels).spilled_order.iter().any(spills);
         match spills {
             true => self.chosen(Class { separate_dq: true, ..class }, sizes, true),
             false => Ok(chosen),
@@ -239,7 +248,7 @@ impl CudaPlan {
         let mut kernels = lock(&self.kernels);
         let mut note = selected.note;
         if !selected.holds && self.may_leave_order(&key.0) {
-            kernels.spilled_order.push(key.0.clone());
+            kernels.spilled_order.push((key.0.clone(), key.2));
             note = selected.reason.map(|why| format!("{why}; dq has a kernel of its own"));
         }
         kernels.loaded.insert(key, (config.clone(), function.clone()));
