@@ -117,6 +117,14 @@ impl Card {
         named.filter(|card| card.is_like(info))
     }
 
+    /// Whether a driver's name is its name, and not that of a form with other rates.
+    fn is_called(&self, name: &str) -> bool {
+        let words: Vec<String> = name.split([' ', '-']).map(plain).collect();
+        let other = ["pcie", "nvl", "laptop", "d", "ti", "super"];
+        let mut names = words.windows(2).map(|two| two.concat()).chain(words.iter().cloned());
+        names.any(|word| word == self.name) && !words.iter().any(|word| other.contains(&&**word))
+    }
+
     /// Whether a device has the limits of its capability.
     fn is_like(&self, info: &DeviceInfo) -> bool {
         Limits::of(self.capability).capability == Limits::of(info.capability).capability
@@ -191,7 +199,8 @@ impl Profile {
     /// The peak rate of a device in 16 bits with sums in f32, in TFLOP/s, of its share of the card's SMs; none
     /// for a card that is not in the table.
     pub fn peak_tflops(info: &DeviceInfo) -> Option<f64> {
-        Card::named(info).map(|card| card.bf16_tflops * f64::from(info.sms) / card.sms as f64)
+        let card = Card::named(info).filter(|card| card.is_called(&info.name))?;
+        Some(card.bf16_tflops * f64::from(info.sms) / card.sms as f64)
     }
 
     fn of_card(card: &Card) -> Self {
@@ -304,7 +313,23 @@ mod tests {
         let seen = Profile::of(&info("NVIDIA L40S", (8, 9), 142));
         let listed = Profile { name: "NVIDIA L40S".into(), ..Profile::named("l40s").unwrap() };
         assert_eq!(seen, listed);
-        assert_eq!(Profile::peak_tflops(&info("NVIDIA L40S", (8, 9), 142)), Some(362.0));
+        let peak = |name, capability, sms| Profile::peak_tflops(&info(name, capability, sms));
+        assert_eq!(peak("NVIDIA L40S", (8, 9), 142), Some(362.0));
+        assert_eq!(peak("NVIDIA H100 80GB HBM3", (9, 0), 132), Some(989.4));
+        assert_eq!(peak("NVIDIA GeForce RTX 4090", (8, 9), 128), Some(165.2));
+        assert_eq!(peak("NVIDIA A100-SXM4-80GB", (8, 0), 108), Some(312.0));
+        // What has other rates than the card whose name is in theirs.
+        for (name, capability, sms) in [
+            ("NVIDIA L40", (8, 9), 142),
+            ("NVIDIA A10G", (8, 6), 80),
+            ("NVIDIA H100 PCIe", (9, 0), 114),
+            ("NVIDIA H100 NVL", (9, 0), 132),
+            ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), 76),
+            ("NVIDIA GeForce RTX 3090 Ti", (8, 6), 84),
+            ("NVIDIA GeForce RTX 4090 D", (8, 9), 114),
+        ] {
+            assert_eq!(peak(name, capability, sms), None, "{name}");
+        }
     }
 
     #[test]
