@@ -76,6 +76,15 @@ def dispatches(*tensors: Any) -> bool:
     return any(isinstance(t, Tensor) and type(t).__torch_dispatch__ is not _LEFT for t in tensors)
 
 
+def offsets_vector(name: str, offsets: Any) -> None:
+    """
+    Raises:
+        ValueError: It is no vector of integers.
+    """
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_floating_point():
+        raise ValueError(f"{name} must be a vector of integer offsets, got {shown(offsets)}")
+
+
 def one_of(name: str, given: Any, known: Collection[str]) -> str:
     if not isinstance(given, str) or given not in known:
         raise ValueError(f"{name} {shown(given)} is not one of {', '.join(known)}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._arguments import shown
+from ._arguments import offsets_vector, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,8 +60,7 @@ def offsets(
     """
     made = []
     for name, of in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if not isinstance(of, Tensor) or of.dim() != 1 or of.numel() == 0 or of.is_floating_point():
-            raise ValueError(f"{name} must be a vector of integer offsets, got {shown(of)}")
+        offsets_vector(name, of)
         if of.device != query.device:
             raise ValueError(f"{name} must be on {query.device} as the query is, got {of.device}")
         made.append(of.to(torch.int32).contiguous())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _native, _region, _source, _trace
-from ._arguments import flag, shown
+from ._arguments import flag, offsets_vector, shown
 
 
 class Mask:
@@ -169,8 +169,7 @@ def offsets_of(name: str, offsets: Tensor, rows: int | None = None) -> list[int]
     Raises:
         ValueError: They are no integers, do not begin at 0, decrease, or end past the rows.
     """
-    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_floating_point():
-        raise ValueError(f"{name} must be a vector of integer offsets, got {shown(offsets)}")
+    offsets_vector(name, offsets)
     numbers: list[int] = offsets.tolist()
     if numbers[0] != 0 or any(b < a for a, b in zip(numbers, numbers[1:])):
         raise ValueError(f"{name} must begin at 0 and not decrease, got {numbers[:8]}")

@@ -99,6 +99,7 @@ def paged(
     logits = None if sink is None else _checks.sink_of(sink, query)
     out: Tensor
     if _dispatched.is_watched(sink, aux.max_scores) or dispatches(query, key_pages, value_pages):
+        _check_pages(page_table, lengths, query)
         most = (query.size(0), query.size(1), query.size(2), page_table.size(1) * key_pages.size(2))
         mods = (score_mod, mask, most, number, logits, None, aux.max_scores, "paged", (page_table, lengths))
         seen = _dispatched.attention(query, key_pages, value_pages, *mods)
@@ -151,10 +152,8 @@ def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, A
     Raises:
         ValueError: They are no integers, not for as many entries as ``query`` has, or on another device.
     """
-    table, numbers = _integers("page_table", page_table, 2, query), _integers("lengths", lengths, 1, query)
-    for name, given in (("page_table", table), ("lengths", numbers)):
-        if given.size(0) != query.size(0):
-            raise ValueError(f"{name} is for {given.size(0)} batch entries, and query has {query.size(0)}")
+    _check_pages(page_table, lengths, query)
+    table, numbers = _integers(page_table), _integers(lengths)
     return table, numbers.tolist() if query.is_cuda and not numbers.is_cuda else numbers
 
 
@@ -167,13 +166,19 @@ def _most_keys(pages: tuple[Tensor, Any], key_pages: Tensor) -> int:
     return max([0, *known])
 
 
-def _integers(name: str, tensor: Tensor, axes: int, query: Tensor) -> Tensor:
-    """An integer tensor as the engine reads it: contiguous, of 32 bits; what these cannot hold is no page."""
-    if not isinstance(tensor, Tensor) or tensor.dim() != axes or tensor.dtype not in (torch.int32, torch.int64):
-        what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
-        raise ValueError(f"{name} must be an int32 or int64 tensor of {axes} ax{'es' if axes > 1 else 'is'}, got {what}")
-    if tensor.device != query.device and not (axes == 1 and tensor.device.type == "cpu"):
-        raise ValueError(f"{name} must be on {query.device} as the query is, got {tensor.device}")
+def _check_pages(page_table: Any, lengths: Any, query: Tensor) -> None:
+    for name, given, axes in (("page_table", page_table, 2), ("lengths", lengths, 1)):
+        if not isinstance(given, Tensor) or given.dim() != axes or given.dtype not in (torch.int32, torch.int64):
+            what = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+            raise ValueError(f"{name} must be an int32 or int64 tensor of {axes} ax{'es' if axes > 1 else 'is'}, got {what}")
+        if given.device != query.device and not (axes == 1 and given.device.type == "cpu"):
+            raise ValueError(f"{name} must be on {query.device} as the query is, got {given.device}")
+        if given.size(0) != query.size(0):
+            raise ValueError(f"{name} is for {given.size(0)} batch entries, and query has {query.size(0)}")
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """As the engine reads them: contiguous, of 32 bits; what these cannot hold is no page."""
     if tensor.dtype == torch.int64:
         tensor = tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return tensor.contiguous()

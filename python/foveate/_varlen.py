@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from . import _autograd, _checks, _cuda, _dispatched, _region, _trace
-from ._arguments import dispatches, integer
+from ._arguments import dispatches, integer, offsets_vector
 from ._compile import also_compiled
 from ._masks import Mask, offsets_of
 from ._trace import ScoreMod
@@ -122,6 +122,8 @@ def varlen(
     logits = None if sink is None else _checks.sink_of(sink, q)
     if seen:
         where = (cu_seqlens_q, both)
+        for name, offsets in zip(("cu_seqlens_q", "cu_seqlens_k"), where):
+            offsets_vector(name, offsets)
         mods = (score_mod, mask, (cu_seqlens_q.size(0) - 1, q.size(1), q.size(2), k.size(2)), number, logits, dropout)
         result, lse, max_scores = _dispatched.attention(q, k, v, *mods, aux.max_scores, "varlen_", where)
         if sink is not None:  # Rows past the last sequence have no sink either.

@@ -168,6 +168,23 @@ def test_pages_are_seen_and_have_no_gradient():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("given", [None, [0, 5], torch.tensor(3), torch.zeros(2, 3)])
+def test_wrong_offsets_and_pages_are_said_as_of_plain_calls(given):
+    rows, q, pages = torch.randn(5, 2, 8), torch.randn(1, 2, 1, 8), torch.randn(3, 2, 4, 8)
+    table, lengths = torch.zeros(1, 3, dtype=torch.int32), torch.tensor([9])
+    calls = [
+        lambda: varlen(rows, rows, rows, torch.tensor([0, 5]), given if given is not None else "none"),
+        lambda: paged(q, pages, pages, given, lengths),
+        lambda: paged(q, pages, pages, table, given),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError) as plain:
+            call()
+        with Watching(), pytest.raises(ValueError) as seen:
+            call()
+        assert str(seen.value) == str(plain.value)
+
+
 def test_operations_are_counted_as_of_attention_without_a_mask():
     q, k, v = operands()
     counter = FlopCounterMode(display=False)
