@@ -308,7 +308,7 @@ fn says_hello(at: &Meeting) -> TcpStream {
 /// A pod that is started again comes while the connection of the one before is still held.
 #[test]
 fn a_rank_that_is_started_again_takes_the_place_of_the_one_that_died() {
-    let at = Meeting { silence: Duration::from_secs(2), ..meeting(3, SOON) };
+    let at = Meeting { silence: Duration::from_secs(5), ..meeting(3, SOON) };
     let of = |rank| Meeting { rank, ..at.clone() };
     std::thread::scope(|scope| {
         let first = scope.spawn(|| connect(&of(0)).unwrap().all_gather(&[0]).unwrap());

@@ -287,7 +287,7 @@ impl Asking {
             call();
             let _ = done.send(());
         });
-        if ended.recv_timeout(Duration::from_secs(20)).is_err() {
+        if ended.recv_timeout(Duration::from_secs(120)).is_err() {
             self.waited.fetch_add(1, Ordering::Relaxed);
         }
     }
