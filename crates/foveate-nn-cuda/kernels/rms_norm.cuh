@@ -23,4 +23,3 @@ __device__ void give_again(const RmsNormBackwardParams& p, int row, float invers
         store(p.again.row(row) + column, again);
     }
 }
-

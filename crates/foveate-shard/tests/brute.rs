@@ -142,8 +142,8 @@ fn reads(
     Ok((read_keys, read_queries))
 }
 
-/// Some query of the rank's rows and heads sees each key that arrives, and each query of a stage but the first one of its
-/// keys.
+/// Some query of the rank's rows and heads sees each key that arrives, and each query of a stage but the first one
+/// of its keys.
 fn needed(rank: &RankPlan, whole: &Whole, masks: &[Option<MaskMod>]) -> Outcome {
     let Cells { batch, heads, .. } = &rank.own;
     let pairs = batch.clone().flat_map(|b| heads.clone().map(move |h| (b, h)));

@@ -163,7 +163,8 @@ fn doubled<T>(
     At::stage('b', last.rank, last.stage).contradicts("k", message)
 }
 
-/// Keys that arrive for an exchange are needed by a query of the rank's rows and heads, and queries of its stages see some.
+/// Keys that arrive for an exchange are needed by a query of the rank's rows and heads, and queries of its stages
+/// see some.
 fn needless(plan: &ShardPlan, planes: &Planes) -> Result<(), Contradiction> {
     for (rank, own) in plan.ranks.iter().enumerate() {
         let part = planes.part(&own.own.batch, &own.own.heads);
