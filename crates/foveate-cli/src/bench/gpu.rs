@@ -16,6 +16,7 @@ use clap::Args as ClapArgs;
 use foveate::DType;
 use foveate::cuda::Engine;
 use foveate::cuda::choose::Tuned;
+use foveate_train::whole;
 use serde::{Deserialize, Serialize};
 
 use crate::explain::kernel_options;
@@ -239,7 +240,7 @@ fn time(prepared: &Prepared, budget: Duration) -> Result<Vec<f64>, Failure> {
 }
 
 fn read_peers(file: &Path) -> Result<BTreeMap<String, Vec<Peer>>, Failure> {
-    let text = std::fs::read_to_string(file)
+    let text = whole::read_text(file)
         .map_err(|e| Failure::new(format!("cannot read {}: {e}", file.display())))?;
     let mut peers: BTreeMap<String, Vec<Peer>> = BTreeMap::new();
     for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {

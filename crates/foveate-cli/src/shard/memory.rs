@@ -8,6 +8,7 @@ use foveate_shard::simulate::Machine;
 use foveate_shard::{Axis, MeshAxis, ProvenPlan};
 use foveate_train::memory::{BESIDE, Planned, Setting};
 use foveate_train::recipe::{MeshSection, Recipe, ReduceDtype};
+use foveate_train::whole;
 
 use crate::failure::Failure;
 
@@ -24,7 +25,7 @@ const MACHINES: [(&str, &str); 2] = [
 pub fn machine(name: &str) -> Result<Machine, Failure> {
     let text = match MACHINES.iter().find(|(known, _)| *known == name) {
         Some((_, text)) => (*text).to_owned(),
-        None => std::fs::read_to_string(Path::new(name)).map_err(|e| {
+        None => whole::read_text(Path::new(name)).map_err(|e| {
             let known = MACHINES.map(|(known, _)| known).join(", ");
             Failure::usage(format!("--machine {name}: {e}")).help(format!("known are {known}"))
         })?,

@@ -60,6 +60,13 @@ fn what_is_no_file_is_refused_at_once() {
         let (code, _, stderr) = run(&line.split(' ').collect::<Vec<_>>());
         assert!(code == Some(1) && stderr.contains(said), "{line}: {code:?} {stderr}");
     }
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let machine = ["shard", "check", recipe, "--mesh", "context=4", "--machine", "/dev/zero"];
+    let (code, _, stderr) = run(&machine);
+    let refused = stderr.contains("--machine /dev/zero: it is a pipe or a device, not a file");
+    assert!(code == Some(2) && refused, "{code:?} {stderr}");
+    let (code, _, stderr) = run(&["shard", "log", "/dev/zero"]);
+    assert!(code == Some(1) && stderr.contains("/dev/zero: it is not a file"), "{code:?} {stderr}");
 }
 
 /// Numbers that come late are waited for, which is said.

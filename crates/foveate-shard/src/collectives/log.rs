@@ -82,7 +82,12 @@ impl TransferLog {
     /// When it cannot be read, or a line of it is none of a log.
     pub fn read(file: &Path) -> Result<Self, ShardError> {
         let at = file.display();
-        let opened = File::open(file).map_err(|e| ShardError::new(format!("{at}: {e}")))?;
+        let failed = |e| ShardError::new(format!("{at}: {e}"));
+        // Opening a pipe would wait for its other end.
+        if !fs::metadata(file).map_err(failed)?.is_file() {
+            return Err(ShardError::new(format!("{at}: it is not a file")));
+        }
+        let opened = File::open(file).map_err(failed)?;
         let mut header = None;
         let mut transfers = Vec::new();
         for (i, line) in BufReader::new(opened).lines().enumerate() {

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use foveate_train::whole;
 use serde::Deserialize;
 
 use super::case::Case;
@@ -36,7 +37,7 @@ pub struct Peer {
 }
 
 pub fn read(file: &Path) -> Result<Vec<Peer>, Failure> {
-    let text = std::fs::read_to_string(file)
+    let text = whole::read_text(file)
         .map_err(|e| Failure::new(format!("cannot read {}: {e}", file.display())))?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let peer = |(i, line): (usize, &str)| {
