@@ -1,7 +1,8 @@
 //! The barriers of the Hopper kernels by their numbers: the structs that name mbarriers, compiled for the host, make each
 //! number once and leave out none, so that no two uses share one; named barriers are named.
 
-use std::process::Command;
+#[path = "../src/compile/on_host.rs"]
+mod on_host;
 
 const FORWARD: &str = include_str!("../kernels/hopper/forward_device.cuh");
 const STEPS: &str = include_str!("../kernels/hopper/backward_steps.cuh");
@@ -48,21 +49,7 @@ fn part(file: &'static str, from: &str) -> &'static str {
 /// Mbarriers that `init` makes with these constants; `None` without a compiler.
 fn made(constants: &str, parts: &[&str]) -> Option<usize> {
     let code = [&[AROUND, constants][..], parts, &[MAIN]].concat().join("\n");
-    let folder = tempfile::tempdir().unwrap();
-    let (file, program) = (folder.path().join("barriers.cpp"), folder.path().join("barriers"));
-    std::fs::write(&file, code).unwrap();
-    let compiled =
-        Command::new("c++").args(["-std=c++17", "-w", "-o"]).args([&program, &file]).output();
-    let compiled = match compiled {
-        Ok(compiled) => compiled,
-        Err(e) => {
-            println!("skipped: no C++ compiler `c++`: {e}");
-            return None;
-        }
-    };
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let ran = Command::new(&program).output().unwrap();
-    let said = String::from_utf8_lossy(&ran.stdout);
+    let said = on_host::text(&code)?;
     Some(said.trim().parse().unwrap_or_else(|_| panic!("{constants}: {said}")))
 }
 

@@ -4,7 +4,8 @@
 //! kernels' descriptors and steps lead it, and that weights are operands as they stand. The kernels'
 //! own descriptors and steps are compiled for the host and followed.
 
-use std::process::Command;
+#[path = "../src/compile/on_host.rs"]
+mod on_host;
 
 /// A pattern of 8 rows of `span` bytes in which 16-byte chunks change places.
 #[derive(Clone, Copy, Debug)]
@@ -447,20 +448,7 @@ fn products(shape: Shape, functions: &str, main: &str) -> Option<Vec<[Descriptor
     let operand = part(HOPPER, "struct Operand {", "// d += A B, or d = A B");
     let main = format!("int main() {{ {main} }}\n");
     let code = [&defines, PRELUDE, operand, PRODUCTS, functions, &main].concat();
-    let folder = tempfile::tempdir().unwrap();
-    let (file, program) = (folder.path().join("products.cpp"), folder.path().join("products"));
-    std::fs::write(&file, code).unwrap();
-    let mut compiler = Command::new("c++");
-    compiler.args(["-std=c++17", "-w", "-o"]).args([&program, &file]);
-    let compiled = match compiler.output() {
-        Err(error) => {
-            println!("skipped: no C++ compiler `c++`: {error}");
-            return None;
-        }
-        Ok(compiled) => compiled,
-    };
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let said = String::from_utf8(Command::new(&program).output().unwrap().stdout).unwrap();
+    let said = on_host::text(&code)?;
     let pair = |line: &str| {
         let bits: Vec<u64> = line.split(' ').map(|n| n.parse().unwrap()).collect();
         [Descriptor(bits[0]), Descriptor(bits[1])]

@@ -1,7 +1,8 @@
 //! `kernels/hopper/transpose_values.cu` compiled for the host: values of e4m3 stand transposed in the order of keys in which
 //! weights stand in registers, with zeros behind each sequence, whatever head dim, strides and lengths there are.
 
-use std::process::Command;
+#[path = "../src/compile/on_host.rs"]
+mod on_host;
 
 const KERNEL: &str = include_str!("../kernels/hopper/transpose_values.cu");
 const PARAMS: &str = include_str!("../kernels/params.cuh");
@@ -123,18 +124,7 @@ fn values_are_transposed_in_the_order_of_weights() {
     for dim in [8, 16, 36, 48, 64, 100, 128, 130, 256] {
         let dims = format!("#define FV_DV {dim}");
         let code = [&dims, AROUND, &parts, &first, KERNEL, MAIN].join("\n");
-        let folder = tempfile::tempdir().unwrap();
-        let (file, program) = (folder.path().join("values.cpp"), folder.path().join("values"));
-        std::fs::write(&file, code).unwrap();
-        let mut compiler = Command::new("c++");
-        compiler.args(["-std=c++17", "-O1", "-w", "-o"]).args([&program, &file]);
-        let compiled = match compiler.output() {
-            Err(error) => return println!("skipped: no C++ compiler `c++`: {error}"),
-            Ok(compiled) => compiled,
-        };
-        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-        let ran = Command::new(&program).output().unwrap();
-        let said = String::from_utf8_lossy(&ran.stdout);
-        assert!(ran.status.success() && said == "checked\n", "head dim {dim}: {said}");
+        let Some(said) = on_host::output(&code, &["-O1"], Vec::new()) else { return };
+        assert_eq!(said, b"checked\n", "head dim {dim}: {}", String::from_utf8_lossy(&said));
     }
 }

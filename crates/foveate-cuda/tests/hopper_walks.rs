@@ -2,10 +2,11 @@
 //! `LiveKeys` of `kernels/hopper/forward_device.cuh`, compiled for the host and compared with plain loops;
 //! and CTAs that wait for each other as the ordered backward does.
 
+#[path = "../src/compile/on_host.rs"]
+mod on_host;
+
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::Write as _;
-use std::process::{Command, Stdio};
 
 use foveate_tensor::random::Random;
 
@@ -153,26 +154,8 @@ fn output(macros: &[(&str, usize)], code: &str, input: &str) -> Option<String> {
         writeln!(text, "#define FV_{name} {value}").unwrap();
     }
     text += code;
-    let folder = tempfile::tempdir().unwrap();
-    let (code, program) = (folder.path().join("walks.cpp"), folder.path().join("walks"));
-    std::fs::write(&code, text).unwrap();
-    let mut compiler = Command::new("c++");
-    let said = match compiler.args(["-std=c++17", "-w", "-o"]).args([&program, &code]).output() {
-        Err(error) => {
-            println!("skipped: no C++ compiler `c++`: {error}");
-            return None;
-        }
-        Ok(said) => said,
-    };
-    assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
-    let mut child =
-        Command::new(&program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_owned());
-    let writer = std::thread::spawn(move || stdin.write_all(input.as_bytes()));
-    let output = child.wait_with_output().unwrap();
-    writer.join().unwrap().unwrap();
-    assert!(output.status.success(), "the program ended with {}", output.status);
-    Some(String::from_utf8(output.stdout).unwrap())
+    let said = on_host::output(&text, &[], input.as_bytes().to_vec())?;
+    Some(String::from_utf8(said).unwrap())
 }
 
 /// Consecutive tiles of queries, and whether the mask is evaluated in them.

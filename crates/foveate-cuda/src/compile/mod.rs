@@ -12,6 +12,8 @@ pub mod codegen;
 pub mod config;
 pub mod kernel;
 mod machine_code;
+#[cfg(test)]
+pub(crate) mod on_host;
 pub mod params;
 pub mod resources;
 pub mod source;

@@ -258,21 +258,7 @@ constexpr int panels(int columns) { return ceil_div(columns, PANEL_COLUMNS); }
             "int main() {{ std::printf(\"%d %d %d %d\", Q_BYTES, K_BYTES, V_BYTES, {d_out}); }}\n"
         );
         let code = [&config.defines(), PRELUDE, constants, &main].concat();
-        let folder = tempfile::tempdir().unwrap();
-        let (file, program) = (folder.path().join("layout.cpp"), folder.path().join("layout"));
-        std::fs::write(&file, code).unwrap();
-        let mut compiler = std::process::Command::new("c++");
-        compiler.args(["-std=c++17", "-w", "-o"]).args([&program, &file]);
-        let compiled = match compiler.output() {
-            Err(error) => {
-                println!("skipped: no C++ compiler `c++`: {error}");
-                return None;
-            }
-            Ok(compiled) => compiled,
-        };
-        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-        let said = std::process::Command::new(&program).output().unwrap().stdout;
-        let said = String::from_utf8(said).unwrap();
+        let said = crate::compile::on_host::text(&code)?;
         let numbers: Vec<usize> = said.split(' ').map(|n| n.parse().unwrap()).collect();
         Some(numbers.try_into().expect("four numbers"))
     }

@@ -1,9 +1,7 @@
 //! Printed mods run on the CPU, by a host compiler, against the vector machine: values bit for
 //! bit, bounds for soundness.
 
-use std::io::Write;
 use std::ops::Range;
-use std::process::{Command, Stdio};
 
 use foveate_mods::fuzz;
 use foveate_mods::text::{Names, parse_mask, parse_score};
@@ -223,37 +221,9 @@ fn executed(cases: &[Case]) -> Option<Vec<u8>> {
 /// What the program `text` writes, given an arena and the rest of its input; nothing, and a line
 /// that says so, without a host compiler.
 pub(super) fn program_output(text: &str, arena: Arena, input: Vec<u8>) -> Option<Vec<u8>> {
-    let folder = tempfile::tempdir().unwrap();
-    let (code, program) = (folder.path().join("mods.cpp"), folder.path().join("mods"));
-    std::fs::write(&code, text).unwrap();
-    let compiler = Command::new("c++")
-        .args(["-std=c++17", "-O0", "-ffp-contract=off", "-w", "-o"])
-        .args([&program, &code])
-        .output();
-    let said = match compiler {
-        Err(error) => {
-            println!("skipped: no C++ compiler `c++`: {error}");
-            return None;
-        }
-        Ok(output) => output,
-    };
-    let message = String::from_utf8_lossy(&said.stderr);
-    assert!(said.status.success(), "{}", message.chars().take(3000).collect::<String>());
-    let mut child = Command::new(&program)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("a program just made runs");
-    let mut stdin = child.stdin.take().expect("it is piped");
-    let arena_len = arena.0.len() as u64;
-    let writer = std::thread::spawn(move || {
-        let header = [BASE.to_le_bytes(), arena_len.to_le_bytes()].concat();
-        [header, arena.0, input].iter().try_for_each(|part| stdin.write_all(part))
-    });
-    let output = child.wait_with_output().unwrap();
-    writer.join().unwrap().unwrap();
-    assert!(output.status.success(), "the program ended with {}", output.status);
-    Some(output.stdout)
+    let len = arena.0.len() as u64;
+    let input = [&BASE.to_le_bytes()[..], &len.to_le_bytes(), &arena.0, &input].concat();
+    crate::compile::on_host::output(text, &["-O0", "-ffp-contract=off"], input)
 }
 
 fn point(q: i32, kv: i32, score: f32) -> Point {
