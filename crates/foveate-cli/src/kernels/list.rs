@@ -531,7 +531,7 @@ impl ListedKernel {
         };
         let mut selected = compile_one_that_fits(&self.profile, self.choice.ranked(), make)?;
         if let Some(apart) = self.instead.as_ref().filter(|_| !selected.holds) {
-            let note = selected.reason.map(|why| format!("{why}; dq has a kernel of its own"));
+            let note = selected.without_order();
             let apart = compile_one_that_fits(&self.profile, apart.ranked(), make)?;
             selected = Selected { fallback: selected.fallback, note, ..apart };
         }

@@ -38,6 +38,13 @@ pub struct Selected<'a, T> {
     pub note: Option<String>,
 }
 
+impl<T> Selected<'_, T> {
+    /// The note where every candidate adds dq in order and takes more than was planned.
+    pub fn without_order(&self) -> Option<String> {
+        self.reason.as_ref().map(|why| format!("{why}; dq has a kernel of its own"))
+    }
+}
+
 /// Why the planner's choice does not run, or is not as planned where it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fallback {
@@ -156,19 +163,14 @@ mod tests {
     use crate::compile::config::{Elem, Kernel};
     use foveate_gpu::nvrtc::{Advisory, KernelResources};
 
+    const SIZES: Sizes =
+        Sizes { batch: 2, heads_q: 16, heads_kv: 16, queries: 8192, keys: 8192, mean_kv_len: 8192 };
+
     fn choice(mut options: KernelOptions) -> Choice {
         options.set("backward.family", "portable").unwrap();
         let profile = Profile::named("h200").unwrap();
         let class = Class::new(Elem::Bf16, 128, 128, 1);
-        let sizes = Sizes {
-            batch: 2,
-            heads_q: 16,
-            heads_kv: 16,
-            queries: 8192,
-            keys: 8192,
-            mean_kv_len: 8192,
-        };
-        choose(&profile, &class, &sizes, Kernel::Backward, &options, None).unwrap()
+        choose(&profile, &class, &SIZES, Kernel::Backward, &options, None).unwrap()
     }
 
     fn takes(local_bytes: u32, allowed: u32) -> Result<(), Excess> {
@@ -283,16 +285,8 @@ mod tests {
     fn a_serialised_forward_waits_for_its_products_and_one_that_spills_is_portable() {
         let profile = Profile::named("h200").unwrap();
         let class = Class { score: true, ..Class::new(Elem::Bf16, 128, 128, 1) };
-        let sizes = Sizes {
-            batch: 2,
-            heads_q: 16,
-            heads_kv: 16,
-            queries: 8192,
-            keys: 8192,
-            mean_kv_len: 8192,
-        };
         let options = KernelOptions::default();
-        let choice = choose(&profile, &class, &sizes, Kernel::Forward, &options, None).unwrap();
+        let choice = choose(&profile, &class, &SIZES, Kernel::Forward, &options, None).unwrap();
         let hopper = |c: &Candidate| c.config.family == Family::Hopper;
         let found = |why, said: &dyn Fn(&Candidate) -> Result<(), Excess>| {
             let selected = select(choice.ranked(), |c| Ok(((), said(c)))).unwrap();

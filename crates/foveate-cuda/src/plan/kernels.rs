@@ -235,6 +235,8 @@ impl CudaPlan {
                 let compiled = self.engine.compiled(&source(&config, &mods.source), arch)?;
                 Ok((config, mods, compiled))
             })?;
+        let order_spills = !selected.holds && self.may_leave_order(&key.0);
+        let note = if order_spills { selected.without_order() } else { selected.note };
         let (config, mods, mut compiled) = selected.made;
         if self.forced.bounded_waits
             && let Some(text) = source_with_bounded_waits(&config, &mods.source)
@@ -246,10 +248,8 @@ impl CudaPlan {
         let function = self.engine.load(&compiled, entry.name(), bytes)?;
         let function = function.labelled(format!("{} ({config})", entry.name()));
         let mut kernels = lock(&self.kernels);
-        let mut note = selected.note;
-        if !selected.holds && self.may_leave_order(&key.0) {
+        if order_spills {
             kernels.spilled_order.push((key.0.clone(), key.2));
-            note = selected.reason.map(|why| format!("{why}; dq has a kernel of its own"));
         }
         kernels.loaded.insert(key, (config.clone(), function.clone()));
         if let Some(note) = note.filter(|n| !kernels.notes.contains(n)) {
