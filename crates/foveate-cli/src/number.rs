@@ -10,6 +10,7 @@ use std::str::FromStr;
 pub fn number<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
     text.trim().parse().map_err(|e: ParseIntError| match e.kind() {
         IntErrorKind::PosOverflow | IntErrorKind::NegOverflow => "it is out of range".to_owned(),
+        IntErrorKind::Zero => "at least 1 is expected".to_owned(),
         _ => "a number is expected, such as 16".to_owned(),
     })
 }
@@ -37,6 +38,7 @@ mod tests {
             assert_eq!(said, "a number is expected, such as 16", "{wrong}");
         }
         assert_eq!(number::<usize>(&"9".repeat(30)).unwrap_err(), "it is out of range");
+        assert_eq!(number::<std::num::NonZeroUsize>("0").unwrap_err(), "at least 1 is expected");
         assert_eq!(seconds("0.5"), Ok(0.5));
         for wrong in ["nan", "inf", "-1", "1e9", "", "x"] {
             assert!(seconds(wrong).unwrap_err().starts_with("seconds from 0"), "{wrong}");

@@ -166,8 +166,14 @@ fn rank(
         told(recipe, e.into())
     })?;
     if summary.interrupted {
+        let how = match group.ranks() {
+            1 => "continue with:".to_owned(),
+            ranks => {
+                format!("continue by starting all {ranks} ranks again as before, with --resume:")
+            }
+        };
         crate::output::tell!(
-            "interrupted after step {}; continue with: {} train {} --resume{}{}",
+            "interrupted after step {}; {how} {} train {} --resume{}{}",
             summary.steps,
             called(),
             args.recipe.display(),

@@ -10,6 +10,7 @@ mod case;
 mod peers;
 mod steps;
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, ValueEnum};
@@ -70,8 +71,8 @@ pub struct Args {
     #[arg(long, value_name = "ORDER", default_value = "both")]
     order: Order,
     /// Steps that are timed
-    #[arg(long, value_name = "N", default_value_t = 12, value_parser = number::<usize>)]
-    steps: usize,
+    #[arg(long, value_name = "N", default_value = "12", value_parser = number::<NonZeroUsize>)]
+    steps: NonZeroUsize,
     /// What benches/train_gpu_peers.py printed
     #[arg(long, value_name = "FILE")]
     peers: Option<PathBuf>,
@@ -143,7 +144,7 @@ impl Bench<'_> {
         for &deterministic in orders {
             let options =
                 DeviceOptions { device, state: case.recipe.precision.state, deterministic };
-            let steps = Steps { case, steps: args.steps.max(1), deterministic };
+            let steps = Steps { case, steps: args.steps.get(), deterministic };
             let mut found = options.run(steps.watched(world, &self.interrupt))??;
             // A processor has one order.
             let more = found.gpu.is_some();
