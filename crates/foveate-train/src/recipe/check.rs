@@ -75,7 +75,7 @@ impl Recipe {
             }
             if value as f32 >= below as f32 {
                 let why = format!(
-                    "is {value}, which is {} as a 32-bit number: steps compute with these",
+                    "is {value}, which is {} as a 32-bit number, and steps compute with these; give less",
                     value as f32
                 );
                 return fail(key, why);

@@ -192,7 +192,7 @@ fn every_mistake_is_named_with_its_place() {
         ("optimizer.beta1=1", "optimizer.beta1 is 1; it must be at least 0 and below 1"),
         (
             "optimizer.beta2=0.99999999",
-            "optimizer.beta2 is 0.99999999, which is 1 as a 32-bit number: steps compute with these",
+            "optimizer.beta2 is 0.99999999, which is 1 as a 32-bit number, and steps compute with these; give less",
         ),
     ] {
         assert!(told(TEXT, &[set]).ends_with(says), "{}", told(TEXT, &[set]));
