@@ -3,7 +3,7 @@
 //! are measured by `foveate bench train`.
 //!
 //! ```console
-//! $ cargo run --release -p foveate-nn-cuda --example speed
+//! $ cargo run --release -p foveate-nn-cuda --example block_speed
 //! ```
 
 use std::error::Error;
