@@ -55,6 +55,25 @@ __device__ Int operator%(Int x, Int y) {
     return rest.v < 0 ? rest + abs(y) : rest;
 }
 
+// What integers are divided by where it is the same for all threads and known to the host, which makes a factor of it
+// (CaptureLayout::pack). Without a branch: an entry of a mask is decided between products.
+struct Divisor {
+    int size;                   // the divisor without its sign
+    unsigned factor, unit;
+    int shift;
+    int some, negative;         // all ones unless it is 0, and if it is negative; else 0
+
+    // The largest integer that is not above x / size.
+    __device__ int quotient(int x) const {
+        const int sign = x >> 31 & some;
+        const unsigned n = unsigned(x ^ sign);
+        return int((unsigned((unsigned long long)(n) * factor >> 32) + (n & unit)) >> shift) ^ sign;
+    }
+    __device__ int rest(int x) const { return int(unsigned(x) - unsigned(quotient(x)) * unsigned(size)) & some; }
+};
+__device__ Int operator/(Int x, Divisor y) { return int(unsigned(y.quotient(x.v) ^ y.negative) + (y.rest(x.v) == 0 & y.negative)); }
+__device__ Int operator%(Int x, Divisor y) { return y.rest(x.v); }
+
 __device__ Int operator&(Int x, Int y) { return x.v & y.v; }
 __device__ Int operator|(Int x, Int y) { return x.v | y.v; }
 __device__ Int operator^(Int x, Int y) { return x.v ^ y.v; }

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use foveate_mods::{AnyBuffer, ElementType, Program, Scalar, ScalarValue, Type};
+use foveate_mods::ir::BinaryOp;
+use foveate_mods::{AnyBuffer, ElementType, Node, Program, Scalar, ScalarValue, Type};
 
 use crate::compile::params::Address;
 use crate::error::CudaError;
@@ -19,6 +20,8 @@ pub(super) struct Slots {
 pub(super) struct Captures {
     pub buffers: Vec<AnyBuffer>,
     pub scalars: Vec<Scalar>,
+    /// Scalars by which integers are divided.
+    pub divisors: BTreeSet<usize>,
 }
 
 impl Captures {
@@ -40,7 +43,16 @@ impl Captures {
                 self.scalars.len() - 1
             })
         });
-        Slots { buffers, scalars: scalars.collect() }
+        let scalars: Vec<usize> = scalars.collect();
+        for node in graph.nodes() {
+            if let Node::Binary(BinaryOp::Div | BinaryOp::Rem, _, by) = node
+                && let Node::Scalar(slot) = *graph.node(*by)
+                && graph.scalars()[slot as usize].ty() == Type::I32
+            {
+                self.divisors.insert(scalars[slot as usize]);
+            }
+        }
+        Slots { buffers, scalars }
     }
 }
 
@@ -76,6 +88,8 @@ pub enum FieldKind {
     },
     /// A run-time scalar, 4 bytes.
     Scalar(usize),
+    /// The same as what integers are divided by, see [`divisor`].
+    Divisor(usize),
     /// Factor on probabilities that dropout keeps, f32.
     KeepScale,
     /// Nothing: a structure has at least one field.
@@ -94,7 +108,7 @@ pub struct Field {
 }
 
 impl FieldKind {
-    /// Size and alignment, in bytes.
+    /// Size in bytes.
     pub fn bytes(self) -> usize {
         match self {
             Self::Buffer(_)
@@ -103,9 +117,33 @@ impl FieldKind {
             | Self::Sums(_)
             | Self::Ranges(_)
             | Self::Report => 8,
+            Self::Divisor(_) => 24,
             Self::Length { .. } | Self::Scalar(_) | Self::KeepScale | Self::Nothing => 4,
         }
     }
+
+    /// Alignment in bytes.
+    fn alignment(self) -> usize {
+        if self.bytes() == 8 { 8 } else { 4 }
+    }
+}
+
+/// `struct Divisor` of `mods.cuh`: a divisor `d`, and what the quotient of `n <= 2^31` by `m = |d|` is made of without
+/// a division: with `s` = ceil(log2 m) it is `n * factor >> 31 + s`, since `factor = ceil(2^(31 + s) / m)` exceeds the
+/// exact one by less than 1 (Granlund and Montgomery, Division by invariant integers using multiplication, PLDI 1994,
+/// theorem 4.2 with numbers of 31 bits). The kernel takes the upper 32 bits of the product, so the shift is less by 32,
+/// and m = 1 has `unit`, all ones, in place of a factor.
+fn divisor(d: i32) -> Vec<u8> {
+    let m = d.unsigned_abs();
+    let shift = m.next_power_of_two().trailing_zeros();
+    let [factor, unit, shift] = match m {
+        0 => [0; 3],
+        1 => [0, u32::MAX, 0],
+        _ => [((1u64 << (31 + shift)).div_ceil(u64::from(m))) as u32, 0, shift - 1],
+    };
+    let all_ones = |set: bool| if set { u32::MAX } else { 0 };
+    let words = [m, factor, unit, shift, all_ones(m != 0), all_ones(d < 0)];
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
 /// Device addresses of one captured buffer. What a [`FieldKind`] does not ask for may be 0.
@@ -158,7 +196,11 @@ impl CaptureLayout {
         }
         let mut scalars = Vec::new();
         for (i, scalar) in captures.scalars.iter().enumerate() {
-            scalars.push((names.fresh(&scalar.name), FieldKind::Scalar(i)));
+            let name = names.fresh(&scalar.name);
+            if captures.divisors.contains(&i) {
+                scalars.push((names.fresh(&format!("{name}_divisor")), FieldKind::Divisor(i)));
+            }
+            scalars.push((name, FieldKind::Scalar(i)));
         }
         for (slot, stem) in stems.iter().enumerate() {
             let mut more = |suffix: &str, kind| {
@@ -214,7 +256,7 @@ impl CaptureLayout {
             })
             .collect();
         // Addresses come first, so only the end needs padding.
-        let widest = fields[0].kind.bytes();
+        let widest = fields[0].kind.alignment();
         let bytes = bytes.next_multiple_of(widest);
         if bytes > MOST_BYTES {
             return Err(CudaError::argument(format!(
@@ -285,6 +327,7 @@ impl CaptureLayout {
                     Type::Bool | Type::I32 => "Int",
                     Type::F32 => "float",
                 },
+                FieldKind::Divisor(_) => "Divisor",
                 FieldKind::KeepScale => "float",
             };
             let note = match field.kind {
@@ -348,6 +391,12 @@ impl CaptureLayout {
                     ScalarValue::Bool(v) => i32::from(v).to_le_bytes().to_vec(),
                     ScalarValue::I32(v) => v.to_le_bytes().to_vec(),
                     ScalarValue::F32(v) => v.to_le_bytes().to_vec(),
+                },
+                FieldKind::Divisor(i) => match captures.scalars[i].value {
+                    ScalarValue::I32(v) => divisor(v),
+                    ScalarValue::Bool(_) | ScalarValue::F32(_) => {
+                        unreachable!("integers are divided by integers")
+                    }
                 },
                 FieldKind::KeepScale => dropout_scale.to_le_bytes().to_vec(),
                 FieldKind::Nothing => vec![0; 4],

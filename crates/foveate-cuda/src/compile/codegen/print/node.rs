@@ -145,6 +145,17 @@ impl NodePrinter<'_> {
         (1e-6..1e6).contains(&value.abs()).then(|| value.recip())
     }
 
+    /// What integers are divided by, if that is a run-time scalar.
+    fn divisor(self, op: BinaryOp, y: NodeId) -> Option<Piece> {
+        let Node::Scalar(slot) = *self.printer.program.graph().node(y) else { return None };
+        let divides = matches!(op, BinaryOp::Div | BinaryOp::Rem) && !self.is_range();
+        if !divides || self.printer.ty(self.i) != Type::I32 {
+            return None;
+        }
+        let scalar = self.printer.slots.scalars[slot as usize];
+        Some(Piece::atom(self.printer.field(FieldKind::Divisor(scalar))))
+    }
+
     fn binary(self, op: BinaryOp, x: NodeId, y: NodeId) -> Piece {
         let plain =
             self.printer.ty(self.i) == Type::F32 && !self.decides[self.i] && !self.is_range();
@@ -158,8 +169,8 @@ impl NodePrinter<'_> {
             9 | 10 => (tight + 1, tight + 1),
             _ => (tight, tight + 1),
         };
-        let [left, right] = [(x, left), (y, right)].map(|(operand, least)| {
-            let piece = self.operand(operand);
+        let by = self.divisor(op, y).unwrap_or_else(|| self.operand(y));
+        let [left, right] = [(self.operand(x), left), (by, right)].map(|(piece, least)| {
             let chain = piece.tight == tight && matches!(tight, 6..=8);
             piece.within(if chain { tight } else { least })
         });

@@ -19,7 +19,7 @@ use super::*;
 fn expression(r: &mut Random, leaves: &[Leaf], buffers: &[AnyBuffer], wanted: Type) -> DynExpr {
     let mut given: Vec<DynExpr> = leaves.iter().map(|&leaf| DynExpr::leaf(leaf)).collect();
     for (name, value) in [
-        ("width", ScalarValue::I32([0, 2, 7, -5, 100, i32::MAX][r.below(6)])),
+        ("width", ScalarValue::I32([0, 1, -1, 2, 7, -5, 100, i32::MAX, i32::MIN][r.below(9)])),
         ("Slope", ScalarValue::F32([-0.0, 0.5, -3.0, 1e30, f32::NAN][r.below(5)])),
         ("if", ScalarValue::Bool(r.below(2) == 0)),
     ] {
