@@ -151,16 +151,16 @@ def fa4(case, operands, bias):
         settings["softcap"] = 30.0
     else:
         no_score(case, "FlashAttention-4 without a mod in CuTe DSL")
-    if mask == "prefix":
+    if mask in ("prefix", "neighbourhood", "blocks"):
         raise Declined("FlashAttention-4 without a mod in CuTe DSL has no such mask")
     if mask != "full" and case["q_len"] != case["len"]:
         # It aligns the last query with the last key, these cases the first with the first.
         raise Declined("FlashAttention-4 aligns masks of other lengths differently")
-    if mask in ("causal", "documents"):
+    if mask in ("causal", "documents", "ragged"):
         settings["causal"] = True
     if mask == "window":
         settings["window_size"] = (case["width"] - 1, 0)
-    if mask == "documents":
+    if mask in ("documents", "ragged"):
         return fa4_packed(case, settings)
     attend = part_of("flash-attn-4", "flash_attn.cute.interface", "flash_attn_func")
     return lambda q, k, v: result_of(attend(q, k, v, **settings))
@@ -210,7 +210,7 @@ PEERS = {
 
 
 def measure(peer: str, case, seconds: float):
-    if "storage" in case:
+    if case.get("storage", "packed") != "packed":
         raise ValueError("operands that are not contiguous")
     backward = case["pass"] == "backward"
     order, make = PEERS[peer]
@@ -285,6 +285,9 @@ def arguments(args=None):
 
 def main() -> int:
     args = arguments()
+    # Libraries tell on stdout what they compile; it belongs to stderr.
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     if torch is None:
         print(f"gpu_peers: PyTorch is not installed: {missing}", file=sys.stderr)
         return 1
@@ -303,7 +306,7 @@ def main() -> int:
                 line |= measure(peer, case, args.seconds)
             except Exception as error:  # a peer's refusal is a result
                 line["declined"] = (str(error).strip().splitlines() or [repr(error)])[0][:200]
-            print(json.dumps(line), flush=True)
+            print(json.dumps(line), file=report, flush=True)
             torch.cuda.empty_cache()
         spent = time.monotonic() - began
         left = spent / (done + 1) * (len(cases) - done - 1)

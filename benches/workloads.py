@@ -8,9 +8,11 @@ import torch
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 MASK32 = 0xFFFFFFFF
+COLUMNS = 64  # of the grid of neighbourhoods
+BLOCK = 128  # queries and keys of a block of those that are seen or not
 
 
-def mix(x: int, y: torch.Tensor) -> torch.Tensor:
+def mix(x, y: torch.Tensor) -> torch.Tensor:
     """The counter-based hash of Foveate's mods, on int64 tensors that hold 32-bit values."""
     z = (x * 0x9E3779B1 + y + 0x7F4A7C15) & MASK32
     z = ((z ^ (z >> 16)) * 0x85EBCA6B) & MASK32
@@ -40,9 +42,12 @@ def operands(case, device="cpu"):
 
 def documents_of(case, device="cpu"):
     """The document of each position, or None."""
-    if case["mask"] != "documents":
-        return None
-    return torch.arange(case["len"], device=device) * case["width"] // case["len"]
+    if case["mask"] == "documents":
+        return torch.arange(case["len"], device=device) * case["width"] // case["len"]
+    if case["mask"] == "ragged":
+        lengths = 128 + mix(6, torch.arange(case["len"] // 128 + 1, device=device)) % 1921
+        return torch.searchsorted(lengths.cumsum(0), torch.arange(case["len"], device=device), right=True)
+    return None
 
 
 def mask_of(case, documents):
@@ -56,8 +61,17 @@ def mask_of(case, documents):
         return lambda b, h, q, kv: (q >= kv) & (q - kv < width)
     if kind == "prefix":
         return lambda b, h, q, kv: (q >= kv) | (kv < width)
-    if kind == "documents":
+    if kind in ("documents", "ragged"):
         return lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv])
+    if kind == "neighbourhood":
+        half, rows = width // 2, case["len"] // COLUMNS
+
+        def near(q, kv, size):
+            return torch.abs(torch.clamp(q, half, size - 1 - half) - kv) <= half
+
+        return lambda b, h, q, kv: near(q // COLUMNS, kv // COLUMNS, rows) & near(q % COLUMNS, kv % COLUMNS, COLUMNS)
+    if kind == "blocks":
+        return lambda b, h, q, kv: (mix(q // BLOCK, kv // BLOCK) % width == 0) | (q // BLOCK == kv // BLOCK)
     raise ValueError(f"no mask {kind!r}")
 
 
@@ -91,9 +105,16 @@ def intervals_of(case, device="cpu"):
         ends = [none, torch.clamp(q - width + 1, min=0, max=case["len"]), after]
     elif kind == "prefix":
         ends = [torch.clamp(after, min=min(width, case["len"]))]
-    elif kind == "documents":
+    elif kind in ("documents", "ragged"):
         documents = documents_of(case, device)
         ends = [none, torch.searchsorted(documents, documents[q]), after]
+    elif kind == "blocks":
+        seen = mask_of(case, None)(0, 0, q[:, None], torch.arange(case["len"], device=device))
+        edges = seen.to(torch.int8).diff(dim=1, prepend=none[:, None].to(torch.int8), append=none[:, None].to(torch.int8))
+        # Starts and ends of stretches, in turn; rows of fewer end in empty ones.
+        at = torch.where(edges != 0, torch.arange(case["len"] + 1, device=device), case["len"]).sort(dim=1).values
+        most = int((edges != 0).sum(dim=1).max())
+        ends = [none, *at[:, :most].T.contiguous()]
     else:
         raise ValueError(f"no mask {kind!r}")
     return torch.stack(ends).to(torch.int32)

@@ -6,12 +6,16 @@
 
 use foveate::mask::{BlockMask, Tile};
 use foveate::mods::ir::mix;
-use foveate::mods::{Head, MaskMod, ScoreMod};
+use foveate::mods::{Head, MaskMod, ScoreMod, expr};
 use foveate::{Attention, Buffer, DType, masks, scores};
 use serde::{Deserialize, Serialize};
 
 /// The bound of the soft cap.
 const CAP: f32 = 30.0;
+/// Columns of the grid of neighbourhoods.
+const COLUMNS: usize = 64;
+/// Queries, and keys, of a block of those that are seen or not.
+const BLOCK: usize = 128;
 /// Name of the relative bias.
 pub const BIAS: &str = "rel_bias";
 
@@ -27,6 +31,12 @@ pub enum Mask {
     Prefix,
     /// The keys before its own that are of the same one of `width` documents.
     Documents,
+    /// The same of documents of 128 to 2,048 positions.
+    Ragged,
+    /// The `width` by `width` keys around its own, on a grid of 64 columns.
+    Neighbourhood,
+    /// One of `width` blocks of 128 by 128, and the block of its own position.
+    Blocks,
 }
 
 /// What becomes of a score.
@@ -75,7 +85,8 @@ impl Direction {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Workload {
     pub mask: Mask,
-    /// Keys of the window or the prefix, or the number of documents.
+    /// Keys of the window or the prefix, number of documents, side of a neighbourhood, or of how many blocks one is
+    /// seen.
     pub width: usize,
     pub score: Score,
     /// Largest distance that the relative bias tells apart.
@@ -137,6 +148,9 @@ impl Workload {
             Mask::Window => format!("window{}", self.width),
             Mask::Prefix => format!("prefix{}", self.width),
             Mask::Documents => format!("documents{}", self.width),
+            Mask::Ragged => "ragged".to_owned(),
+            Mask::Neighbourhood => format!("neighbourhood{}", self.width),
+            Mask::Blocks => format!("blocks{}", self.width),
         }
     }
 
@@ -169,10 +183,18 @@ impl Workload {
             Mask::Causal => Some(masks::causal()),
             Mask::Window => Some(masks::sliding_window(width).expect(fits)),
             Mask::Prefix => Some(masks::prefix_lm(width).expect(fits)),
-            Mask::Documents => {
-                let ids = (0..self.len).map(|i| self.document(i) as i32).collect();
-                let same = masks::document(&Buffer::vector("doc", ids)).expect(fits);
-                Some(masks::causal() & same)
+            Mask::Documents | Mask::Ragged => {
+                let lengths = self.documents();
+                Some(masks::causal() & masks::document_lengths(&lengths).expect(fits))
+            }
+            Mask::Neighbourhood => {
+                let grid = [self.len / COLUMNS, COLUMNS].map(|n| n as i32);
+                Some(masks::neighbourhood(&grid, &[width; 2]).expect(fits))
+            }
+            Mask::Blocks => {
+                let [q, kv] = [expr::q(), expr::kv()].map(|x| x / BLOCK as i32);
+                let random = (q.mix(&kv) % width).eq(0);
+                Some(MaskMod::new((random | q.eq(kv)).dynamic()).expect(fits))
             }
         }
     }
@@ -203,9 +225,39 @@ impl Workload {
         (self.score == Score::Relative).then_some((BIAS, self.heads * (2 * self.reach + 1)))
     }
 
+    /// Lengths of the documents that stand one after the other.
+    pub fn documents(&self) -> Vec<i32> {
+        let mut left = self.len;
+        let mut next = |length: usize| {
+            let length = length.min(left);
+            left -= length;
+            (length > 0).then_some(length as i32)
+        };
+        match self.mask {
+            // Position i is of document i * width / len.
+            Mask::Documents => {
+                let start = |i: usize| (i * self.len).div_ceil(self.width);
+                (0..self.width).map(|i| (start(i + 1) - start(i)) as i32).collect()
+            }
+            Mask::Ragged => {
+                let random = |i| mix(6, i).cast_unsigned() as usize;
+                (0..).map_while(|i| next(128 + random(i) % 1921)).collect()
+            }
+            _ => vec![self.len as i32],
+        }
+    }
+
     /// Document of position `i`.
     fn document(&self, i: usize) -> usize {
-        i * self.width / self.len
+        let mut end = 0;
+        let lengths = self.documents();
+        lengths
+            .iter()
+            .take_while(|&&length| {
+                end += length as usize;
+                end <= i
+            })
+            .count()
     }
 
     /// Whether query `q` sees key `k`, computed without the mods.
@@ -215,7 +267,19 @@ impl Workload {
             Mask::Causal => k <= q,
             Mask::Window => k <= q && q - k < self.width,
             Mask::Prefix => k <= q || k < self.width,
-            Mask::Documents => k <= q && self.document(q) == self.document(k),
+            Mask::Documents | Mask::Ragged => k <= q && self.document(q) == self.document(k),
+            Mask::Neighbourhood => {
+                let near = |q: usize, k: usize, size: usize| {
+                    let half = self.width / 2;
+                    q.clamp(half, size - 1 - half).abs_diff(k) <= half
+                };
+                near(q / COLUMNS, k / COLUMNS, self.len / COLUMNS)
+                    && near(q % COLUMNS, k % COLUMNS, COLUMNS)
+            }
+            Mask::Blocks => {
+                let [q, k] = [q, k].map(|x| (x / BLOCK) as i32);
+                q == k || mix(q, k) % self.width as i32 == 0
+            }
         }
     }
 
@@ -295,15 +359,18 @@ mod tests {
 
     #[test]
     fn operations_are_counted_where_the_mask_lets_through() {
-        for (mask, width) in [
-            (Mask::Full, 0),
-            (Mask::Causal, 0),
-            (Mask::Window, 9),
-            (Mask::Prefix, 7),
-            (Mask::Documents, 4),
+        for (mask, width, len) in [
+            (Mask::Full, 0, 45),
+            (Mask::Causal, 0, 45),
+            (Mask::Window, 9, 45),
+            (Mask::Prefix, 7, 45),
+            (Mask::Documents, 4, 45),
+            (Mask::Ragged, 0, 700),
+            (Mask::Neighbourhood, 5, 6 * COLUMNS),
+            (Mask::Blocks, 4, 700),
         ] {
-            let work = Workload { mask, width, ..Workload::causal(3, 1, 45, 8) };
-            let pairs = (0..45 * 45).filter(|i| work.keeps(i / 45, i % 45)).count();
+            let work = Workload { mask, width, ..Workload::causal(3, 1, len, 8) };
+            let pairs = (0..len * len).filter(|i| work.keeps(i / len, i % len)).count();
             assert_eq!(work.flops(), 4.0 * (pairs * 3 * 8) as f64, "{}", work.name());
         }
     }

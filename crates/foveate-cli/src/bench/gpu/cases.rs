@@ -3,6 +3,7 @@
 //! `benches/gpu_peers.py` reads the cases as JSON and makes the same numbers from the same hash,
 //! so peers are timed, and compared, on the same data.
 
+use std::iter;
 use std::sync::Arc;
 
 use foveate::cuda::choose::{CANDIDATES, KernelOptions, Progress, Tuning};
@@ -11,7 +12,7 @@ use foveate::cuda::{
     Engine,
 };
 use foveate::gpu::driver::{Allocation, Event};
-use foveate::tensor::F8E4M3;
+use foveate::tensor::{F8E4M3, Varlen};
 use foveate::{DType, Device, Layout, Problem};
 use foveate_problem::Arrangement;
 use rayon::prelude::*;
@@ -29,7 +30,7 @@ pub struct Case {
     pub work: Workload,
     /// Operations on the pairs that the mask lets through.
     pub flops: f64,
-    /// Where it is not contiguous. Peers have no such case.
+    /// Where it is not contiguous. Of these peers have packed sequences only.
     #[serde(skip_serializing_if = "Storage::is_contiguous")]
     pub storage: Storage,
 }
@@ -46,6 +47,8 @@ pub enum Storage {
     Shifted(usize),
     /// One row of k and v for all, of stride 0.
     Repeated,
+    /// `[1, heads, length, dim]`, a sequence for each document of the mask.
+    Packed,
 }
 
 impl Storage {
@@ -60,6 +63,7 @@ impl Storage {
             Self::Pages(rows) => format!("pages{rows}/"),
             Self::Shifted(bytes) => format!("shifted{bytes}/"),
             Self::Repeated => "repeated/".to_owned(),
+            Self::Packed => "packed/".to_owned(),
         }
     }
 }
@@ -68,6 +72,8 @@ const FULL: (Mask, usize) = (Mask::Full, 0);
 const CAUSAL: (Mask, usize) = (Mask::Causal, 0);
 const MASKS: [(Mask, usize); 3] =
     [(Mask::Window, 1024), (Mask::Documents, 16), (Mask::Prefix, 1024)];
+/// Masks whose tiles are few and cut, at head dim 128: a neighbourhood, every fourth block.
+const SCATTERED: [(Mask, usize); 2] = [(Mask::Neighbourhood, 17), (Mask::Blocks, 4)];
 const SCORES: [Score; 3] = [Score::Alibi, Score::Softcap, Score::Relative];
 const DIMS: [usize; 5] = [64, 96, 128, 192, 256];
 const LENGTHS: [usize; 6] = [1024, 2048, 4096, 8192, 16384, 32768];
@@ -100,9 +106,9 @@ const SINGLE_ROWS: [((usize, usize), usize, usize); 8] = [
     ((8, 1), 8192, 128),
 ];
 
-/// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length, and single rows; forward
-/// also operands that are not contiguous, and few queries on caches of 131,072 keys in all. f8e4m3 has contiguous
-/// forwards, whose names end with it.
+/// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length, documents of 128 to 2,048
+/// tokens by a mask and as packed sequences, and single rows; forward also operands that are not contiguous, and few
+/// queries on caches of 131,072 keys in all. f8e4m3 has contiguous forwards, whose names end with it.
 pub fn grid(dtype: DType) -> Vec<Case> {
     let mut cases = Vec::new();
     let passes: &[Direction] = match dtype {
@@ -129,6 +135,15 @@ pub fn grid(dtype: DType) -> Vec<Case> {
         }
         for mask in [FULL, CAUSAL, MASKS[0]] {
             cases.push(Case::new(mask, Score::None, Some((32, 8)), 8192, 128, pass));
+        }
+        for mask in SCATTERED {
+            cases.push(Case::new(mask, Score::None, None, 8192, 128, pass));
+        }
+        if dtype != DType::F8E4M3 {
+            for dim in [64, 128] {
+                let ragged = Case::new((Mask::Ragged, 0), Score::None, None, TOKENS, dim, pass);
+                cases.extend([ragged.stored(Storage::Packed), ragged]);
+            }
         }
         for (heads, len, dim) in SINGLE_ROWS {
             let case = Case::new(CAUSAL, Score::None, Some(heads), len, dim, pass);
@@ -191,7 +206,7 @@ impl Case {
         let dense = self.work.shapes().map(|[b, h, s, d]| Layout::bhsd(b, h, s, d));
         let [q, Layout { shape: [b, h, s, d], .. }] = dense;
         match self.storage {
-            Storage::Contiguous => dense,
+            Storage::Contiguous | Storage::Packed => dense,
             Storage::Pages(rows) => [q, Layout::bshd(b * s.div_ceil(rows), rows, h, d)],
             Storage::Shifted(bytes) => dense.map(|Layout { shape: [b, h, s, d], .. }| {
                 let longer = Layout::bhsd(b, h, s, d + 8);
@@ -209,6 +224,37 @@ impl Case {
         let mut order: Vec<i32> = (0..pages as i32).collect();
         order.sort_by_cached_key(|&page| normal(5, page as usize).to_bits());
         order.into_iter().flat_map(i32::to_le_bytes).collect()
+    }
+
+    /// What is planned: the documents of packed sequences are no part of the mask.
+    fn plan(
+        &self,
+        ordinal: usize,
+        kernels: KernelOptions,
+        deterministic: bool,
+    ) -> Result<CudaPlan, Failure> {
+        let work = &self.work;
+        let [q, kv] = work.shapes();
+        let problem = Problem::shaped(work.dtype, q, kv, kv)?;
+        let (program, problem) = match self.storage {
+            Storage::Packed => {
+                let offsets = self.offsets();
+                let causal = Workload { mask: Mask::Causal, ..work.clone() };
+                (causal.program(), problem.varlen(&offsets, &offsets)?)
+            }
+            _ => (work.program(), problem),
+        };
+        let plan = program.deterministic(deterministic).plan(&problem, &Device::cuda(ordinal))?;
+        Ok(plan.cuda().expect("the case was planned for a GPU").with_kernels(kernels))
+    }
+
+    /// First rows of packed sequences, and the end of the last.
+    fn offsets(&self) -> Vec<i32> {
+        let ends = self.work.documents().into_iter().scan(0, |end, length| {
+            *end += length;
+            Some(*end)
+        });
+        iter::once(0).chain(ends).collect()
     }
 
     /// The same of operands that lie so.
@@ -237,6 +283,8 @@ pub struct Prepared {
     tensors: Tensors,
     /// The page table, and the keys of each batch entry.
     pages: Option<(u64, Vec<i32>)>,
+    /// First rows of packed sequences, and the end of the last.
+    offsets: Option<Vec<i32>>,
     /// Gradient of the relative bias.
     bias: Option<(Allocation, usize)>,
     allocations: Vec<Allocation>,
@@ -266,10 +314,7 @@ impl Prepared {
         let engine = Engine::get(ordinal)?;
         let work = &case.work;
         let [q_shape, kv_shape] = work.shapes();
-        let problem = Problem::shaped(work.dtype, q_shape, kv_shape, kv_shape)?;
-        let program = work.program().deterministic(deterministic);
-        let plan = program.plan(&problem, &Device::cuda(ordinal))?;
-        let plan = plan.cuda().expect("the case was planned for a GPU").with_kernels(kernels);
+        let plan = case.plan(ordinal, kernels, deterministic)?;
         let mut allocations = Vec::new();
         let pool = engine.queue().pool();
         let mut random = |seed: i32, layout: Layout| -> Result<DeviceTensor, Failure> {
@@ -295,8 +340,9 @@ impl Prepared {
                 allocations.push(table);
                 Some(pages)
             }
-            Storage::Contiguous | Storage::Shifted(_) | Storage::Repeated => None,
+            Storage::Contiguous | Storage::Shifted(_) | Storage::Repeated | Storage::Packed => None,
         };
+        let offsets = (case.storage == Storage::Packed).then(|| case.offsets());
         let mut empty = |dtype: DType, elems: usize| -> Result<u64, Failure> {
             let allocation = pool.take(elems * dtype.bytes())?;
             // What is not written shows as NaN.
@@ -319,11 +365,17 @@ impl Prepared {
             None => None,
         };
         let tensors = Tensors { q, k, v, d_out, out, lse, dq, dk, dv };
-        let prepared = Self { engine, plan, backward, tensors, pages, bias, allocations };
+        let prepared = Self { engine, plan, backward, tensors, pages, offsets, bias, allocations };
         if backward {
             prepared.forward()?;
         }
         Ok(prepared)
+    }
+
+    fn varlen(&self) -> Option<Varlen<'_>> {
+        let rows = self.tensors.q.layout.shape[2];
+        let fits = "documents stand one after the other";
+        self.offsets.as_ref().map(|all| Varlen::new(all, all, rows, rows).expect(fits))
     }
 
     fn operands(&self) -> DeviceOperands<'_> {
@@ -333,7 +385,8 @@ impl Prepared {
             let entries = lengths.iter().map(|&len| (len as usize).div_ceil(rows)).max();
             DevicePages { table: *table, entries: entries.unwrap_or(0), lengths }
         });
-        DeviceOperands { pages, ..DeviceOperands::new(q, k, v) }
+        let varlen = self.varlen().map(Into::into);
+        DeviceOperands { pages, varlen, ..DeviceOperands::new(q, k, v) }
     }
 
     fn forward(&self) -> Result<(), Failure> {
@@ -369,7 +422,8 @@ impl Prepared {
 
     /// Tunes the kernels of the case; later runs use what is found.
     pub fn tune(&self, tell: &mut dyn FnMut(&Progress) -> bool) -> Result<Tuning, CudaError> {
-        self.plan.tune(Arrangement::Dense, self.backward, CANDIDATES, tell)
+        let arrangement = self.varlen().map_or(Arrangement::Dense, Arrangement::Packed);
+        self.plan.tune(arrangement, self.backward, CANDIDATES, tell)
     }
 
     /// Runs the pass once and gives its milliseconds of device time.
