@@ -103,6 +103,24 @@ impl NamedCall<'_> {
         (0..self.args.len()).map(|i| self.int(i)).collect()
     }
 
+    /// Refuses documents that end before the positions do, and more of them than a table should hold
+    /// where the number of positions is not known.
+    fn check_documents(&self, lengths: &[i32]) -> Result<(), ModError> {
+        const MOST: usize = 1 << 28;
+        let all = lengths.iter().fold(0usize, |all, &n| all.saturating_add(n.max(0) as usize));
+        match self.names.position_count() {
+            // What is no length is said of the length itself.
+            _ if lengths.iter().any(|&n| n < 0) => Ok(()),
+            Some(positions) if all < positions => self.refuse(format!(
+                "the documents have {all} positions in all, and there are {positions}"
+            )),
+            None if all > MOST => {
+                self.refuse(format!("the documents have {all} positions in all, more than {MOST}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Buffer argument `i`.
     fn given_buffer<T: Element>(&self, i: usize) -> Result<Buffer<T>, ModError> {
         match self.args.get(i) {
@@ -170,7 +188,9 @@ const MASKS: &[Row<MaskMod>] = &[
         },
     ),
     ("documents(length, …)", usize::MAX, "same document, of documents with these lengths", |c| {
-        masks::document_lengths_within(&c.ints()?, c.names.position_count())
+        let lengths = c.ints()?;
+        c.check_documents(&lengths)?;
+        masks::document_lengths_within(&lengths, c.names.position_count().unwrap_or(usize::MAX))
     }),
     ("chunked(size)", 1, "q and kv in the same chunk of `size` positions", |c| {
         masks::chunked(c.size(0)?)
@@ -212,9 +232,12 @@ const SCORES: &[Row<ScoreMod>] = &[
             Some(heads) => Ok(heads),
             None => usize::try_from(c.int(0)?),
         };
-        match heads {
-            Ok(heads) => scores::alibi(heads),
-            Err(_) => c.refuse("the number of heads cannot be negative"),
+        match (heads, c.names.head_count()) {
+            (Ok(given), Some(heads)) if given < heads => {
+                c.refuse(format!("there are slopes of {given} heads, and the problem has {heads}"))
+            }
+            (Ok(heads), _) => scores::alibi(heads),
+            (Err(_), _) => c.refuse("the number of heads cannot be negative"),
         }
     }),
     ("relative_bias([table])", 1, "score + rel_bias[h, clamp(q - kv) + max]", |c| {
@@ -393,6 +416,36 @@ mod tests {
             let error = parse_score(text, &names).expect_err(text).to_string();
             assert!(error.contains(says), "{error}");
         }
+    }
+
+    #[test]
+    fn a_table_is_as_long_as_what_reads_it_and_no_longer_than_memory() {
+        let of = |heads| Names::new().heads(heads);
+        for (text, names, says) in [
+            (
+                "alibi(4)",
+                of(8),
+                "there are slopes of 4 heads, and the problem has 8; write `alibi(",
+            ),
+            ("alibi(2000000000)", of(8), "the number of heads must be at most 1048576"),
+            ("alibi", of(2_000_000_000), "at most 1048576, not 2000000000"),
+        ] {
+            let error = parse_score(text, &names).expect_err(text).to_string();
+            assert!(error.contains(says), "{error}");
+        }
+        for (text, names, says) in [
+            (
+                "documents(3, 4)",
+                Names::new().positions(64),
+                "have 7 positions in all, and there are 64",
+            ),
+            ("documents(2000000000)", Names::new(), "have 2000000000 positions in all, more than"),
+        ] {
+            let error = parse_mask(text, &names).expect_err(text).to_string();
+            assert!(error.contains(says), "{error}");
+        }
+        assert!(parse_score("alibi(16)", &of(8)).is_ok());
+        assert!(parse_mask("documents(60, 2000000000)", &Names::new().positions(64)).is_ok());
     }
 
     #[test]

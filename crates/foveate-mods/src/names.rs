@@ -66,9 +66,9 @@ impl Names {
         self.heads
     }
 
-    /// The number of positions, as large as can be where it is not known.
-    pub(crate) fn position_count(&self) -> usize {
-        self.positions.unwrap_or(usize::MAX)
+    /// The number of positions, where it is known.
+    pub(crate) fn position_count(&self) -> Option<usize> {
+        self.positions
     }
 
     /// The names of the buffers.

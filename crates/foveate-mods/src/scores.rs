@@ -33,10 +33,15 @@ pub fn soft_cap(cap: impl Into<Parameter<f32>>) -> Result<ScoreMod, ModError> {
 /// arXiv 2108.12409). Under a causal mask this is the paper's `slope · (kv - q)`.
 ///
 /// # Errors
-/// When `heads` is 0.
+/// When `heads` is 0, or more than 1,048,576, whose slopes would take more than 4 MiB.
 pub fn alibi(heads: usize) -> Result<ScoreMod, ModError> {
+    const MOST_HEADS: usize = 1 << 20;
     if heads == 0 {
         return Err(argument("alibi", "the number of heads must be at least 1"));
+    }
+    if heads > MOST_HEADS {
+        let reason = format!("the number of heads must be at most {MOST_HEADS}, not {heads}");
+        return Err(argument("alibi", reason));
     }
     alibi_with(&Buffer::vector("alibi_slopes", alibi_slopes(heads)))
 }
