@@ -66,6 +66,36 @@ fn the_kernels_of_a_card_that_is_not_there_are_explained() {
     assert_eq!(plan["plan"]["kernels"][0]["chosen"]["config"]["align"], 2);
 }
 
+/// The Hopper family is refused by its head dims, whichever its tiles and stages.
+#[test]
+fn a_reason_is_told_once_with_how_many_configurations_it_refused() {
+    for backward in [&[][..], &["--backward"]] {
+        let line = "explain --device h200 --heads 8 --len 64 --dim 300 --dtype bf16";
+        let line: Vec<&str> = line.split(' ').chain(backward.iter().copied()).collect();
+        let (code, out, err) = run(&line);
+        assert_eq!(code, Some(0), "{err}");
+        let kernel = out.split("\n\n").nth(1).expect("the forward");
+        let told: Vec<&str> =
+            kernel.lines().filter(|line| line.contains("hopper: head dims above 256")).collect();
+        assert!(
+            matches!(told[..], [one] if one.ends_with("above 256 (144 configurations)")),
+            "{told:?}"
+        );
+        for kernel in out.split("\n\n").skip(1) {
+            let refused = kernel.lines().filter(|line| line.starts_with("  refused"));
+            let mut refused: Vec<&str> = refused.collect();
+            let all = refused.len();
+            refused.sort_unstable();
+            refused.dedup();
+            assert_eq!(refused.len(), all, "{out}");
+        }
+    }
+    let (code, _, err) = run(&"explain --device h200 --heads 8 --len 64 --dim 300 --dtype f8e4m3"
+        .split(' ')
+        .collect::<Vec<_>>());
+    assert!(code != Some(0) && err.len() < 600, "{err}");
+}
+
 #[test]
 fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
     let sizes = "explain --device h200 --heads 4 --len 1024 --dim 64 --dtype bf16 --backward \

@@ -617,7 +617,12 @@ fn nothing_fits(
     let of_family = |r: &Refused| matches!(r.refusal, Refusal::Family { .. });
     let asks_of_family = !asked.allows(Family::Portable) || asked.is_of_hopper();
     if class.dtype == Elem::E4m3 && refused.iter().all(of_family) {
-        let reasons: Vec<String> = refused.iter().map(Refused::to_string).collect();
+        let mut reasons: Vec<String> = Vec::new();
+        for reason in refused.iter().map(Refused::to_string) {
+            if !reasons.contains(&reason) {
+                reasons.push(reason);
+            }
+        }
         return CudaError::argument(format!(
             "no {kernel} kernel for {dtype} at head dim {dims}{what}: {}",
             reasons.join("; ")

@@ -102,8 +102,20 @@ impl Choice {
         };
         let shared = |r: &&Refused| matches!(r.refusal, Refusal::Shared { .. }) && hopper(r);
         let told = self.refused.iter().filter(|r| !on_any(r) && !shared(r));
+        // What is said of several configurations is said once.
+        let mut lines: Vec<(String, usize)> = Vec::new();
         for refused in told.chain(self.refused.iter().filter(shared).take(NEXT)) {
-            writeln!(f, "  refused    {refused}")?;
+            let line = refused.to_string();
+            match lines.iter_mut().find(|(known, _)| *known == line) {
+                Some((_, configurations)) => *configurations += 1,
+                None => lines.push((line, 1)),
+            }
+        }
+        for (line, configurations) in lines {
+            match configurations {
+                1 => writeln!(f, "  refused    {line}")?,
+                many => writeln!(f, "  refused    {line} ({many} configurations)")?,
+            }
         }
         let left = self.refused.iter().filter(shared).count().saturating_sub(NEXT);
         let registers = self.refused.iter().filter(on_any).count();
