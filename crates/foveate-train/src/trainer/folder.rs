@@ -202,6 +202,33 @@ impl<'a> Folder<'a> {
         )))
     }
 
+    /// Refuses a new run in a folder that holds what the recipe reads, `needed`, or that lies in the checkpoint
+    /// that the run starts from: files of the run would stand among the user's, where patterns of the next run
+    /// find them, and starting over would remove by name.
+    pub fn stand_apart(
+        &self,
+        start: Start,
+        needed: impl IntoIterator<Item = PathBuf>,
+        origin: Option<&Path>,
+    ) -> Result<(), TrainError> {
+        if start == Start::Resume {
+            return Ok(());
+        }
+        let own = resolved(self.0);
+        let within = origin.filter(|origin| own.starts_with(resolved(origin)));
+        let why = match within {
+            Some(origin) => format!("is in {}, which the run starts from", origin.display()),
+            None => {
+                let held = needed.into_iter().find(|path| resolved(path).starts_with(&own));
+                let Some(held) = held else { return Ok(()) };
+                format!("holds {}, which the recipe reads", held.display())
+            }
+        };
+        Err(self.refusal(format!(
+            "the folder of the run {why}; choose a run.dir of the run's own, such as runs/NAME"
+        )))
+    }
+
     /// What is here of all that a run removes or writes, links resolved.
     fn own(&self) -> Result<Vec<PathBuf>, TrainError> {
         let mut own = match self.0.is_dir() {
@@ -256,12 +283,23 @@ impl<'a> Folder<'a> {
     }
 }
 
-/// The refusal to run in a folder for the sake of what is at `path`.
 /// Whether another process has the lock that was tried.
 fn is_held(tried: Result<(), TryLockError>) -> bool {
     matches!(tried, Err(TryLockError::WouldBlock))
 }
 
+/// A path with its links resolved, as far as it is there.
+fn resolved(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let there = path.ancestors().find_map(|part| Some((part, part.canonicalize().ok()?)));
+    let Some((part, there)) = there else { return path };
+    match path.strip_prefix(part) {
+        Ok(rest) if !rest.as_os_str().is_empty() => there.join(rest),
+        _ => there,
+    }
+}
+
+/// The refusal to run in a folder for the sake of what is at `path`.
 fn at(path: &Path, message: String) -> TrainError {
     TrainErrorKind::Folder { path: path.to_owned(), message }.into()
 }

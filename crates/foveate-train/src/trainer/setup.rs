@@ -326,7 +326,9 @@ impl<'a> Texts<'a> {
         let corpus = Arc::new(documents(recipe, place, tokenizer, template, observer)?);
         let named = [&recipe.data.tokenizer, &recipe.data.chat_template].into_iter().flatten();
         let read = named.map(|file| place.join(file)).chain(origin.clone());
-        folder.spare(start, read.chain(corpus.files().iter().cloned()))?;
+        let read: Vec<PathBuf> = read.chain(corpus.files().iter().cloned()).collect();
+        folder.spare(start, read.iter().cloned())?;
+        folder.stand_apart(start, read, origin.as_deref())?;
         let counts = None;
         Ok(Self { folder, last, origin, from, template_source, corpus, counts, checksums })
     }

@@ -82,6 +82,51 @@ fn documents_that_are_files_of_the_run_are_not_removed() {
     assert!(told.contains("the run would remove or write over "), "{told}");
 }
 
+#[cfg(unix)]
+#[test]
+fn a_run_has_a_folder_apart_from_what_it_reads() {
+    let place = Place::new();
+    let (first, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    let root = place.0.path();
+    std::fs::create_dir(root.join("data")).unwrap();
+    std::fs::rename(root.join("3.txt"), root.join("data/3.txt")).unwrap();
+    std::os::unix::fs::symlink(root.join("data"), root.join("link")).unwrap();
+    let model = root.join("model");
+    std::fs::rename(&first.checkpoint, &model).unwrap();
+    let in_data = "data.files=[\"data/*.txt\"]";
+    for (dir, files, from, says) in [
+        (root.join("data"), in_data, false, "data/3.txt, which the recipe reads"),
+        (root.join("link"), in_data, false, "data/3.txt, which the recipe reads"),
+        (root.join("data/../data/."), in_data, false, "data/3.txt, which the recipe reads"),
+        (model.clone(), "data.files=[\"0.txt\"]", true, "is in "),
+        (
+            model.join("runs/new"),
+            "data.files=[\"0.txt\"]",
+            true,
+            "model, which the run starts from",
+        ),
+    ] {
+        let mut recipe = place.recipe(&[files, &format!("run.dir={}", dir.display())]);
+        if from {
+            recipe.model = Default::default();
+            recipe.model.checkpoint = Some(model.clone());
+        }
+        for start in [Start::New, Start::Over] {
+            let before = super::files(root);
+            let told = place.run(&recipe, start).unwrap_err().to_string();
+            assert!(
+                told.contains(says) && told.contains("choose a run.dir of the run's own"),
+                "{told}"
+            );
+            assert!(super::files(root) == before, "{told}");
+        }
+    }
+    // Beside what it reads, below a folder of documents, it may be.
+    let mut recipe = place.recipe(&[in_data, "data.held_out=0"]);
+    recipe.run.dir = root.join("data-runs/a");
+    assert!(place.run(&recipe, Start::New).is_ok());
+}
+
 #[test]
 fn a_run_whose_patterns_match_its_own_files_resumes_without_them() {
     let place = Place::new();
