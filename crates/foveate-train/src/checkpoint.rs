@@ -203,6 +203,21 @@ fn is_checkpoint(folder: &Path) -> bool {
     [CONFIG, MASTERS, STATE].iter().any(|name| folder.join(name).exists())
 }
 
+/// Whether a run can go on from the checkpoint in `folder`: everything that is in it is read.
+pub(crate) fn is_intact(folder: &Path) -> bool {
+    let found = contents(folder, Checksums::Verify, true);
+    let masters = || load::masters_of(folder).iter().all(|file| file.exists());
+    found.is_ok_and(|found| found.state.is_some() && (found.sharded || masters()))
+}
+
+/// The newest intact checkpoint beside the one in `folder` and before it.
+pub(crate) fn intact_before(folder: &Path) -> Option<PathBuf> {
+    let all = list(folder.parent()?);
+    let before = all.into_iter().map(|(_, path)| path).take_while(|path| path != folder);
+    let before: Vec<PathBuf> = before.collect();
+    before.into_iter().rev().find(|path| is_intact(path))
+}
+
 /// The newest checkpoint under `folder`.
 pub fn latest(folder: &Path) -> Option<PathBuf> {
     list(folder).pop().map(|(_, path)| path)

@@ -5,10 +5,11 @@ use std::path::Path;
 
 use foveate::tensor::count::Count;
 use foveate_nn::{Blocks, Model, ParameterState, Rule};
+use serde::Serialize;
 
 use super::Began;
 use crate::checkpoint::{self, Checksums, State};
-use crate::error::TrainError;
+use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::{DataSection, Recipe};
 
 /// Notes what steps run on from here on. Of a resumed run, what they ran on before where that was
@@ -46,7 +47,8 @@ pub(super) fn resumed<B: Blocks>(
     fingerprint: u64,
     checksums: Checksums,
 ) -> Result<Began<B>, TrainError> {
-    let (moments, state) = checkpoint::load_state(last, model, rule, checksums)?;
+    let loaded = checkpoint::load_state(last, model, rule, checksums);
+    let (moments, state) = loaded.map_err(|e| instead_of(last, e))?;
     if state.fingerprint != fingerprint {
         let message =
             "the documents are not those this run was trained on; restore them, or start a new run";
@@ -62,6 +64,25 @@ pub(super) fn resumed<B: Blocks>(
         return Err(TrainError::checkpoint(last, message));
     }
     Ok((moments, state, Vec::new()))
+}
+
+/// The error of reading the checkpoint `last`, with where to go on instead if `last` is damaged.
+fn instead_of(last: &Path, e: TrainError) -> TrainError {
+    let TrainErrorKind::Checkpoint { path, message } = e.kind() else { return e };
+    if checkpoint::is_intact(last) {
+        return e;
+    }
+    let (path, name) = (path.clone(), last.file_name().unwrap_or_default().display());
+    let remedy = match checkpoint::intact_before(last) {
+        Some(earlier) => format!(
+            "; or go on from {}, which is intact: rename {name} to damaged-{name}, and give --resume again",
+            earlier.display()
+        ),
+        None => "; no other checkpoint of this run is intact: without this one, start over with \
+                 --start-over"
+            .to_owned(),
+    };
+    TrainError::checkpoint(&path, format!("{message}{remedy}"))
 }
 
 /// Refuses to continue a run whose recipe, saved at `path`, made other steps of the same documents.
@@ -90,14 +111,53 @@ pub(super) fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
     ];
     match differs.iter().find(|(_, differs)| *differs) {
         Some((key, _)) => {
+            let field = match *key {
+                "[model]" => difference("model", &saved.model, &recipe.model),
+                "[attention]" => difference("attention", &saved.attention, &recipe.attention),
+                "[data]" => difference("data", &data, &recipe.data),
+                _ => None,
+            };
+            let field = field.map_or(String::new(), |field| format!(": {field}"));
             let message = format!(
-                "{key} is not what this run was started with; restore it, or start a new run in \
+                "{key} is not what this run was started with{field}; restore it, or start a new run in \
                  another run.dir"
             );
             Err(TrainError::checkpoint(path, message))
         }
         None => Ok(()),
     }
+}
+
+/// The first field of `section` whose value is another one than it was.
+fn difference<S: Serialize>(section: &str, was: &S, is: &S) -> Option<String> {
+    let [was, is] = [was, is].map(|part| toml::Value::try_from(part).ok());
+    difference_in(section, was.as_ref(), is.as_ref())
+}
+
+/// The same of a value that may be a section or missing.
+fn difference_in(
+    field: &str,
+    was: Option<&toml::Value>,
+    is: Option<&toml::Value>,
+) -> Option<String> {
+    if was == is {
+        return None;
+    }
+    if let (Some(toml::Value::Table(was)), Some(toml::Value::Table(is))) = (was, is) {
+        let keys = was.keys().chain(is.keys());
+        let of = |key: &String| difference_in(&format!("{field}.{key}"), was.get(key), is.get(key));
+        return keys.into_iter().find_map(of);
+    }
+    // Tables of numbers are not for a line.
+    const LONG: usize = 80;
+    let shown = |value: Option<&toml::Value>| {
+        let text = value.map_or("not given".to_owned(), ToString::to_string);
+        (text.len() <= LONG).then_some(text)
+    };
+    Some(match (shown(was), shown(is)) {
+        (Some(was), Some(is)) => format!("{field} was {was} and is {is}"),
+        _ => format!("{field} was another"),
+    })
 }
 
 /// What a recipe freezes.

@@ -208,6 +208,48 @@ fn what_resuming_lacks_is_named_with_the_remedy() {
 }
 
 #[test]
+fn a_resume_from_what_is_damaged_names_the_newest_that_is_intact() {
+    let place = Place::new();
+    let recipe = place.recipe(&["train.keep=3"]);
+    let (summary, _) = place.run(&recipe, Start::New).unwrap();
+    let newest = summary.checkpoint;
+    let [second, first] = [4, 2].map(|step| newest.with_file_name(format!("step-00000{step}")));
+    let damage = |checkpoint: &std::path::Path| {
+        let file = checkpoint.join("masters.safetensors");
+        let mut bytes = std::fs::read(&file).unwrap();
+        let last = bytes.len() - 1;
+        bytes[last] ^= 64;
+        std::fs::write(&file, bytes).unwrap();
+    };
+    damage(&newest);
+    let told = place.refused(&["train.keep=3"], Start::Resume);
+    assert!(told.contains("step-000006") && told.contains("masters.safetensors"), "{told}");
+    let remedy = format!(
+        "go on from {}, which is intact: rename step-000006 to damaged-step-000006",
+        second.display()
+    );
+    assert!(told.contains(&remedy), "{told}");
+    damage(&second);
+    let told = place.refused(&["train.keep=3"], Start::Resume);
+    assert!(told.contains(&format!("go on from {}, which is intact", first.display())), "{told}");
+    // As it says, with the bits of the run that was not disturbed.
+    for step in [&newest, &second] {
+        let name = step.file_name().unwrap().to_str().unwrap();
+        std::fs::rename(step, step.with_file_name(format!("damaged-{name}"))).unwrap();
+    }
+    let (resumed, log) = place.run(&recipe, Start::Resume).unwrap();
+    assert_eq!((resumed.steps, log.losses.len()), (6, 4));
+    let whole = |name: &str| std::fs::read(newest.with_file_name(name).join("state.json")).unwrap();
+    assert!(whole("step-000006") == whole("damaged-step-000006"));
+    damage(&resumed.checkpoint);
+    for step in [&second, &first] {
+        let _ = std::fs::remove_dir_all(step);
+    }
+    let told = place.refused(&["train.keep=3"], Start::Resume);
+    assert!(told.contains("no other checkpoint of this run is intact"), "{told}");
+}
+
+#[test]
 fn a_run_that_ended_meanwhile_is_not_said_to_be_at_work() {
     let place = Place::new();
     let dir = place.dir();

@@ -17,6 +17,16 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         let error = place.run(&place.recipe(&[set]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains(&format!("{key} is not what this run was started with")), "{error}");
     }
+    for (set, field) in [
+        ("data.len=23", "data.len was 24 and is 23; restore it"),
+        ("data.add_eos_token=true", "data.add_eos_token was not given and is true; restore it"),
+        ("data.files=[\"1*.txt\"]", "data.files was [\"*.txt\"] and is [\"1*.txt\"]; restore it"),
+        ("model.hidden_size=32", "model.hidden_size was 16 and is 32; restore it"),
+        ("attention.scalars={ w = 3 }", "attention.scalars.w was not given and is 3; restore it"),
+    ] {
+        let error = place.run(&place.recipe(&[set]), Start::Resume).unwrap_err().to_string();
+        assert!(error.contains(field), "{error}");
+    }
     let state = place.0.path().join("run/checkpoints/step-000002/state.json");
     let whole = std::fs::read_to_string(&state).unwrap();
     for (key, value) in [("document", 99), ("token", 1 << 30)] {
