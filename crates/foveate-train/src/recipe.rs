@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use foveate::tensor::count::Count;
 use foveate_nn::{
     AdamW, AttentionConfig, ModelConfig, Offload, Parameter, ParameterLayout, ParameterState,
     Recomputation, Recompute, RopePairing, RopeScaling, Rule, Sgd, Treatment,
@@ -574,7 +575,22 @@ impl Recipe {
             architecture: Default::default(),
         };
         config.validate().map_err(|e| format!("model.{e}"))?;
+        self.check_layers(config.num_hidden_layers)?;
         Ok(Some(config))
+    }
+
+    /// Refuses to compute more layers again than the model has: `layers`.
+    ///
+    /// # Errors
+    /// Names the key and the number.
+    pub fn check_layers(&self, layers: usize) -> Result<(), String> {
+        match self.train.recompute_layers.filter(|&again| again > layers) {
+            None => Ok(()),
+            Some(again) => Err(format!(
+                "train.recompute_layers is {again}, and the model has {}; leave it out for all",
+                Count(layers, "layer")
+            )),
+        }
     }
 
     /// The learning rate's schedule over a run of `steps`.

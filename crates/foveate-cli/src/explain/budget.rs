@@ -340,7 +340,10 @@ pub fn run(
     let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
     let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
         (Some(config), _) => config,
-        (None, Some(from)) => from.model.clone(),
+        (None, Some(from)) => {
+            recipe.check_layers(from.model.num_hidden_layers).map_err(wrong)?;
+            from.model.clone()
+        }
         (None, None) => {
             return Err(wrong("neither sizes nor a checkpoint are given".to_owned()));
         }

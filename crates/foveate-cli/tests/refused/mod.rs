@@ -80,6 +80,8 @@ fn a_rank_says_that_it_waits_for_a_rank_0_that_does_not_come() {
 fn wrong_input_gets_one_line_on_one_rank() {
     let place = place();
     for (set, says) in [
+        ("mesh.transfers=nccl", "mesh.transfers: is \"nccl\", which carries between GPUs"),
+        ("train.recompute_layers=9", "train.recompute_layers is 9, and the model has"),
         ("train.batch_rows=2", "train.batch_rows: is 2, and 3 ranks share the rows of a batch"),
         ("data.files=none.txt", "data.files"),
         ("optimizer.lr=-1", "optimizer.lr"),

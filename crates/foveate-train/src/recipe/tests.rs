@@ -42,6 +42,20 @@ fn what_older_recipes_say_of_the_order_of_a_product_is_read_and_forgotten() {
 }
 
 #[test]
+fn more_layers_than_there_are_are_not_computed_again() {
+    let of = |layers: usize| {
+        let sets = [format!("train.recompute_layers={layers}"), "train.recompute=full".to_owned()];
+        Recipe::parse(TEXT, "r.toml", &sets).unwrap().model_config(256)
+    };
+    assert!(of(2).is_ok());
+    let told = of(3).unwrap_err();
+    assert_eq!(
+        told,
+        "train.recompute_layers is 3, and the model has 2 layers; leave it out for all"
+    );
+}
+
+#[test]
 fn what_does_not_go_together_is_refused_with_the_reason() {
     let back = "optimizer.in_backward=true";
     for (sets, said) in [

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use foveate::ScalarValue;
 use foveate::mods::Point;
 use foveate_nn::{
-    AttentionConfig, AttentionProgram, Blocks, Model, ModelConfig, Moments, NnError, Parameter,
-    ParameterState, ProgramConfig, Recomputation, Recording,
+    AttentionConfig, AttentionProgram, Blocks, Carrier, Model, ModelConfig, Moments, NnError,
+    Parameter, ParameterState, ProgramConfig, Recomputation, Recording,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -114,6 +114,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ("set of documents", texts.corpus.fingerprint()),
         ])?;
         let mixed = mixed_devices(ranks, gpu.as_deref())?;
+        ranks.together(carried(ranks, recipe, gpu.is_some()))?;
         texts.counts = counts(ranks, recipe, &texts, observer)?.map(Arc::new);
         let last = texts.last.clone();
         let (mut run, resolved) =
@@ -391,6 +392,16 @@ pub(super) fn mixed_devices(
         })),
     };
     ranks.together(mixed)
+}
+
+/// Refuses what carries between GPUs alone where ranks compute on CPUs.
+fn carried(ranks: Ranks<'_>, recipe: &Recipe, on_gpu: bool) -> Result<(), TrainError> {
+    if on_gpu || ranks.alone() || recipe.mesh.transfers != Carrier::Nccl {
+        return Ok(());
+    }
+    let message = "is \"nccl\", which carries between GPUs, and the ranks compute on CPUs; leave it out, or give \
+                   every rank a GPU by run.device";
+    Err(TrainError::recipe("mesh.transfers", message))
 }
 
 /// What plans attention where ranks compute it together.

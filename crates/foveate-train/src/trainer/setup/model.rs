@@ -120,7 +120,10 @@ fn sizes(
 ) -> Result<(ModelConfig, AttentionConfig), String> {
     let vocab = tokenizer.vocab_size();
     let config = match (from, recipe.model_config(vocab)?) {
-        (Some(from), _) => from.model.clone(),
+        (Some(from), _) => {
+            recipe.check_layers(from.model.num_hidden_layers)?;
+            from.model.clone()
+        }
         (None, Some(config)) => config,
         (None, None) => unreachable!("a recipe without a checkpoint has sizes"),
     };
