@@ -19,6 +19,8 @@ pub enum Failure {
     Interrupted,
     /// Another rank failed, and shows why.
     Elsewhere,
+    /// Ranks that this process started have said that the command line is wrong.
+    ToldUsage,
     /// A rank is gone, silent or late, as this one says or another: the run may go on when it is
     /// started again.
     Lost(Option<Box<Report>>),
@@ -83,6 +85,7 @@ impl Failure {
             Self::Misread(e) => e.to_string(),
             Self::Interrupted => "interrupted".to_owned(),
             Self::Elsewhere => "another rank failed".to_owned(),
+            Self::ToldUsage => "ranks cannot read their command line".to_owned(),
             Self::Output(e) => format!("standard output cannot be written: {e}"),
         }
     }
@@ -132,6 +135,7 @@ impl Failure {
             Self::Misread(error) => misread(error),
             Self::Interrupted => ExitCode::from(130),
             Self::Elsewhere => ExitCode::from(1),
+            Self::ToldUsage => ExitCode::from(2),
             Self::Lost(report) => {
                 report.iter().for_each(|report| show(report));
                 ExitCode::from(AGAIN)
@@ -246,6 +250,10 @@ impl From<foveate_train::TrainError> for Failure {
             foveate_train::TrainErrorKind::Elsewhere { .. } => return Self::Elsewhere,
             foveate_train::TrainErrorKind::Ranks { lost: true, .. } => {
                 return Self::lost(e.to_string());
+            }
+            // An override is of the command line.
+            foveate_train::TrainErrorKind::Recipe { place, .. } if place.starts_with("--set ") => {
+                return Self::usage(e.to_string());
             }
             _ => {}
         }

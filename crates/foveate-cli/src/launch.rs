@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use foveate_shard::launch::{Flags, find};
 
 use crate::failure::{AGAIN, Failure};
 use crate::interrupt::Interrupt;
@@ -36,6 +37,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Starts the ranks and waits for them.
 pub fn run(args: &Args) -> Result<(), Failure> {
     readable(&args.command)?;
+    patient(usize::from(args.ranks))?;
     let interrupt = Interrupt::watch()?;
     let failed = |what: &str, e: std::io::Error| Failure::new(format!("{what}: {e}"));
     let program = std::env::current_exe().map_err(|e| failed("this program is not found", e))?;
@@ -78,6 +80,15 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         ranks.0.push((child, None));
     }
     ranks.wait(&interrupt)
+}
+
+/// Whether ranks can read what of this environment is not theirs: how long they wait. What is wrong with it is said
+/// once.
+fn patient(ranks: usize) -> Result<(), Failure> {
+    let meet = Some("127.0.0.1:1".to_owned());
+    let of_all = |name: &str| std::env::var(name).ok().filter(|_| name.starts_with("FOVEATE_"));
+    let found = find(&Flags { rank: Some(0), ranks: Some(ranks), meet }, of_all);
+    found.map(|_| ()).map_err(|e| Failure::usage(e.to_string()))
 }
 
 /// Whether ranks can read their command line: what is wrong with it is said once.
@@ -148,6 +159,8 @@ impl Ranks {
             false => Ok(()),
             true if statuses().any(|s| s.code() == Some(130)) => Err(Failure::Interrupted),
             true if statuses().all(|s| s.success() || again(s)) => Err(Failure::Lost(None)),
+            // All were given the same.
+            true if statuses().any(|s| s.code() == Some(2)) => Err(Failure::ToldUsage),
             true => Err(Failure::Elsewhere),
         }
     }

@@ -300,8 +300,17 @@ fn wrong_input_gets_one_line_with_the_place() {
     std::fs::create_dir(place.path("sub")).unwrap();
     assert!(told(&["train", "nowhere.toml"]).contains("nowhere.toml: could not be read"));
     assert!(told(&["train", "recipe.toml", "--resume"]).contains("no checkpoint to resume from"));
-    let typo = told(&["train", "recipe.toml", "--set", "train.stesp=3"]);
-    assert!(typo.contains("did you mean `steps`?"), "{typo}");
+    for (set, said) in [
+        ("train.stesp=3", "did you mean `steps`?"),
+        ("train.steps", "--set train.steps: has no `=`; write --set key.path=value"),
+        ("trian.steps=3", "--set trian.steps=3: unknown field `trian`"),
+    ] {
+        for command in [&["train", "recipe.toml"][..], &["explain", "--recipe", "recipe.toml"]] {
+            // The command line itself is wrong.
+            let line = place.told(2, &[command, &["--set", set]].concat());
+            assert!(line.contains(said), "{line}");
+        }
+    }
     let heads = told(&["train", "recipe.toml", "--set", "model.num_attention_heads=3"]);
     assert!(heads.contains("num_attention_heads"), "{heads}");
     let mask = told(&["train", "recipe.toml", "--set", "attention.mask=causal & documnet"]);
@@ -326,7 +335,10 @@ fn wrong_input_gets_one_line_with_the_place() {
     ] {
         // Elsewhere the system does not say how much memory there is.
         if cfg!(target_os = "linux") || !said.contains("machine has") {
-            let line = told(&["train", "recipe.toml", "--set", set]);
+            // What a field does not take is wrong with the command line; the rest with the recipe that it makes.
+            let of_line = set.starts_with("attention.scalars") || set == "train.steps=-1";
+            let code = if of_line { 2 } else { 1 };
+            let line = place.told(code, &["train", "recipe.toml", "--set", set]);
             assert!(line.contains(said), "{set}: {line}");
         }
     }

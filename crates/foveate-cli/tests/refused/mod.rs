@@ -97,7 +97,9 @@ fn wrong_input_gets_one_line_on_one_rank() {
         for args in [&launched[..], &threads] {
             let done = place.run(&[args, &sets].concat());
             let said = text(done.stderr);
-            assert_eq!(done.status.code(), Some(1), "{said}");
+            // What --set itself says is of the command line.
+            let code = if said.contains("error: --set ") { 2 } else { 1 };
+            assert_eq!(done.status.code(), Some(code), "{said}");
             assert!(matches!(errors(&said)[..], [one] if one.contains(says)), "{said}");
             assert!(!place.path("run").exists());
         }
@@ -134,6 +136,15 @@ fn wrong_input_gets_one_line_on_one_rank() {
     let done = place.run(&["launch", "--ranks", "3", "--", "trian", "recipe.toml"]);
     assert_eq!(done.status.code(), Some(2));
     assert_eq!(errors(&text(done.stderr)), ["error: unrecognized subcommand 'trian'"]);
+    let mut launched = place.command(&["launch", "--ranks", "3", "--", "train", "recipe.toml"]);
+    let done = launched.env("FOVEATE_SILENCE", "0").output().unwrap();
+    assert_eq!(done.status.code(), Some(2));
+    let why = "error: FOVEATE_SILENCE is `0`; give seconds, from 1 to 1000000";
+    assert_eq!(errors(&text(done.stderr)), [why]);
+    // Those of the ranks are its own to set.
+    let mut launched = place.command(&["launch", "--ranks", "2", "--", "doctor", "--mesh"]);
+    let done = launched.env("RANK", "x").env("LOCAL_RANK", "y").output().unwrap();
+    assert!(done.status.success(), "{}", text(done.stderr));
     let mut both = place.command(&["train", "recipe.toml", "--ranks", "2"]);
     let done = both.env("RANK", "0").env("WORLD_SIZE", "2").output().unwrap();
     assert_eq!(done.status.code(), Some(2));
