@@ -101,6 +101,16 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
             2,
             "the documents have 5 tokens, a row has 512",
         ),
+        (
+            &["--mesh", "context=4", "--doc-lens", "500,500"],
+            2,
+            "the documents have 1000 tokens, a row has 512",
+        ),
+        (
+            &["--mesh", "context=4", "--doc-lens", "0"],
+            2,
+            "the documents have 0 tokens, a row has 512",
+        ),
         (&["--mesh", "context=3", "--max-imbalance", "1.0"], 1, "(g) live entries, rank"),
         (
             &["--mesh", "context=2", "--set", "attention.mask=causal", "--doc-lens", "512"],

@@ -199,9 +199,9 @@ fn with_documents(
     [batch, len]: [usize; 2],
 ) -> Result<MaskMod, Failure> {
     let total = doc_lens.iter().fold(0usize, |sum, &n| sum.saturating_add(n));
-    if total > 0 && total < len {
+    if !doc_lens.is_empty() && total != len {
         let message = format!("--doc-lens: the documents have {total} tokens, a row has {len}");
-        return Err(Failure::usage(message).help("give lengths that fill a row"));
+        return Err(Failure::usage(message).help("give lengths that fill a row and end with it"));
     }
     let mut row = Vec::with_capacity(len);
     for (id, &tokens) in doc_lens.iter().enumerate() {
