@@ -239,6 +239,34 @@ fn transfers_that_take_longer_make_a_step_longer_and_are_seen_in_its_trace() {
     assert!(last < number(&one, "memory_bytes") / 2.0);
 }
 
+/// All figures are of a step, whatever it has of batches, and the text says so.
+#[test]
+fn what_is_simulated_is_of_a_step_and_says_so() {
+    let of = |accumulate: &str| {
+        let set = format!("train.accumulate={accumulate}");
+        let args = ["--mesh", "shard=2", "--machine", "h100x8", "--set", &set];
+        let json = [&args[..], &["--json"]].concat();
+        let (code, out, said) = shard("simulate", "tiny.toml", &json);
+        assert_eq!(code, Some(0), "{said}");
+        let (_, text, _) = shard("simulate", "tiny.toml", &args);
+        (serde_json::from_str::<serde_json::Value>(&out).unwrap(), text)
+    };
+    let [one, two, eight] = ["1", "2", "8"].map(of);
+    assert!(one.1.contains(" ms for 1 batch of 8 rows over all ranks, "), "{}", one.1);
+    assert!(eight.1.contains(" ms for 8 batches of 8 rows over all ranks, "), "{}", eight.1);
+    assert!(eight.1.contains(" ms of the step, waits for "), "{}", eight.1);
+    let computed = |found: &serde_json::Value| number(&found["ranks"][0], "compute_ms");
+    let [a, b, c] = [&one.0, &two.0, &eight.0].map(computed);
+    assert!((c - (a + 7.0 * (b - a))).abs() < 1e-9 * c, "{a} {b} {c}");
+    assert!(c > 4.0 * a && c <= number(&eight.0, "step_ms") + 1e-9, "{a} {c}");
+    for (found, _) in [&one, &two, &eight] {
+        let idle = found["ranks"][0]["idle"].as_array().unwrap();
+        let idle: f64 = idle.iter().map(|idle| number(idle, "seconds")).sum();
+        let all = computed(found) + 1e3 * idle;
+        assert!((all / number(found, "step_ms") - 1.0).abs() < 1e-6, "{found}");
+    }
+}
+
 /// The events of a trace by name: `[begin, end]`, in microseconds.
 fn named(events: &[serde_json::Value], name: &str) -> Vec<[f64; 2]> {
     let found = events.iter().filter(|event| event["name"] == name);

@@ -11,6 +11,7 @@ mod stream;
 
 use std::path::PathBuf;
 
+use foveate::tensor::count::Count;
 use foveate_shard::simulate::{Idle, Queue};
 use foveate_shard::{Limits, MeshAxis};
 use serde::Serialize;
@@ -34,7 +35,8 @@ pub struct Args {
     /// The machine: h100x8, h200x8, or a TOML file like those of crates/foveate-shard/machines
     #[arg(long, value_name = "NAME|FILE")]
     machine: String,
-    /// Write a trace for Chrome or ui.perfetto.dev to this file
+    /// Write a trace of a step's first batch, and of the next where there are several, to this file, for Chrome or
+    /// ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Print one JSON object
@@ -44,6 +46,7 @@ pub struct Args {
     limits: limits::Limits,
 }
 
+/// What a step takes, with all its batches.
 #[derive(Debug, Serialize)]
 struct Report {
     simulated: bool,
@@ -52,6 +55,10 @@ struct Report {
     source: String,
     strategy: String,
     recompute: String,
+    /// Of a step.
+    batches: usize,
+    /// Of a batch, over all ranks.
+    rows: usize,
     step_ms: f64,
     tokens_per_s_per_gpu: f64,
     tflops_dense: f64,
@@ -109,12 +116,21 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let once = run::timing(&model, 1);
     let accumulate = recipe.train.accumulate.max(1);
     let timing = if accumulate > 1 { run::timing(&model, 2) } else { once.clone() };
-    let more = timing.seconds() - once.seconds();
-    let seconds = once.seconds() + more * (accumulate - 1) as f64;
+    // What is once so much with one batch and so much with two.
+    let of_step = |one: f64, two: f64| one + (two - one) * (accumulate - 1) as f64;
+    let seconds = of_step(once.seconds(), timing.seconds());
+    let idle = |rank: usize| {
+        let one = once.idle(rank);
+        let of = |idle: Idle| {
+            let found = one.iter().find(|other| other.queue == idle.queue);
+            let seconds = of_step(found.map_or(0.0, |found| found.seconds), idle.seconds).max(0.0);
+            Idle { seconds, ..idle }
+        };
+        timing.idle(rank).into_iter().map(of).collect()
+    };
     if let Some(file) = &args.trace {
         write_file(file, &timing.trace().to_string())?;
     }
-    let batches = if accumulate > 1 { 2.0 } else { 1.0 };
     let tokens = (plan.whole.batch * plan.whole.q_len * accumulate) as f64;
     let rate = tokens / seconds / mesh.ranks() as f64;
     let entries = proven.proof().live_entries as f64;
@@ -127,6 +143,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         source: machine.source.clone(),
         strategy: plan.strategy.to_string(),
         recompute: step.setting.recompute.what.name().to_owned(),
+        batches: accumulate,
+        rows: plan.whole.batch,
         step_ms: seconds * 1e3,
         tokens_per_s_per_gpu: rate,
         tflops_dense: tflops(plan.whole.kv_len as f64),
@@ -137,19 +155,20 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         device_bytes: step.device,
         ranks: (0..reps.len())
             .map(|rank| RankReport {
-                compute_ms: timing.busy(rank, Queue::Compute) * 1e3 / batches,
+                compute_ms: 1e3
+                    * of_step(once.busy(rank, Queue::Compute), timing.busy(rank, Queue::Compute)),
                 memory_bytes: step.bytes[rank],
-                idle: timing.idle(rank),
+                idle: idle(rank),
             })
             .collect(),
     };
     if args.json {
         return Ok(out.json(&report)?);
     }
-    print(&report, batches, out)
+    print(&report, out)
 }
 
-fn print(report: &Report, batches: f64, out: &mut Output) -> Result<(), Failure> {
+fn print(report: &Report, out: &mut Output) -> Result<(), Failure> {
     out.line(format_args!("simulated, not measured: {}", report.machine))?;
     out.line(format_args!("rates     {}", report.source))?;
     out.line(format_args!(
@@ -157,8 +176,11 @@ fn print(report: &Report, batches: f64, out: &mut Output) -> Result<(), Failure>
         report.mesh, report.strategy, report.recompute
     ))?;
     out.line(format_args!(
-        "step      {:.1} ms, {} tokens/s a GPU",
+        "step      {:.1} ms for {} {} of {} over all ranks, {} tokens/s a GPU",
         report.step_ms,
+        report.batches,
+        if report.batches == 1 { "batch" } else { "batches" },
+        Count(report.rows, "row"),
         count(report.tokens_per_s_per_gpu.round())
     ))?;
     let share = |tflops: f64| 100.0 * tflops / report.peak_tflops;
@@ -181,12 +203,12 @@ fn print(report: &Report, batches: f64, out: &mut Output) -> Result<(), Failure>
         let waits: Vec<String> = of
             .idle
             .iter()
-            .filter(|idle| idle.seconds * 1e3 / batches >= 0.05)
-            .map(|idle| format!("{} {:.1} ms", idle.queue.name(), idle.seconds * 1e3 / batches))
+            .filter(|idle| idle.seconds * 1e3 >= 0.05)
+            .map(|idle| format!("{} {:.1} ms", idle.queue.name(), idle.seconds * 1e3))
             .collect();
         let waits = if waits.is_empty() { "nothing".to_owned() } else { waits.join(", ") };
         out.line(format_args!(
-            "context {rank:<3} computes {:.1} ms, waits for {waits}; {}",
+            "context {rank:<3} computes {:.1} ms of the step, waits for {waits}; {}",
             of.compute_ms,
             bytes(of.memory_bytes as f64)
         ))?;
