@@ -56,6 +56,9 @@ struct Gpus {
     profiles: Vec<(GpuProfile, Fit)>,
 }
 
+/// The card that states are compared on: how much memory it has decides what its logits take.
+const STATES_ON: GpuProfile = PROFILES[0];
+
 /// How a recipe fits a GPU.
 enum Fit {
     /// As it is.
@@ -102,7 +105,7 @@ impl Gpus {
         let setting = Setting::of(planned.recipe);
         let mut states = Vec::new();
         for state in ParameterState::ALL {
-            states.push((state, planned.memory(&Setting { state, ..setting }, PROFILES[0].bytes)?));
+            states.push((state, planned.memory(&Setting { state, ..setting }, STATES_ON.bytes)?));
         }
         let mut profiles = Vec::new();
         for profile in PROFILES {
@@ -140,14 +143,33 @@ impl Gpus {
                 })
             })
             .collect();
-        json!({ "states": states, "profiles": profiles })
+        json!({
+            "of": STATES_ON.name,
+            "state": self.setting.state.name(),
+            "rows": self.setting.rows,
+            "recompute": self.setting.recompute.what.name(),
+            "states": states,
+            "profiles": profiles,
+        })
     }
 
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
+        let Setting { state: own, rows, recompute, .. } = self.setting;
+        let again = match recompute.what {
+            Recompute::None => "nothing".to_owned(),
+            what => what.name().to_owned(),
+        };
+        let gpu = STATES_ON;
+        out.line(format!(
+            "on a GPU         by state, on an {} ({}), {}, {again} computed again; * is the recipe's",
+            gpu.name,
+            bytes(gpu.bytes as f64),
+            Count(rows, "row"),
+        ))?;
         for (state, m) in &self.states {
-            let mark = if *state == self.setting.state { "*" } else { " " };
+            let mark = if *state == own { "*" } else { " " };
             out.line(format!(
-                "on a GPU {mark}{:<15} {} = weights, masters {} + gradients {} + moments {} + \
+                "  {mark}{:<15} {} = weights, masters {} + gradients {} + moments {} + \
                  activations {} + {} beside{}",
                 state.name(),
                 bytes(m.total() as f64),
@@ -162,6 +184,7 @@ impl Gpus {
                 },
             ))?;
         }
+        out.line(format!("cards            with the state {}:", own.name()))?;
         for (gpu, fits) in &self.profiles {
             let told = fits.words();
             out.line(format!("  {:<9} {:<9} {told}", gpu.name, bytes(gpu.bytes as f64)))?;

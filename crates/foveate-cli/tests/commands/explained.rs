@@ -268,6 +268,32 @@ fn transfers_of_every_axis_are_those_that_were_derived() {
     insta::assert_snapshot!("transfers_of_every_axis", lines.join("\n"));
 }
 
+/// Memory by state is of one card, fits of cards are of one state, and both are named.
+#[test]
+fn memory_of_a_recipe_names_its_card_its_rows_and_its_state() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let of = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let (code, out, err) =
+            run(&["explain", "--recipe", recipe].into_iter().chain(sets).collect::<Vec<_>>());
+        assert_eq!(code, Some(0), "{err}");
+        out
+    };
+    let plain = of(&[]);
+    for line in [
+        "on a GPU         by state, on an H200 (140.4 GiB), 8 rows, nothing computed again; * is the recipe's\n",
+        "\n  *exact ",
+        "\ncards            with the state exact:\n  H200 ",
+    ] {
+        assert!(plain.contains(line), "{line}: {plain}");
+    }
+    let other = of(&["precision.state=int8_moments", "train.recompute=mlp", "train.batch_rows=1"]);
+    for line in ["1 row, mlp computed again", "\n  *int8_moments ", "with the state int8_moments:"]
+    {
+        assert!(other.contains(line), "{line}: {other}");
+    }
+}
+
 #[test]
 fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
     let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/smollm-135m.toml");
