@@ -211,21 +211,29 @@ fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> V
         let times = if once { 1 } else { accumulate };
         Edge { what: group.name.clone(), kind, from, to, bytes, beside, on_gpus: None, times }
     };
-    if parts > 1 {
-        edges.extend(model.layout().transfers(section.reshard).into_iter().map(edge));
-    }
-    if copies > 1 {
-        let part: usize = model.layout().share(0, parts as usize).trained();
-        edges.push(Edge {
-            what: "gradients".to_owned(),
-            kind: "all-reduce",
-            from: format!("{} by rank", cut("f32")),
-            to: format!("{} on replicate", cut("f32")),
-            bytes: 2 * part as u64 * 4 * (copies - 1) / copies,
-            beside: None,
-            on_gpus: None,
-            times: 1,
+    let share = model.layout().share(0, parts as usize);
+    let over_replicas = |what: String, elems: usize, beside: Option<String>| Edge {
+        what,
+        kind: "all-reduce",
+        from: format!("{} by rank", cut("f32")),
+        to: format!("{} on replicate", cut("f32")),
+        bytes: 2 * elems as u64 * 4 * (copies - 1) / copies,
+        beside,
+        on_gpus: None,
+        times: 1,
+    };
+    // Groups that are updated in the backward pass are summed there, each behind its own.
+    let by_group = copies > 1 && recipe.optimizer.in_backward;
+    for transfer in model.layout().transfers(section.reshard) {
+        let sums = (by_group && transfer.kind == GroupTransferKind::Reduce).then(|| {
+            let elems = share.groups()[transfer.group].trained.len();
+            over_replicas(groups[transfer.group].name.clone(), elems, transfer.beside.map(stage))
         });
+        edges.extend((parts > 1).then(|| edge(transfer)));
+        edges.extend(sums);
+    }
+    if copies > 1 && !by_group {
+        edges.push(over_replicas("gradients".to_owned(), share.trained(), None));
     }
     if mesh.ranks() > 1 {
         edges.push(Edge {

@@ -197,6 +197,27 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
     assert_eq!((count(&whole, "all-gather"), count(&whole, "all-reduce")), (0, 2));
     let memory = |found: &serde_json::Value| found["memory_bytes"].as_u64().unwrap();
     assert!(memory(&cut).max(memory(&kept)) < memory(&whole));
+    // Where groups are updated in the backward pass, each is summed there.
+    let back = ["--set", "optimizer.in_backward=true", "--set", "optimizer.clip_norm=0"];
+    for mesh in ["replicate=8", "replicate=2,shard=4"] {
+        let found = json(mesh, &back);
+        let edges = found["edges"].as_array().unwrap();
+        let sums: Vec<&str> = edges
+            .iter()
+            .filter(|edge| edge["kind"] == "all-reduce")
+            .map(|edge| edge["what"].as_str().unwrap())
+            .collect();
+        let groups = ["head", "layers.3", "layers.2", "layers.1", "layers.0", "embedding"];
+        assert_eq!(sums, [&groups[..], &["norm, labels"]].concat(), "{found}");
+        let summed = |found: &serde_json::Value| -> u64 {
+            let edges = found["edges"].as_array().unwrap().iter();
+            let over_copies = edges.filter(|e| e["to"].as_str().unwrap().ends_with("on replicate"));
+            over_copies.map(|edge| edge["bytes"].as_u64().unwrap()).sum()
+        };
+        assert!(summed(&found).abs_diff(summed(&json(mesh, &[]))) < 8, "{found}");
+        let head = edges.iter().position(|e| e["what"] == "head" && e["kind"] == "all-reduce");
+        assert_eq!(edges[head.unwrap()]["beside"], "layers.3 backward", "{found}");
+    }
     let (_, text, _) = of("shard=4", &[]);
     for line in [
         "  all-gather     layers.1 to layers.3   f32[elements@shard] -> f32[elements]",
