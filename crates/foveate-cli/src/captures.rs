@@ -7,6 +7,7 @@ use std::path::Path;
 
 use foveate::mods::Program;
 use foveate::mods::text::Names;
+use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, ScalarValue};
 
 use crate::failure::Failure;
@@ -65,6 +66,25 @@ impl Captures {
                 let message = format!("--{option}: neither mask nor score reads `{name}`");
                 Err(Failure::usage(message).help("leave it out, or name it in a text"))
             }
+        }
+    }
+
+    /// A failure to read `text`, with the remedy where floats are expected and a buffer of whole numbers that it
+    /// names has none.
+    pub fn hinted(&self, text: &str, failure: Failure) -> Failure {
+        if !failure.says(&["i32", "f32"]) {
+            return failure;
+        }
+        let word = |c: char| c.is_alphanumeric() || c == '_';
+        let whole = |given: &&String| {
+            let named = text.split(|c| !word(c)).any(|part| part == name_of(given));
+            named && buffer(given).is_ok_and(|buffer| buffer.element() == ElementType::I32)
+        };
+        match self.buffers.iter().find(whole).map(|given| name_of(given)) {
+            None => failure,
+            Some(name) => failure.help(format!(
+                "`{name}` is i32, since none of its numbers has a point: --buffer {name}=1.0,2,3 is f32"
+            )),
         }
     }
 

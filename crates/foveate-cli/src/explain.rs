@@ -60,6 +60,13 @@ pub struct Args {
 
 /// Plans and prints the explanation.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
+    if args.device.as_deref() == Some("cpu") {
+        // Of a recipe, too, what it takes of the CPU is told without a device.
+        return Err(Failure::usage(
+            "--device cpu: what the CPU runs is explained where no device is given",
+        )
+        .help("leave --device out"));
+    }
     if let Some(path) = &args.recipe {
         let (mesh, device) = (args.mesh.as_deref(), args.device.as_deref());
         return budget::run(path, &args.set, mesh, device, args.problem.limits, args.json, out);

@@ -98,6 +98,18 @@ impl Failure {
         self
     }
 
+    /// Whether the message, or what stands beside the text that it points into, has all of `words`.
+    pub fn says(&self, words: &[&str]) -> bool {
+        let label = match self {
+            Self::Failed(report) | Self::Usage(report) => {
+                report.excerpt.as_ref().and_then(|(_, label)| label.label()).unwrap_or_default()
+            }
+            _ => "",
+        };
+        let said = format!("{} {label}", self.message());
+        words.iter().all(|word| said.contains(word))
+    }
+
     /// A mod given as text on the command line that is wrong; `what` names the argument. A typo is
     /// shown with its place.
     pub fn of_text(what: &str, error: &ModError) -> Self {

@@ -19,6 +19,8 @@ use crate::number::number;
 use crate::output::{Output, bytes, count, write_file};
 use crate::progress::COUNTING;
 
+/// Queries or keys of a tile at most.
+const TILE_SIDE: u32 = 1 << 20;
 /// Points of a tile at most: each has a bit while the tile is evaluated.
 const TILE_POINTS: u64 = 1 << 24;
 
@@ -83,9 +85,17 @@ fn named() -> String {
 
 /// `128x64`.
 fn tile(text: &str) -> Result<Tile, String> {
-    let side = |text: &str| text.trim().parse::<u32>().ok().filter(|n| (1..=1 << 20).contains(n));
+    let side = |text: &str| {
+        let digits = text.trim();
+        let is_length = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+        is_length.then(|| digits.parse::<u32>().unwrap_or(u32::MAX))
+    };
     let sides = text.split_once('x').and_then(|(q, kv)| Some((side(q)?, side(kv)?)));
+    let sides = sides.filter(|&(q, kv)| q > 0 && kv > 0);
     let (q, kv) = sides.ok_or("two lengths of at least 1 with an x between, such as 128x128")?;
+    if q.max(kv) > TILE_SIDE {
+        return Err(format!("a side of a tile is {TILE_SIDE} at most"));
+    }
     if u64::from(q) * u64::from(kv) > TILE_POINTS {
         return Err(format!("a tile has up to {TILE_POINTS} points, such as 4096x4096"));
     }
@@ -136,7 +146,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let need = Need { bytes: ids, seconds: 0.0 };
     args.limits.admit("the table of documents", need, "give fewer positions: --len 4096")?;
     let names = args.captures.names(longest)?;
-    let mask = parse_mask(&args.text, &names).map_err(|e| Failure::of_text("the mask", &e))?;
+    let mask = parse_mask(&args.text, &names)
+        .map_err(|e| args.captures.hinted(&args.text, Failure::of_text("the mask", &e)))?;
     args.captures.read_by([&args.text], [mask.program()])?;
     let head = head(args, &mask, q_len, kv_len_i32)?;
     let larger = "make the tiles larger, such as --tile 1024x1024, or --len smaller";
@@ -231,6 +242,9 @@ mod tests {
         assert_eq!(tile("128x64"), Ok(Tile { q: 128, kv: 64 }));
         for wrong in ["128", "0x4", "4x", "axb", "-1x4"] {
             assert!(tile(wrong).is_err(), "{wrong}");
+        }
+        for long in ["2000000x1", "1x99999999999999999999"] {
+            assert_eq!(tile(long).unwrap_err(), "a side of a tile is 1048576 at most", "{long}");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! A problem given by its sizes on the command line, and the program that is to run on it.
 
+use foveate::mods::ModError;
 use foveate::mods::text::{parse_mask, parse_score};
 use foveate::{Attention, DType, Problem};
 use foveate_problem::{Dropout, Spec};
@@ -96,14 +97,17 @@ impl ProblemArgs {
         let need = Need { bytes: ids, seconds: 0.0 };
         self.limits.admit("the table of documents", need, "give fewer positions: --len 4096")?;
         let names = self.captures.names(longest)?.heads(heads);
+        let wrong = |what: &str, text: &str, e: &ModError| {
+            self.captures.hinted(text, Failure::of_text(what, e))
+        };
         let mask = self
             .mask
             .as_ref()
-            .map(|text| parse_mask(text, &names).map_err(|e| Failure::of_text("the mask", &e)));
+            .map(|text| parse_mask(text, &names).map_err(|e| wrong("the mask", text, &e)));
         let score = self
             .score
             .as_ref()
-            .map(|text| parse_score(text, &names).map_err(|e| Failure::of_text("the score", &e)));
+            .map(|text| parse_score(text, &names).map_err(|e| wrong("the score", text, &e)));
         let (mask, score) = (mask.transpose()?, score.transpose()?);
         let q = [self.batch, heads, len, dim];
         let [k, v] = [dim, dim_v].map(|dim| [self.batch, heads_kv, kv_len, dim]);

@@ -201,11 +201,20 @@ impl Variables<'_> {
         self.text(name).is_some()
     }
 
-    fn number<N: std::str::FromStr>(&self, name: &str) -> Result<Option<N>, ShardError> {
+    fn number<N: TryFrom<u64>>(&self, name: &str) -> Result<Option<N>, ShardError> {
         let Some(value) = self.text(name) else { return Ok(None) };
-        match value.trim().parse() {
+        let Ok(whole) = value.trim().parse::<u64>() else {
+            return refused(format!(
+                "{name} is `{value}`, which is no number of at least 0; correct it, or unset it where \
+                 no launcher set it"
+            ));
+        };
+        match N::try_from(whole) {
             Ok(number) => Ok(Some(number)),
-            Err(_) => refused(format!("{name} is `{value}`, which is no number that fits")),
+            Err(_) => {
+                let most = u64::MAX >> (64 - 8 * size_of::<N>());
+                refused(format!("{name} is `{value}`; it is {most} at most"))
+            }
         }
     }
 
@@ -487,10 +496,14 @@ mod tests {
             (&[("RANK", "0")][..], "RANK is set and WORLD_SIZE is not"),
             (&[("WORLD_SIZE", "2")][..], "WORLD_SIZE is set and RANK is not"),
             (&[("RANK", "two"), ("WORLD_SIZE", "2")][..], "RANK is `two`, which is no number"),
+            (
+                &[("RANK", "-1"), ("WORLD_SIZE", "2")][..],
+                "RANK is `-1`, which is no number of at least 0; correct it, or unset it",
+            ),
             (&[("RANK", "2"), ("WORLD_SIZE", "2")][..], "rank 2 of 2 by RANK and WORLD_SIZE"),
             (
                 &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "70000")][..],
-                "MASTER_PORT is `70000`",
+                "MASTER_PORT is `70000`; it is 65535 at most",
             ),
             (
                 &[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")][..],

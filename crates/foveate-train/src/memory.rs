@@ -33,7 +33,7 @@ impl GpuProfile {
         let found = PROFILES.into_iter().find(|profile| plain(profile.name) == plain(name));
         found.ok_or_else(|| {
             let names = PROFILES.map(|profile| plain(profile.name)).join(", ");
-            format!("recipes are planned for {names}, not for `{name}`")
+            format!("recipes are planned for {names}, not for `{name}`; name a card, which need not be there")
         })
     }
 }

@@ -104,6 +104,39 @@ fn what_is_of_attention_alone_is_refused_beside_a_recipe() {
 }
 
 #[test]
+fn sizes_that_do_not_go_together_are_said_with_the_remedy() {
+    for (line, said) in [
+        ("mask causal --len 5 --tile 2000000x1", "a side of a tile is 1048576 at most"),
+        ("mask documents(3,4) --len 64", "the documents have 7 positions in all, and there are 64"),
+        (
+            "mask x[q]>0.5 --len 3 --buffer x=1,2,3",
+            "`x` is i32, since none of its numbers has a point: --buffer x=1.0,2,3 is f32",
+        ),
+        (
+            "explain --heads 2 --len 9 --dim 8 --score relative_bias(t) --buffer t[1,3]=1,2,3",
+            "`t` is i32, since none of its numbers has a point: --buffer t=1.0,2,3 is f32",
+        ),
+        (
+            "explain --heads 8 --len 9 --dim 8 --score alibi(4)",
+            "there are slopes of 4 heads, and the",
+        ),
+        (
+            "explain --heads 2000000000 --len 9 --dim 8 --score alibi",
+            "the number of heads must be at most 1048576, not 2000000000",
+        ),
+        (
+            "explain --heads 4 --len 9 --dim 8 --device cpu",
+            "what the CPU runs is explained where no device is given\nhelp: leave --device out",
+        ),
+        ("explain --recipe a.txt --device cpu", "help: leave --device out"),
+        ("explain --recipe a.txt --device cuda:0", "name a card, which need not be there"),
+    ] {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert!(code == Some(2) && out.is_empty() && err.contains(said), "{line}: {err}");
+    }
+}
+
+#[test]
 fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
     for (line, said) in [
         ("mask causal", "--len is missing"),
