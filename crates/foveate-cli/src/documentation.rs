@@ -6,6 +6,7 @@
 //! command is parsed as if it had been typed, and not run.
 
 mod commands;
+mod manifests;
 mod page;
 
 use std::fs;
@@ -65,26 +66,6 @@ fn links_files_and_commands_of_the_documentation_are_there() {
     }
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
     assert!(commands >= 50, "{commands} commands were found in all pages");
-}
-
-/// Scripts of launchers, which are shown whole.
-#[cfg(unix)]
-#[test]
-fn scripts_of_the_manuals_are_read_by_bash() {
-    use std::io::Write;
-    use std::process::Stdio;
-    let page = fs::read_to_string(root().join("docs/cluster.md")).unwrap();
-    let scripts: Vec<&str> = page.split("```bash\n").skip(1).collect();
-    assert!(!scripts.is_empty());
-    for script in scripts {
-        let script = script.split("```").next().expect("a part at least");
-        let mut bash = Command::new("bash");
-        let bash = bash.arg("-n").stdin(Stdio::piped()).stderr(Stdio::piped());
-        let mut bash = bash.spawn().unwrap();
-        bash.stdin.take().expect("it is piped").write_all(script.as_bytes()).unwrap();
-        let done = bash.wait_with_output().unwrap();
-        assert!(done.status.success(), "{script}\n{}", String::from_utf8_lossy(&done.stderr));
-    }
 }
 
 /// Rust without spaces, line ends and comments.

@@ -8,6 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::{CommandFactory, Parser, error::ErrorKind};
+use foveate_train::recipe::Recipe;
 
 use super::files;
 use crate::Cli;
@@ -18,6 +19,11 @@ const FOLDERS: [&str; 7] =
 /// Subcommands of cargo that come with it, or that CI installs.
 const CARGO: [&str; 11] =
     ["bench", "build", "check", "clippy", "deny", "doc", "fmt", "install", "miri", "run", "test"];
+/// Sections of a recipe.
+const SECTIONS: [&str; 9] =
+    ["run", "model", "attention", "data", "train", "precision", "optimizer", "schedule", "mesh"];
+/// A recipe that is right.
+const RECIPE: &str = include_str!("../../../../recipes/tiny.toml");
 /// Programs of others, of which nothing is known here.
 const OTHERS: [&str; 7] = ["$env/bin/python", "cd", "cp", "export", "git", "mdbook", "pip"];
 
@@ -56,6 +62,8 @@ impl Repository {
         let mut said: Vec<String> = words.iter().filter_map(|word| self.no_file(word)).collect();
         let variables = words.iter().flat_map(|word| word.split(|c| "=`$()".contains(c)));
         said.extend(variables.filter_map(|word| self.no_variable(word)));
+        let keys = words.iter().flat_map(|word| word.split(|c| "=(){}[],;:`".contains(c)));
+        said.extend(keys.filter_map(no_key));
         let sets = words.len() > 1 && is_setting(&words[0]);
         if sets || self.is_command(shown) {
             // What stands between pipes and redirections is a command of its own.
@@ -248,6 +256,27 @@ impl Repository {
     }
 }
 
+/// A key of a recipe, such as `train.steps`, that no recipe takes.
+fn no_key(word: &str) -> Option<String> {
+    let (section, rest) = word.split_once('.')?;
+    let key = rest.split('.').next().unwrap_or_default();
+    let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    // Files, names of tensors, and what a checkpoint's `config.json` has.
+    let other = match section {
+        "model" => ["architecture", "layers", "norm", "rs", "safetensors"].contains(&key),
+        "run" => key == "sh",
+        _ => false,
+    };
+    if !SECTIONS.contains(&section) || other || key.is_empty() || !key.chars().all(is_part) {
+        return None;
+    }
+    // Whatever a key takes, it is no date; one that is not there is said to be unknown.
+    let set = format!("{section}.{key}=1979-05-27");
+    let told = Recipe::parse(RECIPE, "recipe", &[set]).err()?.to_string();
+    told.contains(&format!("unknown field `{key}`"))
+        .then(|| format!("a recipe has no key {section}.{key}"))
+}
+
 /// `NAME=value`, before a command.
 fn is_setting(word: &str) -> bool {
     let is_part = |c: char| c.is_ascii_uppercase() || c == '_';
@@ -273,6 +302,9 @@ fn commands_that_nobody_takes_are_found() {
         "crates/*/src/lib.rs",
         "--json",
         "softmax(q·k)",
+        "train.recompute_layers = N",
+        "attention.learned.rel_bias.shape",
+        "model.safetensors",
     ] {
         assert_eq!(said(right), "", "{right}");
     }
@@ -294,6 +326,8 @@ fn commands_that_nobody_takes_are_found() {
         ("crates/foveate-cpu/src/lanes.rs", "there is no crates/foveate-cpu/src/lanes.rs"),
         ("FOVEATE_CASES", "nothing reads FOVEATE_CASES"),
         ("--jsonn", "no command has this flag"),
+        ("train.recompute_layer = N", "a recipe has no key train.recompute_layer"),
+        ("optimizer.z_los", "a recipe has no key optimizer.z_los"),
     ] {
         assert!(said(wrong).contains(why), "{wrong}: {}", said(wrong));
     }
