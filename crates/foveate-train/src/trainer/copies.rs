@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 use foveate_nn::{Blocks, Model, NnError, NnErrorKind, Rule, StateMemory};
 
@@ -67,9 +68,15 @@ impl<M: StateMemory> CopyMemory<M> {
         self.thread.is_none()
     }
 
-    /// Whether waiting for it takes no time.
-    pub fn is_made(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    /// [`Self::wait`] unless `ends` says that nobody is to wait any longer; none then.
+    pub fn wait_unless(&mut self, ends: &mut dyn FnMut() -> bool) -> Option<Result<(), String>> {
+        while !self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
+            if ends() {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Some(self.wait())
     }
 
     /// Waits until there is room, once.

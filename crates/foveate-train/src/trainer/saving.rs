@@ -19,6 +19,9 @@ use crate::checkpoint::{Content, HostCopy, Save, Snapshot, Written};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::metrics::{Record, SaveMetrics, unix_time};
 
+/// What a rank tells the others that no longer waits for memory to copy to, as the run is to end.
+const ENDS: &str = "interrupted";
+
 impl<B: Blocks> Setup<'_, B> {
     /// Saves the state of the last step, beside the next steps where `beside` says so. The place of the
     /// checkpoint, which is whole unless it is written beside the steps.
@@ -96,13 +99,10 @@ impl<B: Blocks> Setup<'_, B> {
             return Ok(());
         }
         observer.begins("making room for copies of what is saved");
-        while !copies.is_made() {
-            if observer.interrupted() {
-                return Err(TrainErrorKind::Interrupted.into());
-            }
-            std::thread::sleep(Duration::from_millis(10));
+        match copies.wait_unless(&mut || observer.interrupted()) {
+            None => Err(TrainErrorKind::Interrupted.into()),
+            Some(made) => made.map_err(|why| refused(&why)),
         }
-        copies.wait().map_err(|why| refused(&why))
     }
 
     /// Has saves beside the steps made by all ranks or by none: each has looked at the free memory of its host.
@@ -115,15 +115,24 @@ impl<B: Blocks> Setup<'_, B> {
     }
 
     /// Whether all ranks have the memory that a save beside the steps copies to, which the first such save waits for.
-    /// Where one has none, which the recipe did not ask for, the steps wait for saves from here on.
+    /// Where one has none, which the recipe did not ask for, the steps wait for saves from here on. So they do where
+    /// the run is to end before a rank has it: what is saved then is the last of it.
     fn can_copy(&mut self, observer: &mut dyn Observer) -> Result<bool, TrainError> {
         let copies = self.copies.as_mut().expect("there is memory for saves beside the steps");
         // All ranks waited before the first step, or all at the same save.
         if copies.is_awaited() {
             return Ok(true);
         }
-        let own = copies.wait().err().unwrap_or_default();
+        let made = copies.wait_unless(&mut || observer.interrupted());
+        let own = match made {
+            None => ENDS.to_owned(),
+            Some(made) => made.err().unwrap_or_default(),
+        };
         let all = self.ranks.all(own.as_bytes())?;
+        if all.iter().any(|why| why == ENDS.as_bytes()) {
+            (self.saves_beside, self.copies) = (false, None);
+            return Ok(false);
+        }
         let Some(rank) = all.iter().position(|why| !why.is_empty()) else { return Ok(true) };
         let why = String::from_utf8_lossy(&all[rank]);
         let why = if self.ranks.alone() { why } else { format!("on rank {rank} {why}").into() };

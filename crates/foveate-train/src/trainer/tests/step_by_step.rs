@@ -174,6 +174,58 @@ fn a_run_that_waits_for_memory_for_copies_can_be_interrupted() {
     assert!(!recipe.run.dir.exists());
 }
 
+/// Presses Ctrl-C while the first save waits for memory that nobody asked for.
+#[derive(Default)]
+struct ImpatientAtSave {
+    saving: bool,
+    steps: usize,
+}
+
+impl Observer for ImpatientAtSave {
+    fn begins(&mut self, what: &'static str) {
+        self.saving |= what == "saving";
+    }
+
+    fn step(&mut self, _: &StepMetrics) {
+        self.steps += 1;
+    }
+
+    fn interrupted(&mut self) -> bool {
+        self.saving
+    }
+}
+
+#[test]
+fn a_save_that_waits_for_memory_nobody_asked_for_ends_its_wait_at_ctrl_c() {
+    for ranks in [1, 2] {
+        let place = Place::new();
+        let recipe = place.recipe(&["train.steps=20"]);
+        let ended = run_threads(ranks, Duration::from_secs(60), |world| {
+            let (mut log, mut impatient) = (Log::default(), ImpatientAtSave::default());
+            let first = world.rank() == 0;
+            let observer: &mut dyn Observer = if first { &mut impatient } else { &mut log };
+            let mut setup = setup(world, &place, &recipe, &mut *observer).unwrap();
+            // As on a GPU, whose driver takes long to pin memory for the first of the ranks.
+            setup.saves_beside = true;
+            PLANTED.set(if first { Planted::Wait } else { Planted::Nothing });
+            let owned = setup.ranks.owned(setup.model.layout());
+            let copies = CopyMemory::begin(&setup.model, &recipe.optimizer.rule(), &owned);
+            PLANTED.set(Planted::Nothing);
+            setup.copies = Some(copies.unwrap());
+            let summary = setup.steps(None, observer).unwrap();
+            Ok((summary.interrupted, summary.steps))
+        });
+        // The save at step 2 is whole, and the step behind it the last.
+        assert_eq!(ended.unwrap(), vec![(true, 3); ranks]);
+        for step in [2, 3] {
+            let saved = place.0.path().join(format!("run/checkpoints/step-{step:06}"));
+            assert!(saved.join("state.json").exists(), "step {step} of {ranks} ranks");
+        }
+        let resumed = place.run(&place.recipe(&["train.steps=4"]), Start::Resume).unwrap();
+        assert_eq!(resumed.0.steps, 4);
+    }
+}
+
 #[test]
 fn nothing_stays_of_a_save_whose_folder_a_rank_does_not_see() {
     let (place, elsewhere) = (Place::new(), Place::new());
