@@ -382,7 +382,7 @@ impl<B: Blocks> Setup<'_, B> {
             of_pass: None,
             counts: self.counts.clone(),
             planner: self.context.as_ref().map(RunContext::planner),
-            pairs: Some(PairCounter::of(&self.model)),
+            pairs: PairCounter::for_steps(&self.model, self.started.gpu.is_some()),
         };
         Loader::start(&self.corpus, wanted, self.state.cursor)?.ok_or_else(|| {
             let message = "state.json has a cursor outside the documents; it was changed or \

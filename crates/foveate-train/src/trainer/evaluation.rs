@@ -91,7 +91,7 @@ impl<B: Blocks> HeldOut<'_, B> {
             of_pass: Some(rows),
             counts: self.counts,
             planner: context.as_ref().map(|context| context.planner()),
-            pairs: Some(PairCounter::of(model)),
+            pairs: PairCounter::for_planners(model),
         };
         let mut total = TotalLoss::default();
         let Some(mut loader) = Loader::start(corpus, wanted, Cursor::default())? else {
@@ -167,9 +167,11 @@ pub fn token_losses<B: Blocks, E: From<TrainError>>(
 ) -> Result<TotalLoss, E> {
     let mut packer = Packer::new(corpus, documents.to_vec(), options, Cursor::default());
     let mut total = TotalLoss::default();
-    let mut pairs = PairCounter::of(model);
+    let mut pairs = PairCounter::for_planners(model);
     while let Some(mut packed) = packer.batch_of_pass(batch_rows, 0)? {
-        pairs.count(&mut packed)?;
+        if let Some(pairs) = &mut pairs {
+            pairs.count(&mut packed)?;
+        }
         of_tokens(model, None, corpus, &packed, |token| {
             total.nats += token.nats;
             total.tokens += 1;
