@@ -118,6 +118,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             documents: &vec![0; count],
             positions: &positions,
             live_pairs: &[(count * len / 2) as f64],
+            order: &[],
         };
         let of_step = OptimizerStep { rule, step, rate: 1e-4, clip_norm: 0.0, seed: 1 };
         let began = Instant::now();

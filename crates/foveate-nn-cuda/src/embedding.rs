@@ -3,6 +3,7 @@
 use foveate_gpu::abi::{Address, array_bytes};
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
+use foveate_nn::token_order;
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
@@ -67,10 +68,19 @@ impl TokenOrder {
     /// For more than 2³¹ tokens, or one that is 2³¹ or more.
     pub fn new(tokens: &[u32]) -> Result<Self, GpuError> {
         count("tokens", tokens.len())?;
+        Self::of_sorted(tokens, &token_order(tokens))
+    }
+
+    /// [`Self::new`] of tokens whose places are sorted by token and then by place already
+    /// ([`token_order`]).
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn of_sorted(tokens: &[u32], order: &[u32]) -> Result<Self, GpuError> {
+        count("tokens", tokens.len())?;
         let last = tokens.iter().copied().max().unwrap_or(0);
         let last = count("words of a vocabulary", last as usize)?;
-        let mut places: Vec<i32> = (0..tokens.len() as i32).collect();
-        places.sort_by_key(|&place| tokens[place as usize]);
+        let places: Vec<i32> = order.iter().map(|&place| place as i32).collect();
         let (mut segments, mut joined, mut partial_rows) = (Vec::new(), Vec::new(), 0);
         let same = |a: &i32, b: &i32| tokens[*a as usize] == tokens[*b as usize];
         let mut first = 0;

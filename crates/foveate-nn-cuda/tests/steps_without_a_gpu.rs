@@ -233,6 +233,7 @@ impl Steps {
                 documents: &documents,
                 positions: &positions,
                 live_pairs: &[(*mean_kv_len * ROWS * LEN) as f64],
+                order: &[],
             };
             let Some((rank, ranks, how)) = *context else {
                 model.accumulate(&batch, gradients, recompute, &mut totals)?;
@@ -352,6 +353,7 @@ fn an_evaluation_between_steps_takes_no_memory_and_reads_what_it_wrote() {
             documents: &vec![0; all],
             positions: &numbers[..all],
             live_pairs: &[(all * LEN) as f64],
+            order: &[],
         };
         let between = Some(&mut steps.state.0);
         steps.model.loss_over(&batch, None, between).unwrap();

@@ -43,6 +43,7 @@ fn main() -> Result<(), NnError> {
         documents: &documents,
         positions: &positions,
         live_pairs: &[],
+        order: &[],
     };
 
     let peak = product_rate();

@@ -25,6 +25,16 @@ pub struct Batch<'a> {
     /// heads ([`crate::AttentionProgram::live_pairs`]); empty where nobody has counted them. Planners
     /// that do not look at the documents are told how many keys a query sees. They change no result.
     pub live_pairs: &'a [f64],
+    /// The order of the tokens that the embedding's gradient is summed in ([`token_order`]); empty where nobody has
+    /// sorted them, and then whoever uploads the batch does. It changes no result.
+    pub order: &'a [u32],
+}
+
+/// Indices of `tokens`, of which there are fewer than 2³¹, sorted by id and then by index.
+pub fn token_order(tokens: &[u32]) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
+    order.sort_by_key(|&t| tokens[t as usize]);
+    order
 }
 
 /// Seconds that the blocks of a step took.
@@ -79,6 +89,25 @@ impl Batch<'_> {
         self.rows * self.len
     }
 
+    /// Refuses an order of other tokens.
+    fn check_order(&self) -> Result<(), NnError> {
+        let key = |place: u32| Some((*self.tokens.get(place as usize)?, place));
+        let follow = |pair: &[u32]| matches!((key(pair[0]), key(pair[1])), (Some(one), Some(next)) if one < next);
+        let is_order = match self.order {
+            [] => true,
+            // As many places as tokens, each once, since no two of them are the same.
+            order => {
+                order.len() == self.tokens.len()
+                    && order.first().is_some_and(|&place| key(place).is_some())
+                    && order.windows(2).all(follow)
+            }
+        };
+        match is_order {
+            true => Ok(()),
+            false => Err(NnError::batch("order is not that of the batch's tokens".to_owned())),
+        }
+    }
+
     /// Checks that the batch is whole and fits `config`.
     ///
     /// # Errors
@@ -120,6 +149,7 @@ impl Batch<'_> {
                 at(i)
             )));
         }
+        self.check_order()?;
         let limit = config.max_position_embeddings;
         let bad = |&p: &i32| !usize::try_from(p).is_ok_and(|p| p < limit);
         if let Some(i) = self.positions.iter().position(bad) {
@@ -130,5 +160,31 @@ impl Batch<'_> {
             )));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_of_other_tokens_is_refused() {
+        let tokens = [3, 0, 3, 1];
+        let order = token_order(&tokens);
+        assert_eq!(order, [1, 3, 0, 2]);
+        let of = |order: &[u32]| {
+            let (labels, four) = (&[0; 4][..], &[0; 4][..]);
+            let (documents, positions, live_pairs) = (four, four, &[][..]);
+            let (rows, len, tokens) = (1, 4, &tokens[..]);
+            let batch =
+                Batch { rows, len, tokens, labels, documents, positions, live_pairs, order };
+            batch.check_order().map_err(|e| e.to_string())
+        };
+        assert_eq!((of(&[]), of(&order)), (Ok(()), Ok(())));
+        for wrong in
+            [&[1, 3, 2, 0][..], &[1, 3, 0], &[1, 1, 3, 0], &[3, 1, 0, 2], &[1, 3, 0, 4], &[9; 4]]
+        {
+            assert!(of(wrong).is_err_and(|e| e.contains("order")), "{wrong:?}");
+        }
     }
 }

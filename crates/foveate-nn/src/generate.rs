@@ -204,6 +204,7 @@ impl<B: Blocks> Generator<'_, B> {
             documents: &vec![0; n],
             positions: &positions,
             live_pairs: &[],
+            order: &[],
         };
         let mut running = model.running();
         let blocks = &mut running.blocks;

@@ -37,6 +37,7 @@
 //!     documents: &[0, 0, 0, 1, 1, 1],
 //!     positions: &[0, 1, 2, 0, 1, 2],
 //!     live_pairs: &[12.0],
+//!     order: &[],
 //! };
 //! let mut gradients = Gradients::zeros(&model);
 //! let loss = model.forward_backward(&batch, &mut gradients, Recompute::None)?;
@@ -96,7 +97,7 @@ pub use backend::{
     ReplicaSumsOf, Rotation, StateMemory, StreamProduct, StreamTransfers, SumOverRanks, Sums,
     Transfers, VocabularyPart, Weights,
 };
-pub use batch::{Batch, BlockSeconds, IGNORE, LossSum, Queued};
+pub use batch::{Batch, BlockSeconds, IGNORE, LossSum, Queued, token_order};
 pub use config::{
     AttentionConfig, BufferConfig, BufferValues, LearnedBuffer, ModelConfig, Norm, ProgramConfig,
     RopePairing, RopeScaling, ScalarConfig,

@@ -128,6 +128,7 @@ impl Text {
             documents: &self.documents,
             positions: &self.positions,
             live_pairs: &[],
+            order: &[],
         }
     }
 

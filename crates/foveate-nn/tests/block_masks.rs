@@ -40,6 +40,7 @@ fn a_batch_builds_the_block_masks_of_its_attention_and_none_for_its_metrics() {
             documents: &documents,
             positions: &positions,
             live_pairs: &[],
+            order: &[],
         };
         let before = built();
         model.loss(&batch).unwrap();

@@ -1,7 +1,8 @@
 //! Batches made ahead of the steps that take them, on a thread of their own.
 //!
 //! The thread reads, tokenises and packs while a step computes, and is at most [`AHEAD`] batches ahead:
-//! what it makes does not depend on when it makes it. Where ranks share the tokens of rows, it plans
+//! what it makes does not depend on when it makes it. It sorts the tokens of a step, too, in the order that the
+//! embedding's gradient is summed in. Where ranks share the tokens of rows, it plans
 //! attention over them, too, so that no step waits for a plan; elsewhere it counts the pairs that masks let
 //! through. Each batch comes with the cursor behind it, so
 //! what a checkpoint says is where the steps are, not where the thread is. An error comes in the place
@@ -61,6 +62,8 @@ pub(crate) struct Wanted {
     pub planner: Option<ContextPlanner>,
     /// What counts the pairs that masks let through, where no plan over ranks does.
     pub pairs: Option<PairCounter>,
+    /// Whether tokens are sorted for the gradient of their embedding.
+    pub sorted: bool,
 }
 
 impl Wanted {
@@ -91,6 +94,9 @@ impl Wanted {
             && own.rows > 0
         {
             pairs.count(&mut own)?;
+        }
+        if self.sorted {
+            own.sort();
         }
         let (cursor, passes) = (packer.cursor(), packer.passes());
         Ok(Some(Loaded { own, context, rows, places, padding, cursor, passes }))
@@ -210,6 +216,7 @@ mod tests {
             counts: None,
             planner: None,
             pairs: None,
+            sorted: false,
         }
     }
 
@@ -229,6 +236,17 @@ mod tests {
                 assert_eq!((loaded.cursor, loaded.passes), (ahead.cursor(), ahead.passes()));
             }
             packer.batch(rows).unwrap();
+        }
+    }
+
+    #[test]
+    fn tokens_of_steps_are_sorted_before_they_are_taken() {
+        let (_dir, corpus) = corpus(9);
+        let wanted = Wanted { sorted: true, ..wanted(9) };
+        let mut loader = Loader::start(&corpus, wanted, Cursor::default()).unwrap().unwrap();
+        for _ in 0..3 {
+            let Packed { tokens, order, .. } = loader.take().unwrap().own;
+            assert!(order.len() == tokens.len() && order == foveate_nn::token_order(&tokens));
         }
     }
 

@@ -10,6 +10,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use foveate_nn::token_order;
 use serde::{Deserialize, Serialize};
 
 use crate::corpus::{Corpus, Document, TokenCounts};
@@ -65,6 +66,8 @@ pub struct Packed {
     /// Pairs of query and key that the mask of each attention program lets through, as
     /// [`foveate_nn::Batch::live_pairs`] has them; empty where nobody has counted them.
     pub live_pairs: Vec<f64>,
+    /// The order of the tokens, as [`foveate_nn::Batch::order`] has it; empty where nobody has sorted them.
+    pub order: Vec<u32>,
 }
 
 impl Packed {
@@ -79,7 +82,13 @@ impl Packed {
             positions: vec![0; len],
             pieces: Vec::new(),
             live_pairs: Vec::new(),
+            order: Vec::new(),
         }
+    }
+
+    /// Sorts the tokens, for the gradient of their embedding.
+    pub(crate) fn sort(&mut self) {
+        self.order = token_order(&self.tokens);
     }
 
     /// Tokens that have a target.
@@ -105,6 +114,7 @@ impl Packed {
             positions: self.positions[cells].to_vec(),
             pieces: pieces.map(|piece| Piece { row: piece.row - rows.start, ..*piece }).collect(),
             live_pairs: Vec::new(),
+            order: Vec::new(),
         }
     }
 
@@ -124,6 +134,7 @@ impl Packed {
             positions: taken(&self.positions, self.len, columns),
             pieces: Vec::new(),
             live_pairs: Vec::new(),
+            order: Vec::new(),
         }
     }
 
@@ -142,6 +153,7 @@ impl Packed {
             positions: cut(&self.positions, width, rows, len),
             pieces: self.pieces.into_iter().filter(|piece| piece.row < rows).collect(),
             live_pairs: Vec::new(),
+            order: Vec::new(),
         }
     }
 
@@ -157,6 +169,7 @@ impl Packed {
             positions: (0..cells).map(|cell| (cell % len) as i32).collect(),
             pieces: Vec::new(),
             live_pairs: Vec::new(),
+            order: Vec::new(),
         }
     }
 }

@@ -383,6 +383,7 @@ impl<B: Blocks> Setup<'_, B> {
             counts: self.counts.clone(),
             planner: self.context.as_ref().map(RunContext::planner),
             pairs: PairCounter::for_steps(&self.model, self.started.gpu.is_some()),
+            sorted: true,
         };
         Loader::start(&self.corpus, wanted, self.state.cursor)?.ok_or_else(|| {
             let message = "state.json has a cursor outside the documents; it was changed or \

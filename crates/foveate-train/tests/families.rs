@@ -74,6 +74,7 @@ fn logits_and_every_gradient_are_those_of_transformers() {
             documents: &vec![0; len],
             positions: &positions,
             live_pairs: &[],
+            order: &[],
         };
         let mut gradients = Gradients::zeros(&model);
         model.forward_backward(&batch, &mut gradients, Recompute::Mlp).unwrap();

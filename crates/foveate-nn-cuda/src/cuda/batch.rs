@@ -145,7 +145,10 @@ impl CudaBatch {
         tables: Vec<Arc<Rotations>>,
         recorded: Option<&BatchPlaces>,
     ) -> Result<Self, GpuError> {
-        let order = TokenOrder::new(batch.tokens)?;
+        let order = match batch.order {
+            [] => TokenOrder::new(batch.tokens)?,
+            order => TokenOrder::of_sorted(batch.tokens, order)?,
+        };
         let order = if recorded.is_some() { order.padded() } else { order };
         let words = order.words();
         let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();

@@ -179,6 +179,7 @@ impl Texts {
             documents: &self.documents,
             positions: &self.positions,
             live_pairs: &[(32 * ROWS * LEN) as f64],
+            order: &[],
         }
     }
 }

@@ -104,6 +104,7 @@ fn evaluate(steps: &mut Steps, rows: usize) {
         documents: &vec![0; all],
         positions: &numbers,
         live_pairs: &[(all * LEN) as f64],
+        order: &[],
     };
     steps.model.loss_over(&batch, None, Some(&mut steps.state.0)).unwrap();
 }
@@ -203,6 +204,7 @@ impl Passes {
             documents: &numbers,
             positions: &numbers,
             live_pairs: &[],
+            order: &[],
         };
         let tables: [std::sync::Arc<RopeTable>; 0] = [];
         let batch = cuda.upload(&batch, &tables)?;

@@ -162,6 +162,7 @@ impl Held {
             documents: &self.documents,
             positions: &self.positions,
             live_pairs: &[],
+            order: &[],
         }
     }
 }

@@ -25,13 +25,6 @@ pub(super) fn gather(
     });
 }
 
-/// Indices of `tokens`, sorted by id and then by index. There are fewer than 2³¹.
-pub(super) fn order(tokens: &[u32]) -> Vec<u32> {
-    let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
-    order.sort_by_key(|&t| tokens[t as usize]);
-    order
-}
-
 /// Each task owns some rows of the table and finds their tokens in `order`, so that every row is
 /// summed in token order by one thread. The table's first row is that of id `first_id`.
 pub(super) fn scatter_add(

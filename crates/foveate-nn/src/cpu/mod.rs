@@ -30,7 +30,7 @@ use crate::backend::{
     LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, ProcessMemory,
     Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
-use crate::batch::{Batch, BlockSeconds, IGNORE};
+use crate::batch::{Batch, BlockSeconds, IGNORE, token_order};
 use crate::config::{Norm, RopePairing};
 use crate::error::NnError;
 use crate::matmul::{Matrix, matmul, matmul_deep};
@@ -188,7 +188,10 @@ impl Blocks for Cpu {
             tokens: batch.tokens.to_vec(),
             labels: batch.labels.to_vec(),
             positions: batch.positions.to_vec(),
-            order: embed::order(batch.tokens),
+            order: match batch.order {
+                [] => token_order(batch.tokens),
+                order => order.to_vec(),
+            },
             tables: tables.to_vec(),
             len: batch.len,
             labelled: batch.labels.iter().filter(|&&label| label != IGNORE).count() as u64,

@@ -40,6 +40,7 @@ fn uploaded(tokens: &[u32], labels: &[i32], positions: &[i32], table: RopeTable)
         documents: &documents,
         positions,
         live_pairs: &[],
+        order: &[],
     };
     Cpu::default().upload(&batch, &[Arc::new(table)]).unwrap()
 }

@@ -125,7 +125,16 @@ impl Rows {
 
     fn batch(&self) -> Batch<'_> {
         let Self { tokens, labels, documents, positions } = self;
-        Batch { rows: 2, len: 11, tokens, labels, documents, positions, live_pairs: &[] }
+        Batch {
+            rows: 2,
+            len: 11,
+            tokens,
+            labels,
+            documents,
+            positions,
+            live_pairs: &[],
+            order: &[],
+        }
     }
 }
 

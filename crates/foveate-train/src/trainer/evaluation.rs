@@ -92,6 +92,7 @@ impl<B: Blocks> HeldOut<'_, B> {
             counts: self.counts,
             planner: context.as_ref().map(|context| context.planner()),
             pairs: PairCounter::for_planners(model),
+            sorted: false,
         };
         let mut total = TotalLoss::default();
         let Some(mut loader) = Loader::start(corpus, wanted, Cursor::default())? else {

@@ -204,7 +204,7 @@ impl<'a> Folder<'a> {
 
     /// Refuses a new run in a folder that holds what the recipe reads, `needed`, or that lies in the checkpoint
     /// that the run starts from: files of the run would stand among the user's, where patterns of the next run
-    /// find them, and starting over would remove by name.
+    /// find them.
     pub fn stand_apart(
         &self,
         start: Start,

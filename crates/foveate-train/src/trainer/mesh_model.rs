@@ -95,6 +95,7 @@ impl<'a, B: Blocks> MeshModel<'a, B> {
         if context.is_none() && own.rows > 0 {
             self.pairs.count(&mut own)?;
         }
+        own.sort();
         Ok(MeshBatch { own, context })
     }
 
@@ -151,5 +152,6 @@ pub fn batch(packed: &Packed) -> Batch<'_> {
         documents: &packed.documents,
         positions: &packed.positions,
         live_pairs: &packed.live_pairs,
+        order: &packed.order,
     }
 }
