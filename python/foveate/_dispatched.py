@@ -24,9 +24,9 @@ _looking_on = torch._C._len_torch_dispatch_stack
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
-def is_watched(sink: Tensor | None = None, wants_max: bool = False) -> bool:
-    """Whether a mode sees the operators that are called, and the call is one: there is none of ``max_scores`` beside a sink."""
-    return bool(_looking_on()) and not (sink is not None and wants_max) and not _transforms_active()
+def is_watched() -> bool:
+    """Whether a mode sees the operators that are called."""
+    return bool(_looking_on()) and not _transforms_active()
 
 
 def attention(
@@ -43,13 +43,8 @@ def attention(
     layout: str = "",
     where: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse`` and ``max_scores`` of an operator; ``layout`` is that of its name, whose tensors are ``where``.
-
-    Raises:
-        NotImplementedError: There is a sink, and ``max_scores`` is wanted.
-    """
-    if sink is not None and wants_max:
-        raise NotImplementedError("max_scores beside a sink are computed of plain tensors alone, not of such as wrap others")
+    """``out``, ``lse`` and ``max_scores`` of an operator; ``layout`` is that of its name, whose tensors are ``where``. A sink
+    joins its results by their ``lse``, and is no score."""
     _count()
     made = None if score_mod is None else _trace.score(score_mod, extents, constants=True)
     score, score_captures = (None, []) if made is None else _said(made)

@@ -148,7 +148,7 @@ def flex_attention(
     if scale is not None:
         scale = _checks.checked_scale(scale)
     wants_max = return_aux is not None and return_aux.max_scores
-    seen = _dispatched.is_watched(sink, wants_max) or (extents is None and dispatches(query, key, value))
+    seen = _dispatched.is_watched() or (extents is None and dispatches(query, key, value))
     dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query, drawn=not seen)
     if sink is not None:
         sink = _checks.sink_of(sink, query)

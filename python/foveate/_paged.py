@@ -98,7 +98,7 @@ def paged(
     number = None if scale is None else _checks.checked_scale(scale)
     logits = None if sink is None else _checks.sink_of(sink, query)
     out: Tensor
-    if _dispatched.is_watched(sink, aux.max_scores) or dispatches(query, key_pages, value_pages):
+    if _dispatched.is_watched() or dispatches(query, key_pages, value_pages):
         _check_pages(page_table, lengths, query)
         most = (query.size(0), query.size(1), query.size(2), page_table.size(1) * key_pages.size(2))
         mods = (score_mod, mask, most, number, logits, None, aux.max_scores, "paged", (page_table, lengths))

@@ -84,9 +84,8 @@ def flex_attention(
 ) -> Any:
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
-    A sink joins the operator's results by their ``lse``, which has no place for ``max_scores`` beside it: that breaks the
-    graph. So do arguments of a wrong kind, which are errors there, and float64, which Inductor has no operator for; other
-    backends run torch's, of plain operations.
+    Arguments of a wrong kind, which are errors there, break the graph, and so does float64, which Inductor has no operator
+    for; other backends run torch's, of plain operations. A sink joins the operator's results by their ``lse``.
     """
     from . import _blocks
 
@@ -97,7 +96,7 @@ def flex_attention(
     )
     wants_max = not wrong and return_aux is not None and return_aux.max_scores
     more = not wrong and (sink is not None or dropout_p or isinstance(block_mask, Mask))
-    if wrong or (sink is not None and wants_max) or (query.dtype == torch.float64 and (more or _by_inductor())):
+    if wrong or (query.dtype == torch.float64 and (more or _by_inductor())):
         return breaking(
             query,
             key,
@@ -221,12 +220,11 @@ def varlen(
     sink: Tensor | None = None,
     dropout_p: float = 0,
 ) -> Any:
-    """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph, and so does a sink beside
-    ``max_scores``."""
+    """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph."""
     aux = AuxRequest() if return_aux is None else return_aux
     offsets, longest = (cu_seqlens_q, cu_seqlens_k, sink), (max_seqlen_q, max_seqlen_k)
     wrong = _wrong((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
-    if wrong or query.is_nested or cu_seqlens_q is None or (sink is not None and aux.max_scores):
+    if wrong or query.is_nested or cu_seqlens_q is None:
         return breaking(
             query,
             key,
@@ -270,15 +268,14 @@ def paged(
     return_aux: AuxRequest | None = None,
     sink: Tensor | None = None,
 ) -> Any:
-    """:func:`foveate.paged` in a compiled region. What wants a gradient breaks the graph, for there is none, and so does a
-    sink beside ``max_scores``."""
+    """:func:`foveate.paged` in a compiled region. What wants a gradient breaks the graph, for there is none."""
     from . import _paged
 
     aux = AuxRequest() if return_aux is None else return_aux
     tensors = (query, key_pages, value_pages, page_table, lengths)
     wrong = _wrong(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
     wanted = not wrong and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
-    if wrong or (torch.is_grad_enabled() and wanted) or (sink is not None and aux.max_scores):
+    if wrong or (torch.is_grad_enabled() and wanted):
         return breaking(
             query,
             key_pages,

@@ -112,7 +112,7 @@ def varlen(
     number = None if scale is None else _checks.checked_scale(scale)
     aux = AuxRequest() if return_aux is None else return_aux
     _checks.check_aux(aux)
-    seen = _dispatched.is_watched(sink, aux.max_scores) or dispatches(q, k, v)
+    seen = _dispatched.is_watched() or dispatches(q, k, v)
     dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query, drawn=not seen)
     longest_q, longest_k = (
         None if n is None else integer(name, n, 0) for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))

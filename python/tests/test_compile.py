@@ -442,8 +442,8 @@ def test_a_sink_is_part_of_the_graph_and_learns(dtype):
     def model(q, k, v):
         # The first three queries see no key.
         mask = Mask("kv + 3 <= q")
-        out, aux = flex_attention(q, k, v, block_mask=mask, sink=sink, return_aux=AuxRequest(lse=True))
-        return out, aux.lse
+        out, aux = flex_attention(q, k, v, block_mask=mask, sink=sink, return_aux=AuxRequest(lse=True, max_scores=True))
+        return out, aux.lse, aux.max_scores
 
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
     backend = agrees(model, operands(2, 2, 2, 20, 20, 8, 8, dtype=dtype), [sink], tolerance=tolerance)
@@ -613,9 +613,9 @@ def test_varlen_is_part_of_the_graph_forward_and_backward():
     def model(q, k, v, cu_q, cu_k, sink):
         out, aux = varlen(
             q * 2, k, v, cu_q, cu_k, None, None, lambda s, b, h, i, j: s + slope[h] * (i - j) + b, Mask.causal(),
-            return_aux=AuxRequest(lse=True), sink=sink,
+            return_aux=AuxRequest(lse=True, max_scores=True), sink=sink,
         )
-        return out.sin(), aux.lse.exp()
+        return out.sin(), aux.lse.exp(), aux.max_scores
 
     backend = agrees(model, [q, k, v, cu_q, cu_k, sink], learned=(slope,))
     assert backend.operators == ["foveate.varlen_forward.default", "foveate.varlen_backward.default"]
@@ -633,11 +633,12 @@ def test_pages_are_part_of_the_graph():
     keys, values = (torch.randn(16, 2, 8, 12) for _ in range(2))
     table = torch.tensor([[3, 7, 1], [0, 12, -1]])
     lengths = torch.tensor([20, 9])
+    sink = torch.randn(4)
 
     def model(query, table, lengths):
         out, aux = paged(
             query.cos(), keys, values, table, lengths, lambda s, b, h, i, j: s - j, Mask.causal(bottom_right=True),
-            return_aux=AuxRequest(lse=True, max_scores=True),
+            return_aux=AuxRequest(lse=True, max_scores=True), sink=sink,
         )
         return out.sin(), aux.lse, aux.max_scores
 
