@@ -232,6 +232,41 @@ def memory(_):
     yield "memory/documents, S 32768, over inputs and results", "≤ 512 MiB", f"{mib:.0f} MiB", mib <= 512
 
 
+def operators_alone(seconds):
+    """Prints what warm calls take that pass the dispatcher, and one that does not, in microseconds."""
+    q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
+    slope = torch.randn(2)
+    plain = (None, [], [], None, [], [], [], [1, 1], 0.125, None, 0.0)
+    mods = ("score + s0[h] * (kv - q) as f32", [slope], [], "kv <= q + mn0", [], [3], *plain[6:])
+    forward, backward = torch.ops.foveate.forward.default, torch.ops.foveate.backward.default
+    out, lse, _ = forward(q, k, v, *plain, False)
+    compiled = torch.compile(lambda q, k, v: foveate.flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i)))
+    timed = {
+        "eager flex_attention": lambda: foveate.flex_attention(q, k, v),
+        "forward": lambda: forward(q, k, v, *plain, False),
+        "forward with mods": lambda: forward(q, k, v, *mods, False),
+        "backward": lambda: backward(q, k, v, out, lse, out, None, *plain, [True] * 3, []),
+        "backward with mods": lambda: backward(q, k, v, out, lse, out, None, *mods, [True] * 3, [0]),
+        "a compiled function": lambda: compiled(q, k, v),
+    }
+    print("\n".join(f"{name}: {taken}" for name, taken in zip(timed, microseconds(list(timed.values()), seconds))))
+
+
+def operators(seconds):
+    """The operators by kernels of the native module, and by those of Python in processes of their own, in turn."""
+    taken = {}
+    for kernels in ("native", "python") * 4:
+        command = [sys.executable, __file__, "--operators-alone", "--threads", "1", "--seconds", str(seconds / 4)]
+        command += ["--shared"] if CLOCK is time.process_time else []
+        child = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "FOVEATE_KERNELS": kernels})
+        for name, value in (line.split(": ") for line in child.stdout.splitlines()):
+            taken.setdefault(name, {}).setdefault(kernels, []).append(float(value))
+    for name, of in taken.items():
+        native, python = (statistics.median(of[kernels]) for kernels in ("native", "python"))
+        ratio = python / native
+        yield f"operators/{name}", "≥ 0.95 ×", f"{ratio:.2f} × ({python:.1f} / {native:.1f} µs)", ratio >= 0.95
+
+
 def cpu_groups():
     """What is measured on the CPU: part of the rows' names, and a function that yields them."""
     groups = [("overhead", overhead), ("rust/s512/s2048", beside_rust)]
@@ -241,7 +276,7 @@ def cpu_groups():
                 for learns in (False, True):
                     row = f"torch/s{s}/d{d}/{name}/{'with backward' if learns else 'forward'}"
                     groups.append((row, lambda t, a=(name, s, d, learns): beside_torch(*a, t)))
-    return [*groups, ("torch/uncompiled flex", beside_eager_flex), ("memory", memory)]
+    return [*groups, ("torch/uncompiled flex", beside_eager_flex), ("memory", memory), ("operators", operators)]
 
 
 def rows(groups, wanted, seconds):
@@ -271,6 +306,7 @@ def main():
     parser.add_argument("--shared", action="store_true", help="the machine does other work: one thread's processor time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
     parser.add_argument("--memory-alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--operators-alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--first-call", choices=("forward", "both"), help=argparse.SUPPRESS)
     parser.add_argument("--variants", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -281,6 +317,8 @@ def main():
     torch.set_num_threads(args.threads)
     if args.memory_alone:
         return memory_alone()
+    if args.operators_alone:
+        return operators_alone(args.seconds)
     if args.first_call:
         return torch_peers_cuda.first_call_alone(args.first_call == "both")
     if args.variants:

@@ -7,11 +7,16 @@ are constants of a graph: ``score`` reads tensors ``s0``, ``s1``, ... and intege
 where it has them; the mask reads the table of tiles that they make as its last tensor, without axes of batch and heads
 where these have one entry. ``seed`` is an int64 of one element, for dropout with probability ``dropout_p``. ``lse`` and
 ``max_scores`` are natural.
+
+On CPU tensors they are functions of the native module, which torch calls without Python, through its stable C functions:
+:data:`NOT_NATIVE` says why, where they are not. What these functions have no way to say is said here: schemas with tags,
+results of fake tensors, rules of vmap.
 """
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+import os
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,7 +90,7 @@ def _call(
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **layout: Any) -> tuple[Tensor, Tensor, Tensor]:
     *mods, max_scores = rest
     call = _call(query, key, mods, max_scores=max_scores, **layout)
-    key, value = key.to(query.dtype), value.to(query.dtype)
+    key, value = (t.to(query.dtype) if t.is_floating_point() else t for t in (key, value))
     out, lse, rows = call.forward(query, key, value, None, (), forward_only=True)
     assert lse is not None
     return out, lse, query.new_empty(0, dtype=torch.float32) if rows is None else rows
@@ -196,13 +201,38 @@ def _argument_fake(mask: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(mask)
 
 
+def _native_kernels() -> str | None:
+    """Registers the native module's kernels for CPU tensors, or says why not."""
+    if os.environ.get("FOVEATE_KERNELS") == "python":
+        return "FOVEATE_KERNELS is python"
+    return _native.register_kernels(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+
+
+def _exact(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that raises what its kernel did, where torch has a RuntimeError of the same words."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return operator(*args, **kwargs)
+        except RuntimeError as said:
+            error = _native.kernel_error(str(said))
+            if error is None:
+                raise
+        raise error
+
+    return call
+
+
+#: Why operators on CPU tensors are functions of Python's; None where they are the native module's.
+NOT_NATIVE = _native_kernels()
 _DEVICES = ("CPU", "CUDA")
+_COMPUTING = _DEVICES if NOT_NATIVE else ("CUDA",)
 for _name, _run, _fake, _keys in (
-    ("forward", _forward, _forward_fake, _DEVICES),
-    ("backward", _backward, _backward_fake, _DEVICES),
-    ("varlen_forward", _varlen_forward, _forward_fake, _DEVICES),
-    ("varlen_backward", _varlen_backward, _varlen_backward_fake, _DEVICES),
-    ("paged", _paged_forward, _forward_fake, _DEVICES),
+    ("forward", _forward, _forward_fake, _COMPUTING),
+    ("backward", _backward, _backward_fake, _COMPUTING),
+    ("varlen_forward", _varlen_forward, _forward_fake, _COMPUTING),
+    ("varlen_backward", _varlen_backward, _varlen_backward_fake, _COMPUTING),
+    ("paged", _paged_forward, _forward_fake, _COMPUTING),
     ("argument", _argument, _argument_fake, _DEVICES),
     # Its arguments need not have a tensor among them.
     ("mask", _mask, _mask_fake, ("CompositeExplicitAutograd",)),
@@ -212,3 +242,8 @@ for _name, _run, _fake, _keys in (
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
 
 torch.library.register_vmap("foveate::argument", _argument_of_many, lib=_library)
+
+if NOT_NATIVE is None:
+    for _name in ("forward", "backward", "varlen_forward", "varlen_backward", "paged"):
+        _overload = getattr(torch.ops.foveate, _name).default
+        _overload._op = _exact(_overload._op)

@@ -6,6 +6,7 @@
 //! tensor may have the address and NumPy may have written to the memory. A tensor of more bytes than
 //! [`MOST_COPIED`] is bound for one call, and no kept plan holds it.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use bytemuck::NoUninit;
@@ -123,8 +124,7 @@ impl Capture {
     /// When it is not in host memory, or `other` has another shape or dtype.
     pub fn now(&self, py: Python<'_>, other: Option<&Bound<'_, PyAny>>) -> PyResult<Captured> {
         let object = other.unwrap_or(self.tensor.bind(py));
-        let captured =
-            Captured { tensor: Borrowed::of(object)?, object: Some(object.clone().unbind()) };
+        let captured = Captured::new(Borrowed::of(object)?, Owner::Object(object.clone().unbind()));
         if captured.tensor.dtype != self.slot.dtype || captured.shape() != self.slot.buffer.shape()
         {
             return Err(refused(format!(
@@ -158,13 +158,24 @@ impl Slot {
     }
 }
 
-/// A captured tensor as it is in one call, held by its object.
+/// What keeps the memory of a captured tensor.
+pub enum Owner {
+    Object(Py<PyAny>),
+    Shared(Arc<dyn Any + Send + Sync>),
+}
+
+/// A captured tensor as it is in one call, held by its owner.
 pub struct Captured {
     tensor: Borrowed,
-    object: Option<Py<PyAny>>,
+    owner: Option<Owner>,
 }
 
 impl Captured {
+    /// `owner` keeps the memory where the elements of `tensor` lie.
+    pub fn new(tensor: Borrowed, owner: Owner) -> Self {
+        Self { tensor, owner: Some(owner) }
+    }
+
     fn shape(&self) -> &[usize] {
         if self.tensor.shape.is_empty() { &[1] } else { &self.tensor.shape }
     }
@@ -207,26 +218,26 @@ impl Captured {
     /// # Errors
     /// Never for a slot of this tensor's program.
     pub fn borrowed(&mut self, slot: &AnyBuffer) -> PyResult<Option<AnyBuffer>> {
-        let Some(object) = self.object.take().filter(|_| !self.is_copied()) else {
+        let Some(owner) = self.owner.take().filter(|_| !self.is_copied()) else {
             return Ok(None);
         };
         let Borrowed { shape, strides, dtype, .. } = &self.tensor;
-        let owner = Arc::new(Held { tensor: self.tensor.clone(), _object: object });
+        let owner = Arc::new(Held { tensor: self.tensor.clone(), _owner: owner });
         let elements = SharedElements::new(*dtype, owner);
         let made = AnyBuffer::shared(slot.name(), &elements, shape, strides, 0, slot.learned());
         made.map(Some).map_err(raised)
     }
 }
 
-/// A tensor's memory, with the object that keeps it.
+/// A tensor's memory, with what keeps it.
 struct Held {
     tensor: Borrowed,
-    _object: Py<PyAny>,
+    _owner: Owner,
 }
 
 impl AsRef<[u8]> for Held {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the object is held as long as the slice is.
+        // SAFETY: the owner is held as long as the slice is.
         unsafe { self.tensor.as_bytes() }
     }
 }
@@ -235,7 +246,7 @@ impl AsRef<[u8]> for Held {
 ///
 /// # Safety
 /// As for [`Borrowed::elements`]; `T` has the size of the tensor's dtype.
-unsafe fn each<'a, T: Copy + 'a>(tensor: &'a Borrowed) -> impl Iterator<Item = T> + 'a {
+pub unsafe fn each<'a, T: Copy + 'a>(tensor: &'a Borrowed) -> impl Iterator<Item = T> + 'a {
     // SAFETY: the caller's promise; an integer of the same size has the same alignment.
     let elements: &[T] = unsafe { tensor.elements() };
     let (&len, outer) = tensor.shape.split_last().unwrap_or((&1, &[]));

@@ -4,8 +4,8 @@
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
 //! (`value`, `expr`), what they become (`traced`), captured tensors (`capture`), borrowed operands
 //! (`tensor`), what a call asks for (`call`), plans that are kept by structure (`plan`, and `cuda` for
-//! device tensors) and the threads that run them (`threads`). Nothing here is public: it changes with
-//! the Python sources.
+//! device tensors) and the threads that run them (`threads`), and kernels that torch's dispatcher calls
+//! without Python (`dispatcher`). Nothing here is public: it changes with the Python sources.
 //!
 //! ```python
 //! from foveate import flex_attention
@@ -14,11 +14,13 @@
 //! ```
 //!
 //! Torch is not linked and not needed to build: tensors say their address, shape and strides through
-//! the table of C functions that DLPack standardises (`dlpack`), or by their attributes.
+//! the table of C functions that DLPack standardises (`dlpack`), or by their attributes; kernels are registered
+//! through functions of torch's that are looked up when the package is imported.
 
 mod call;
 mod capture;
 mod cuda;
+mod dispatcher;
 mod dlpack;
 mod dtype;
 mod error;
@@ -43,6 +45,8 @@ mod _native {
     use crate::cuda::{
         Plan as CudaPlan, cuda_plan, library_folders, tile_kinds, tile_runs, tile_tables, varies,
     };
+    #[pymodule_export]
+    use crate::dispatcher::{kernel_error, kernel_functions, register_kernels};
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]

@@ -31,12 +31,17 @@ use crate::traced::Traced;
 use crate::value::refused;
 
 /// A traced function with the tensors that it reads, as they are in this call.
-struct Function<'a> {
+pub struct Function<'a> {
     program: &'a Program,
     tensors: Vec<Captured>,
 }
 
 impl<'a> Function<'a> {
+    /// `program` with the tensors that it reads, in the order of its slots.
+    pub fn new(program: &'a Program, tensors: Vec<Captured>) -> Self {
+        Self { program, tensors }
+    }
+
     /// `learned` takes the place of the captured tensors that want a gradient, unless it is empty.
     fn of(py: Python<'_>, traced: &'a Traced, learned: &[Bound<'_, PyAny>]) -> PyResult<Self> {
         let mut learned = learned.iter();
@@ -275,43 +280,112 @@ pub fn plan(
     threads: usize,
 ) -> PyResult<Plan> {
     let Call { score, mask, scale, dropout, varlen, pages } = call;
-    let dropout = dropout.map(|(p, seed)| PyResult::Ok((p, seed.extract::<u64>()?))).transpose()?;
     let [q, k, v] = &operands;
-    let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
-    // SAFETY: the arguments hold the tensors, and the views are gone when the problem is made.
-    let [q, k, v] = unsafe { views(&tensors)? };
-    let held = pages.as_ref().map(|(t, l)| PyResult::Ok([Borrowed::of(t)?, Borrowed::of(l)?]));
-    let held = held.transpose()?;
-    let pages =
-        held.as_ref().map(|[table, lengths]| PyResult::Ok([integers(table)?, integers(lengths)?]));
-    let pages: Option<[&[i32]; 2]> = pages.transpose()?;
-    let mut problem = match pages {
-        Some([table, lengths]) => Problem::paged(q, k, v, table, lengths),
-        None => Problem::of(q, k, v),
-    }
-    .map_err(raised)?;
-    if forward_only {
-        problem = problem.forward_only();
-    }
-    let dims = problem.dims();
-    let class = Class {
-        dtype: problem.dtype(),
-        heads: [dims.heads_q, dims.heads_kv],
-        dims: [dims.dim, dims.dim_v],
-        scale: scale.map(|s| (s as f32).to_bits()),
-        dropout: dropout.is_some(),
-        paged: pages.is_some(),
+    let pages = pages.as_ref().map(|(t, l)| PyResult::Ok([Borrowed::of(t)?, Borrowed::of(l)?]));
+    let pages = pages.transpose()?;
+    let request = Request {
+        operands: [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?],
+        mask: mask.as_ref().map(|m| Function::of(py, m.get(), &[])).transpose()?,
+        score: score.as_ref().map(|s| Function::of(py, s.get(), &learned)).transpose()?,
+        scale,
+        dropout: dropout.map(|(p, seed)| PyResult::Ok((p, seed.extract()?))).transpose()?,
+        offsets: varlen.map(|offsets| offsets.extract()).transpose()?,
+        pages: match &pages {
+            Some([table, lengths]) => Some([integers(table)?, integers(lengths)?]),
+            None => None,
+        },
+        sink: sink.map(Borrowed::of).transpose()?,
         forward_only,
+        threads,
     };
-    let pairs = dims.batch.saturating_mul(dims.heads_q).saturating_mul(dims.len_q);
-    let work = pairs.saturating_mul(dims.len_k).saturating_mul(dims.dim + dims.dim_v);
-    let mut mask = mask.as_ref().map(|m| Function::of(py, m.get(), &[])).transpose()?;
-    let mut score = score.as_ref().map(|s| Function::of(py, s.get(), &learned)).transpose()?;
-    let now = found(&class, [&mask, &score], || {
+    // SAFETY: the arguments hold the tensors.
+    unsafe { request.plan() }
+}
+
+/// What [`plan`] is asked for, of tensors that the caller holds.
+pub struct Request<'a> {
+    pub operands: [Borrowed; 3],
+    pub mask: Option<Function<'a>>,
+    pub score: Option<Function<'a>>,
+    pub scale: Option<f64>,
+    pub dropout: Option<(f32, u64)>,
+    /// Of queries and of keys.
+    pub offsets: Option<(Vec<i32>, Vec<i32>)>,
+    /// The table `[B, entries]` and the lengths `[B]`.
+    pub pages: Option<[&'a [i32]; 2]>,
+    pub sink: Option<Borrowed>,
+    pub forward_only: bool,
+    pub threads: usize,
+}
+
+impl Request<'_> {
+    /// A plan with what its functions capture now.
+    ///
+    /// # Safety
+    /// The tensors are held until this returns. The GIL is held.
+    pub unsafe fn plan(mut self) -> PyResult<Plan> {
+        let Self { scale, dropout, forward_only, threads, .. } = self;
+        // SAFETY: the caller's promise, and the views are gone when the problem is made.
+        let [q, k, v] = unsafe { views(&self.operands)? };
+        let mut problem = match self.pages {
+            Some([table, lengths]) => Problem::paged(q, k, v, table, lengths),
+            None => Problem::of(q, k, v),
+        }
+        .map_err(raised)?;
+        if forward_only {
+            problem = problem.forward_only();
+        }
+        let dims = problem.dims();
+        let class = Class {
+            dtype: problem.dtype(),
+            heads: [dims.heads_q, dims.heads_kv],
+            dims: [dims.dim, dims.dim_v],
+            scale: scale.map(|s| (s as f32).to_bits()),
+            dropout: dropout.is_some(),
+            paged: self.pages.is_some(),
+            forward_only,
+        };
+        let pairs = dims.batch.saturating_mul(dims.heads_q).saturating_mul(dims.len_q);
+        let work = pairs.saturating_mul(dims.len_k).saturating_mul(dims.dim + dims.dim_v);
+        let now = found(&class, [&self.mask, &self.score], || self.made(&class, &problem))?;
+        let mut plan = now.plan.clone();
+        for (program, function) in [(&now.mask, &mut self.mask), (&now.score, &mut self.score)] {
+            if let (Some(program), Some(function)) = (program, function) {
+                for buffer in borrowed(program, function)? {
+                    plan = plan.rebind(&buffer).map_err(raised)?;
+                }
+            }
+        }
+        if let Some((p, seed)) = dropout {
+            let halves =
+                [("dropout_seed_lo", seed as u32), ("dropout_seed_hi", (seed >> 32) as u32)];
+            plan = plan.set_scalar("dropout_p", p).map_err(raised)?;
+            for (name, half) in halves {
+                plan = plan.set_scalar(name, half as i32).map_err(raised)?;
+            }
+        }
+        if let Some((cu_q, cu_k)) = &self.offsets {
+            plan = plan.with_varlen(cu_q, cu_k).map_err(raised)?;
+        }
+        if let Some([table, lengths]) = self.pages {
+            plan = plan.with_pages(table, lengths).map_err(raised)?;
+        }
+        if let Some(sink) = &self.sink {
+            // SAFETY: the caller's promise, and the plan takes a copy.
+            let Slice::F32(sink) = (unsafe { sink.elements_dense()? }) else {
+                return Err(PyValueError::new_err("the sink must be contiguous float32"));
+            };
+            plan = plan.with_sink(sink).map_err(raised)?;
+        }
+        Ok(Plan { plan, score: now.score.clone(), threads, work })
+    }
+
+    /// A plan of its own.
+    fn made(&self, class: &Class, problem: &Problem) -> PyResult<Kept> {
         let fresh = |f: &Option<Function<'_>>| {
             f.as_ref().map(|f| at_rest(f.program, f, |_| Ok(()))).transpose()
         };
-        let (mask, score) = (fresh(&mask)?, fresh(&score)?);
+        let (mask, score) = (fresh(&self.mask)?, fresh(&self.score)?);
         let mut attention = Attention::new();
         let expr = |p: &Program| p.trace(0, &DynExpr::leaf);
         if let Some(p) = &mask {
@@ -320,45 +394,15 @@ pub fn plan(
         if let Some(p) = &score {
             attention = attention.score(ScoreMod::new(&expr(p)).map_err(raised)?);
         }
-        if let Some(scale) = scale {
+        if let Some(scale) = self.scale {
             attention = attention.scale(scale as f32);
         }
-        if let Some((p, seed)) = dropout {
+        if let Some((p, seed)) = self.dropout {
             attention = attention.dropout(p, seed);
         }
-        let plan = attention.plan(&problem, &Device::cpu()).map_err(raised)?;
+        let plan = attention.plan(problem, &Device::cpu()).map_err(raised)?;
         Ok(Kept { class: class.clone(), mask, score, plan })
-    })?;
-    let mut plan = now.plan.clone();
-    for (program, function) in [(&now.mask, &mut mask), (&now.score, &mut score)] {
-        if let (Some(program), Some(function)) = (program, function) {
-            for buffer in borrowed(program, function)? {
-                plan = plan.rebind(&buffer).map_err(raised)?;
-            }
-        }
     }
-    if let Some((p, seed)) = dropout {
-        let halves = [("dropout_seed_lo", seed as u32), ("dropout_seed_hi", (seed >> 32) as u32)];
-        plan = plan.set_scalar("dropout_p", p).map_err(raised)?;
-        for (name, half) in halves {
-            plan = plan.set_scalar(name, half as i32).map_err(raised)?;
-        }
-    }
-    if let Some(offsets) = varlen {
-        let (cu_q, cu_k): (Vec<i32>, Vec<i32>) = offsets.extract()?;
-        plan = plan.with_varlen(&cu_q, &cu_k).map_err(raised)?;
-    }
-    if let Some([table, lengths]) = pages {
-        plan = plan.with_pages(table, lengths).map_err(raised)?;
-    }
-    if let Some(sink) = sink {
-        // SAFETY: the argument holds the tensor, and the plan takes a copy.
-        let Slice::F32(sink) = (unsafe { Borrowed::of(sink)?.elements_dense()? }) else {
-            return Err(PyValueError::new_err("the sink must be contiguous float32"));
-        };
-        plan = plan.with_sink(sink).map_err(raised)?;
-    }
-    Ok(Plan { plan, score: now.score.clone(), threads, work })
 }
 
 /// The elements of a contiguous i32 tensor that an argument of the call holds.
@@ -378,6 +422,109 @@ unsafe fn views<'a>(tensors: &[Borrowed; 3]) -> PyResult<[TensorRef<'a>; 3]> {
     unsafe { Ok([q.view()?, k.view()?, v.view()?]) }
 }
 
+/// Tensors of a backward that the caller holds; those it writes to, nobody else knows of.
+pub struct Backward {
+    pub operands: [Borrowed; 3],
+    pub out: Borrowed,
+    pub lse: Borrowed,
+    pub d_out: Borrowed,
+    pub d_lse: Option<Borrowed>,
+    /// Of q, k and v.
+    pub gradients: [Option<Borrowed>; 3],
+    /// For each capture of the score.
+    pub captures: Vec<Option<Borrowed>>,
+    pub d_sink: Option<Borrowed>,
+}
+
+impl Plan {
+    /// The score's captured tensors by name, in the order that a backward has them.
+    pub fn captured(&self) -> impl ExactSizeIterator<Item = &str> {
+        let slots = self.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
+        slots.iter().map(AnyBuffer::name)
+    }
+
+    /// [`Self::forward`].
+    ///
+    /// # Safety
+    /// The tensors are held, and nobody else knows of `out`, `lse` and `max_score`.
+    pub unsafe fn run_forward(
+        &self,
+        py: Python<'_>,
+        operands: &[Borrowed; 3],
+        out: &Borrowed,
+        lse: Option<&Borrowed>,
+        max_score: Option<&Borrowed>,
+    ) -> PyResult<()> {
+        let rows = [0, 1, 2].map(|axis| out.shape.get(axis).copied().unwrap_or(0));
+        let mut unread = Vec::new();
+        // SAFETY: the caller's promise.
+        let ([q, k, v], out, lse, max_score) = unsafe {
+            let max_score = max_score.map(|m| m.view_mut()).transpose()?;
+            let lse = match &lse {
+                Some(lse) => lse.view_mut()?,
+                None => {
+                    unread.resize(rows.iter().product(), 0.0f32);
+                    TensorMut::from_slice(&mut unread, rows).map_err(raised)?
+                }
+            };
+            (views(operands)?, out.view_mut()?, lse, max_score)
+        };
+        threads::run(py, self.threads, self.work, || {
+            let mut call = self.plan.forward_call(q, k, v);
+            if let Some(into) = max_score {
+                call = call.max_score(into);
+            }
+            call.write_to(out, lse)
+        })?
+        .map_err(raised)
+    }
+
+    /// [`Self::backward`].
+    ///
+    /// # Safety
+    /// As [`Backward`] says.
+    pub unsafe fn run_backward(&self, py: Python<'_>, of: &Backward) -> PyResult<()> {
+        let slots = self.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
+        if of.captures.len() != slots.len() {
+            let n = slots.len();
+            return Err(PyValueError::new_err(format!("one destination for each of {n} captures")));
+        }
+        // SAFETY: the caller's promise.
+        let ([q, k, v], forward, d_out, d_lse, to) = unsafe {
+            let mut to = GradientsMut::none();
+            let [dq, dk, dv] = &of.gradients;
+            if let Some(dq) = dq {
+                to = to.dq(dq.view_mut()?);
+            }
+            if let Some(dk) = dk {
+                to = to.dk(dk.view_mut()?);
+            }
+            if let Some(dv) = dv {
+                to = to.dv(dv.view_mut()?);
+            }
+            for (slot, into) in slots.iter().zip(&of.captures) {
+                if let Some(into) = into {
+                    to = to.capture(slot.name(), into.elements_dense_mut()?);
+                }
+            }
+            if let Some(into) = &of.d_sink {
+                to = to.d_sink(into.elements_dense_mut()?);
+            }
+            let forward = ForwardRef { out: of.out.view()?, lse: of.lse.view()? };
+            let d_lse = of.d_lse.as_ref().map(|d| d.view::<3>()).transpose()?;
+            (views(&of.operands)?, forward, of.d_out.view()?, d_lse, to)
+        };
+        threads::run(py, self.threads, self.work.saturating_mul(2), || {
+            let mut call = self.plan.backward_call(q, k, v, forward, d_out);
+            if let Some(d_lse) = d_lse {
+                call = call.d_lse(d_lse);
+            }
+            call.write_to(to)
+        })?
+        .map_err(raised)
+    }
+}
+
 #[pymethods]
 impl Plan {
     /// Writes `out [B, Hq, Sq, Dv]` and, where they are given, `lse` and `max_score`, `[B, Hq, Sq]` (f32).
@@ -392,34 +539,13 @@ impl Plan {
         lse: Option<&Bound<'_, PyAny>>,
         max_score: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
+        let operands = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
         let out = Borrowed::of(out)?;
-        let lse = lse.map(Borrowed::of).transpose()?;
-        let rows = [0, 1, 2].map(|axis| out.shape.get(axis).copied().unwrap_or(0));
-        let mut unread = Vec::new();
-        let max_score = max_score.map(Borrowed::of).transpose()?;
+        let [lse, max] = [lse, max_score].map(|of| of.map(Borrowed::of).transpose());
+        let (lse, max) = (lse?, max?);
         // SAFETY: the arguments hold the tensors for the call; the destinations are the package's
         // own, new for this call, and nothing else knows of them.
-        let (operands, out, lse, max_score) = unsafe {
-            let max_score = max_score.map(|m| m.view_mut()).transpose()?;
-            let lse = match &lse {
-                Some(lse) => lse.view_mut()?,
-                None => {
-                    unread.resize(rows.iter().product(), 0.0f32);
-                    TensorMut::from_slice(&mut unread, rows).map_err(raised)?
-                }
-            };
-            (views(&tensors)?, out.view_mut()?, lse, max_score)
-        };
-        threads::run(py, self.threads, self.work, || {
-            let [q, k, v] = operands;
-            let mut call = self.plan.forward_call(q, k, v);
-            if let Some(into) = max_score {
-                call = call.max_score(into);
-            }
-            call.write_to(out, lse)
-        })?
-        .map_err(raised)
+        unsafe { self.run_forward(py, &operands, &out, lse.as_ref(), max.as_ref()) }
     }
 
     /// Writes those of `dq`, `dk` and `dv` that are given, of the shapes of q, k and v, and for each capture of
@@ -437,53 +563,21 @@ impl Plan {
         captures: Vec<Option<Bound<'_, PyAny>>>,
         d_sink: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let slots = self.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
-        if captures.len() != slots.len() {
-            let n = slots.len();
-            return Err(PyValueError::new_err(format!("one destination for each of {n} captures")));
-        }
-        let [q, k, v] = &operands;
-        let tensors = [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?];
-        let [out, lse] = [Borrowed::of(&forward[0])?, Borrowed::of(&forward[1])?];
-        let d_out = Borrowed::of(d_out)?;
-        let d_lse = d_lse.map(Borrowed::of).transpose()?;
         let destination = |d: &Option<Bound<'_, PyAny>>| d.as_ref().map(Borrowed::of).transpose();
+        let [q, k, v] = &operands;
         let [dq, dk, dv] = &gradients;
-        let [dq, dk, dv] = [destination(dq)?, destination(dk)?, destination(dv)?];
-        let d_sink = d_sink.map(Borrowed::of).transpose()?;
-        let captures = captures.iter().map(destination).collect::<PyResult<Vec<_>>>()?;
-        // SAFETY: as in `forward`.
-        let ([q, k, v], forward, d_out, d_lse, to) = unsafe {
-            let mut to = GradientsMut::none();
-            if let Some(dq) = dq {
-                to = to.dq(dq.view_mut()?);
-            }
-            if let Some(dk) = dk {
-                to = to.dk(dk.view_mut()?);
-            }
-            if let Some(dv) = dv {
-                to = to.dv(dv.view_mut()?);
-            }
-            for (slot, into) in slots.iter().zip(&captures) {
-                if let Some(into) = into {
-                    to = to.capture(slot.name(), into.elements_dense_mut()?);
-                }
-            }
-            if let Some(into) = d_sink {
-                to = to.d_sink(into.elements_dense_mut()?);
-            }
-            let forward = ForwardRef { out: out.view()?, lse: lse.view()? };
-            let d_lse = d_lse.map(|d| d.view::<3>()).transpose()?;
-            (views(&tensors)?, forward, d_out.view()?, d_lse, to)
+        let of = Backward {
+            operands: [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?],
+            out: Borrowed::of(&forward[0])?,
+            lse: Borrowed::of(&forward[1])?,
+            d_out: Borrowed::of(d_out)?,
+            d_lse: d_lse.map(Borrowed::of).transpose()?,
+            gradients: [destination(dq)?, destination(dk)?, destination(dv)?],
+            captures: captures.iter().map(destination).collect::<PyResult<_>>()?,
+            d_sink: d_sink.map(Borrowed::of).transpose()?,
         };
-        threads::run(py, self.threads, self.work.saturating_mul(2), || {
-            let mut call = self.plan.backward_call(q, k, v, forward, d_out);
-            if let Some(d_lse) = d_lse {
-                call = call.d_lse(d_lse);
-            }
-            call.write_to(to)
-        })?
-        .map_err(raised)
+        // SAFETY: as in `forward`.
+        unsafe { self.run_backward(py, &of) }
     }
 
     /// What runs, in words.

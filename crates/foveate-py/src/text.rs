@@ -2,7 +2,7 @@
 
 use foveate::mods::text::{Names, parse_mask, parse_score};
 use foveate::mods::{DynExpr, Node, NodeId, Program};
-use foveate::{MaskMod, ScalarValue};
+use foveate::{AnyBuffer, MaskMod, ScalarValue};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -68,23 +68,42 @@ pub fn program(
     scalars: Vec<(String, i64)>,
     mask: bool,
 ) -> PyResult<Traced> {
+    let made = read(text, captures.iter().map(|c| c.get().buffer()), &scalars, mask)?;
+    Traced::new(py, &made, &captures, None)
+}
+
+/// The mask or score that `text` says, of these captured buffers and run-time scalars.
+///
+/// # Errors
+/// When it is neither, or an integer does not fit 32 bits.
+pub fn read<'a>(
+    text: &str,
+    buffers: impl Iterator<Item = &'a AnyBuffer>,
+    scalars: &[(String, i64)],
+    mask: bool,
+) -> PyResult<Program> {
     let mut names = Names::new();
-    for capture in &captures {
-        names = names.buffer(capture.get().buffer());
+    for buffer in buffers {
+        names = names.buffer(buffer);
     }
     for (name, value) in scalars {
-        let value = i32::try_from(value).map_err(|_| {
-            PyValueError::new_err(format!(
-                "a captured integer is {value}, which does not fit 32 bits"
-            ))
-        })?;
-        names = names.scalar(name, ScalarValue::I32(value));
+        names = names.scalar(name, ScalarValue::I32(narrow(*value)?));
     }
     match mask {
-        true => parse_mask(text, &names).map(|m| Traced::new(py, m.program(), &captures, None)),
-        false => parse_score(text, &names).map(|s| Traced::new(py, s.program(), &captures, None)),
+        true => parse_mask(text, &names).map(|m| m.program().clone()),
+        false => parse_score(text, &names).map(|s| s.program().clone()),
     }
-    .map_err(|e| PyValueError::new_err(format!("program `{text}`: {}", in_short(&e.to_string()))))?
+    .map_err(|e| PyValueError::new_err(format!("program `{text}`: {}", in_short(&e.to_string()))))
+}
+
+/// A captured integer as programs hold it.
+///
+/// # Errors
+/// When it does not fit.
+pub fn narrow(value: i64) -> PyResult<i32> {
+    i32::try_from(value).map_err(|_| {
+        PyValueError::new_err(format!("a captured integer is {value}, which does not fit 32 bits"))
+    })
 }
 
 /// The first line of an error of the text form: below it the others show the text, which is said already.

@@ -54,7 +54,8 @@ pub fn run<T: Send>(
     py.detach(|| pool.install(call))
 }
 
-fn what(panic: &(dyn std::any::Any + Send)) -> String {
+/// What a panic said, as an error of Python's does.
+pub fn what(panic: &(dyn std::any::Any + Send)) -> String {
     let said = panic.downcast_ref::<&str>().copied();
     let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     format!("a bug in Foveate, please report it: {}", said.unwrap_or("it panicked"))

@@ -1,0 +1,224 @@
+"""Kernels of the operators on CPU tensors: the native module's give the bits, errors and layouts of Python's, hold nothing,
+and torch without what they need has Python's."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from foveate import _native, _ops
+
+pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="skipped: kernels of CUDA tensors are Python's")
+needs_native = pytest.mark.skipif(_ops.NOT_NATIVE is not None, reason=f"skipped: {_ops.NOT_NATIVE}")
+OURS = torch.ops.foveate
+NONE = (None, [], [], None, [], [], [], [1, 1], 0.3, None, 0.0)
+CU_Q, CU_K = torch.tensor([0, 7, 7, 15]), torch.tensor([0, 20, 23, 25], dtype=torch.int32)
+TABLE, LENGTHS = torch.tensor([[4, 1, 2**40], [0, 3, -1]]), torch.tensor([7, 5])
+
+
+def scattered(*shape, order, dtype=torch.float32):
+    """A random tensor whose axes lie in memory in this order."""
+    return torch.randn([shape[axis] for axis in order]).to(dtype).permute([order.index(axis) for axis in range(len(shape))])
+
+
+def operands(batch=2, q_len=18, kv_len=27, dtype=torch.float32):
+    q = scattered(batch, 4, q_len, 8, order=[0, 2, 1, 3], dtype=dtype)
+    k = scattered(batch, 2, kv_len, 8, order=[1, 0, 3, 2], dtype=dtype)
+    return q, k, torch.randn(batch, 2, kv_len, 12).to(dtype)[:, :, :, ::2]
+
+
+def listed(batch, heads, full):
+    """Lists of some tiles of 8 by 8, in any order."""
+    pair = []
+    for _ in range(1 + full):
+        counts = torch.randint(0, 5, (batch, heads, 3), dtype=torch.int32)
+        pair += [counts, torch.stack([torch.randperm(4) for _ in range(batch * heads * 3)]).view(batch, heads, 3, 4).int()]
+    return pair
+
+
+def masked(lists, batch, heads):
+    kinds = {(1, 1): "m1[q / 8, kv / 8]", (2, 1): "m1[b, q / 8, kv / 8]", (1, 4): "m1[h, q / 8, kv / 8]"}
+    kind = kinds.get((batch, heads), "m1[b, h, q / 8, kv / 8]")
+    return (None, [], [], f"{kind} == 2 | {kind} == 1 & m0[q] <= m0[kv] + mn0", [torch.randint(0, 3, (27,))], [1], lists, [8, 8], 0.3, None, 0.0)
+
+
+BIASES = [torch.randn(4, dtype=torch.float64), torch.randn(30, 4).to(torch.bfloat16).t(), torch.tensor(0.5), torch.randn(3)]
+SCORED = ("score * s2[0] + (s0[h] + s1[h, kv]) * sn0 as f32", BIASES, [2], *NONE[3:])
+MODS = {
+    "none": NONE,
+    "a score": SCORED,
+    "dropout": (*NONE[:-2], torch.tensor([41]), 0.25),
+    "an integer of a call": (None, [], [], "kv <= q + mn0", [], [3], *NONE[6:]),
+    "a mask of which nothing is left": (None, [], [], "kv < mn0", [], [0], *NONE[6:]),
+    **{f"lists {of}": masked(listed(*of), *of[:2]) for of in ((1, 1, True), (2, 1, True), (1, 4, False), (2, 4, True))},
+}
+
+
+def same(ours, gold):
+    """Whether results are the same bits in the same layout."""
+    assert type(ours) is type(gold)
+    if isinstance(ours, torch.Tensor):
+        assert ours.dtype == gold.dtype and ours.shape == gold.shape
+        assert ours.stride() == gold.stride() or not gold.numel()
+        assert torch.equal(ours.nan_to_num(7.5), gold.nan_to_num(7.5))
+    else:
+        assert len(ours) == len(gold)
+        for one, two in zip(ours, gold):
+            same(one, two)
+
+
+def both(name, python, *arguments):
+    """What the operator gives, which is what the kernel of Python gives."""
+    ours = getattr(OURS, name).default(*arguments)
+    same(ours, python(*arguments))
+    return ours
+
+
+def backward_too(name, forward, backward, tensors, where, mods):
+    q, k, v = tensors
+    out, lse, _ = both(f"{name}forward", forward, q, k, v, *where, *mods, True)
+    learned = [2, 0, 1] if mods is SCORED else []
+    d_lse = torch.randn_like(lse)
+    for d_out, d_lse, needs in ((torch.randn_like(out), d_lse, [True] * 3), (None, d_lse, [False, True, False])):
+        both(f"{name}backward", backward, q, k, v, *where, out, lse, d_out, d_lse, *mods, needs, learned)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mods", MODS)
+def test_results_and_gradients_are_those_of_the_kernels_of_python(mods, dtype):
+    torch.manual_seed(len(mods))
+    backward_too("", _ops._forward, _ops._backward, operands(dtype=dtype), (), MODS[mods])
+
+
+@needs_native
+@pytest.mark.parametrize("mods", [name for name in MODS if "lists" not in name])
+def test_sequences_and_rows_past_them_are_those_of_the_kernels_of_python(mods):
+    torch.manual_seed(len(mods))
+    backward_too("varlen_", _ops._varlen_forward, _ops._varlen_backward, operands(1), (CU_Q, CU_K), MODS[mods])
+
+
+@needs_native
+@pytest.mark.parametrize("mods", ["none", "a score", "an integer of a call"])
+def test_pages_are_those_of_the_kernel_of_python(mods):
+    torch.manual_seed(len(mods))
+    q, k, v = operands()[0], torch.randn(5, 2, 4, 8), torch.randn(5, 4, 2, 6).transpose(1, 2)
+    for integers in (torch.int64, torch.int32):
+        table = TABLE.clamp(-1, 99).to(integers).t().contiguous().t() if integers == torch.int32 else TABLE
+        both("paged", _ops._paged_forward, q, k, v, table, LENGTHS.to(integers), *MODS[mods], True)
+
+
+@needs_native
+def test_keys_of_another_dtype_and_lengths_of_0_are_those_of_the_kernel_of_python():
+    torch.manual_seed(0)
+    q, k, v = operands()
+    for other in (torch.bfloat16, torch.float16, torch.float64):
+        both("forward", _ops._forward, q, k.to(other), v.to(other), *NONE, True)
+    for lengths in ((0, 5), (5, 0)):
+        backward_too("", _ops._forward, _ops._backward, operands(2, *lengths), (), NONE)
+
+
+Q, K, V = operands(1)
+#: Operator, arguments, exception and words.
+WRONG = [
+    ("forward", (Q, K, V, "scor", *NONE[1:], False), ValueError, "there is no `scor`"),
+    ("forward", (Q, K, V, "score + sn0 as f32", [], [2**40], *NONE[3:], False), ValueError, "does not fit 32 bits"),
+    ("forward", (Q, K, V, "score + s0[kv]", [torch.randn(8)], *NONE[2:], False), IndexError, r"a captured tensor of shape \(8,\) was read at index 8"),
+    ("forward", (Q, K, V, "score + s0[kv, 0]", [torch.randn(8, 3)], *NONE[2:], False), IndexError, r"a captured tensor of shape \(8, 3\)"),
+    ("forward", (Q.int(), K, V, *NONE, False), NotImplementedError, "attention takes float32, bfloat16 and float16 tensors"),
+    ("forward", (Q, K.int(), V, *NONE, False), NotImplementedError, "attention takes float32, bfloat16 and float16 tensors"),
+    ("forward", (Q, K[..., :4], V, *NONE, False), ValueError, None),
+    ("forward", (Q[0], K, V, *NONE, False), ValueError, "a tensor has 3 axes, not 4"),
+    ("forward", (Q.to(torch.complex64), K, V, *NONE, False), TypeError, None),
+    ("forward", (Q, K, V, None, [], [], "true", [], [], listed(1, 1, True)[:2], [4, 8], *NONE[8:], False), ValueError, "block_mask lists 3 rows of tiles of 4 queries; 18 queries need 5"),
+    ("forward", (Q, K, V, None, [], [], "m0[q / 8, kv / 8] == 1", [], [], [torch.ones(1, 1, 3).int(), torch.full((1, 1, 3, 4), 4).int()], [8, 8], *NONE[8:], False), ValueError, "block_mask lists a tile outside its 4 columns"),
+    ("varlen_forward", (Q, K, V, torch.tensor([0, 9, 3]), CU_K, *NONE, False), ValueError, r"cu_seqlens_q must begin at 0 and not decrease, got \[0, 9, 3\]"),
+    ("varlen_forward", (Q, K, V, CU_Q, torch.tensor([0, 99]), *NONE, False), ValueError, "cu_seqlens_k ends at 99, past the 27 rows"),
+    ("varlen_forward", (Q, K, V, CU_Q, CU_K[:2], *NONE, False), ValueError, "they need as many"),
+    ("varlen_forward", (Q, K, V, CU_Q.double(), CU_K, *NONE, False), ValueError, r"a vector of integer offsets, got a tensor of torch.float64 \[4\]"),
+    ("paged", (Q, K, V, TABLE[0], LENGTHS[:1], *NONE, False), ValueError, r"int64 tensor of 2 axes, got torch.int64 \(3,\)"),
+    ("paged", (Q, K, V, TABLE, LENGTHS, *NONE, False), ValueError, "page_table is for 2 batch entries, and query has 1"),
+    ("paged", (Q, K, V, TABLE[:1], torch.tensor([99]), *NONE, False), ValueError, None),
+]
+
+
+@pytest.mark.parametrize("at", range(len(WRONG)))
+def test_errors_have_the_type_and_words_of_pythons_and_the_next_call_is_right(at):
+    name, arguments, kind, words = WRONG[at]
+    operator = getattr(OURS, name)
+    gold = OURS.forward.default(Q, K, V, *NONE, True)
+    with pytest.raises(kind, match=words) as raised:
+        operator.default(*arguments)
+    assert type(raised.value) is kind and "\n" not in str(raised.value)
+    python = {"forward": _ops._forward, "varlen_forward": _ops._varlen_forward, "paged": _ops._paged_forward}[name]
+    if words:  # Others are torch's own.
+        with pytest.raises(Exception, match=words):
+            python(*arguments)
+    # By its name alone, as by C++, it is torch's error of a kernel, of the same words.
+    with pytest.raises(kind if _ops.NOT_NATIVE else RuntimeError) as named:
+        operator(*arguments)
+    assert str(named.value) == str(raised.value)
+    same(OURS.forward.default(Q, K, V, *NONE, True), gold)
+
+
+@needs_native
+def test_threads_have_their_own_errors():
+    said = {}
+
+    def run(name):
+        for _ in range(200):
+            try:
+                OURS.forward.default(Q, K, V, name, *NONE[1:], False)
+            except ValueError as error:
+                said.setdefault(name, set()).add(str(error).split("`: ")[0])
+
+    threads = [threading.Thread(target=run, args=(f"wrong{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == {f"wrong{i}": {f"program `wrong{i}"} for i in range(4)}
+
+
+@needs_native
+def test_calls_that_end_well_or_badly_hold_no_tensors():
+    ids = torch.zeros(27, dtype=torch.int64)
+    lists, bias = listed(1, 1, True), torch.randn(4)
+    mask = "m1[q / 8, kv / 8] != 0 & m0[kv] == 0"
+    held = [Q, K, V, ids, bias, *lists]
+    before = [t._use_count() for t in held]
+    for kind in ("score + s0[h]", "scor"):
+        mods = (kind, [bias], [], mask, [ids], [], lists, [8, 8], 0.3, None, 0.0)
+        for _ in range(3):
+            try:
+                out, lse, _ = OURS.forward.default(Q, K, V, *mods, False)
+                OURS.backward.default(Q, K, V, out, lse, out, lse, *mods, [True] * 3, [0])
+            except ValueError:
+                assert kind == "scor"
+    assert [t._use_count() for t in held] == before
+    assert out._use_count() == lse._use_count() == 1
+
+
+def ran(code, **more):
+    """What a new process prints, with these variables."""
+    environment = {**os.environ, **more, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split("\n")
+
+
+def test_they_are_the_native_modules_where_torch_has_its_functions():
+    assert sys.platform != "linux" or os.environ.get("FOVEATE_KERNELS") == "python" or _ops.NOT_NATIVE is None
+    names = [name for name, _ in _native.kernel_functions()]
+    assert len(set(names)) == len(names) and all("torch_" in name for name in names)
+    assert all(float(version) >= 2.1 for _, version in _native.kernel_functions())
+
+
+def test_otherwise_they_are_pythons():
+    call = "import torch, foveate; from foveate import _ops, _native; q = torch.ones(1, 1, 2, 4)\n"
+    call += "print(_ops.NOT_NATIVE); print(_native.register_kernels('/nowhere/libtorch_cpu.so'))\n"
+    call += f"print(torch.ops.foveate.forward.default(q, q, q, *{NONE}, False)[0].sum().item())"
+    asked, reason, total, _ = ran(call, FOVEATE_KERNELS="python")
+    assert asked == "FOVEATE_KERNELS is python" and total == "8.0"
+    assert reason.startswith("/nowhere/libtorch_cpu.so is not loaded: ")
