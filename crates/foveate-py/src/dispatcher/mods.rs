@@ -235,6 +235,9 @@ pub fn table(
         }
         pairs.push((counts, tiles, shape));
     }
+    if pairs.iter().any(|(.., shape)| axes.iter().zip(shape).any(|(&all, &n)| n != 1 && n != all)) {
+        return Err(wrong("lists partial and full tiles for other batch entries or heads"));
+    }
     let mut kinds = vec![0u8; axes[0] * axes[1] * rows * width];
     for (kind, (counts, tiles, [batch, heads, _, columns])) in (1..).zip(&pairs) {
         for (at, row) in kinds.chunks_mut(width).enumerate() {
