@@ -22,6 +22,7 @@
 mod coverage;
 mod layouts;
 mod ownership;
+pub(crate) mod step;
 mod transfers;
 
 use std::collections::HashMap;

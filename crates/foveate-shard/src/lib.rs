@@ -24,6 +24,8 @@
 //!   all layers ([`Planes`]).
 //! - [`ShardPlan`]: what every rank holds, receives, computes and returns, as data.
 //!   [`ShardPlan::prove`] proves it or names the first [`Contradiction`].
+//! - [`step`]: what moves between ranks beside the keys of attention, from one layout of a value to the next;
+//!   [`step::StepPlan::prove`] proves it.
 //! - [`picture`]: who computes what.
 //! - [`simulate`]: how long a step would take on machines that are not here.
 //! - [`RankAttention`]: attention on one rank of a [`ProvenPlan`], on the CPU; [`combine()`] joins
@@ -64,9 +66,11 @@ mod plan;
 mod plane;
 mod ranges;
 pub mod simulate;
+pub mod step;
 mod table;
 
 pub use attention::{PlannedAttention, RankAttention, RankForward, RankGradients, Statement};
+pub use check::step::{ProvenStep, StepProof};
 pub use check::{Contradiction, Limits, Proof, ProvenPlan, RankBytes};
 pub use combine::combine;
 pub use dispatch::{CHUNKS_A_RANK, Dispatch, usual_tile};
