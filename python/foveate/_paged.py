@@ -118,7 +118,7 @@ def paged(
         out, lse, max_scores = call.forward(*inputs[1:], (), forward_only=True)
     if return_aux is None:
         return out
-    return out, AuxOutput(lse=lse, max_scores=max_scores)
+    return out, AuxOutput(lse=lse if aux.lse else None, max_scores=max_scores if aux.max_scores else None)
 
 
 class _WithoutGradient(torch.autograd.Function):

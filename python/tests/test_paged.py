@@ -59,6 +59,15 @@ def test_a_sink_and_narrow_integers_are_taken():
     close("out", one[:1], alone, torch.float32, 30 * 8)
 
 
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("max_scores", [True, False])
+def test_rows_are_given_that_were_asked_for_and_no_others(lse, max_scores):
+    q = torch.randn(4, 2, 1, 8, generator=G)
+    (_, k), (_, v) = cache(2, 8), cache(2, 8)
+    _, aux = paged(q, k, v, TABLE, LENGTHS, return_aux=AuxRequest(lse=lse, max_scores=max_scores))
+    assert (aux.lse is not None, aux.max_scores is not None) == (lse, max_scores)
+
+
 def test_a_cache_that_grows_gives_what_it_holds_now():
     q = torch.randn(1, 2, 1, 8, generator=G)
     (_, k), (_, v) = cache(2, 8), cache(2, 8)
