@@ -190,16 +190,18 @@ impl KernelPlan {
     /// together. Enough heads for the device to be filled four times, and no more, for what those
     /// under way read to stay in the cache. Items of tiles of keys also add to `dq_accum` there: where
     /// there are more, enough heads to fill the device once and a half, and a divisor of all, for the
-    /// last to be as many. Not where they add in order, so that few of those that start together add to
-    /// the same rows; all heads where the mask is sparse besides.
+    /// last to be as many. Where they add in order, four query heads or more at once, so that few of
+    /// those that start together add to the same rows; all heads where the mask is sparse besides.
     pub fn interleaved_heads(&self, kernel: Kernel, heads: usize, tiles: usize) -> usize {
-        let ordered = self.config(kernel).is_some_and(|config| config.ordered_dq);
         if self.all_heads_in_turns && kernel == Kernel::Backward {
             return heads.max(1);
         }
         let at_once = self.profile.sms * self.choice(kernel).chosen.occupancy.ctas;
-        if kernel == Kernel::Backward && !ordered && tiles * heads > 4 * at_once {
-            let mut even = (1..=heads).filter(|n| heads.is_multiple_of(*n));
+        if kernel == Kernel::Backward && tiles * heads > 4 * at_once {
+            let config = &self.choice(kernel).chosen.config;
+            let of_item = if config.split_gqa { 1 } else { config.group };
+            let least = if config.ordered_dq { 4usize.div_ceil(of_item) } else { 1 };
+            let mut even = (least..=heads).filter(|n| heads.is_multiple_of(*n));
             return even.find(|n| 2 * n * tiles >= 3 * at_once).unwrap_or(heads.max(1));
         }
         let turns = tiles * heads / (4 * at_once).max(1);
