@@ -40,7 +40,7 @@ pub(crate) use recording::numbers_of;
 pub use recording::{PassIdentity, PassWork, Recording};
 pub use state_memory::{ArrayBytes, ProcessMemory, StateMemory};
 pub use stream::{StreamProduct, StreamTransfers, VocabularyPart};
-pub use sums::{BlockTime, KEYS_WAIT, SumOverRanks, Sums};
+pub use sums::{BlockTime, COPY_IN, COPY_OUT, KEYS_WAIT, SumOverRanks, Sums};
 pub use transfers::Transfers;
 
 /// What attention is planned for.
@@ -474,7 +474,8 @@ pub trait Blocks: Sized {
         Ok(())
     }
 
-    /// The times of the blocks of steps whose totals were read since the last call, in their order.
+    /// The times of the blocks of steps whose totals were read since the last call, in their order, and of copies beside
+    /// them that are done; those that were under way come once [`Blocks::profile`] has ended the profile.
     fn block_times(&mut self) -> Vec<BlockTime> {
         Vec::new()
     }

@@ -91,11 +91,11 @@ mod through_host;
 pub use account::{Account, FlopCount, MemoryEstimate, StepKind, Training};
 pub use architecture::{Activation, Architecture, LayerRope};
 pub use backend::{
-    Array, ArrayBytes, AttentionShape, BlockTime, Blocks, ContextOf, HeldBytes, KEYS_WAIT, KvCache,
-    LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands, Moments, NormForward,
-    PackedHeads, Part, PartMut, PassIdentity, PassWork, PlanBytes, ProcessMemory, Recording,
-    ReplicaSumsOf, Rotation, StateMemory, StreamProduct, StreamTransfers, SumOverRanks, Sums,
-    Transfers, VocabularyPart, Weights,
+    Array, ArrayBytes, AttentionShape, BlockTime, Blocks, COPY_IN, COPY_OUT, ContextOf, HeldBytes,
+    KEYS_WAIT, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
+    Moments, NormForward, PackedHeads, Part, PartMut, PassIdentity, PassWork, PlanBytes,
+    ProcessMemory, Recording, ReplicaSumsOf, Rotation, StateMemory, StreamProduct, StreamTransfers,
+    SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
 };
 pub use batch::{Batch, BlockSeconds, IGNORE, LossSum, Queued, token_order};
 pub use config::{

@@ -399,10 +399,12 @@ impl<B: Blocks> Setup<'_, B> {
         run: &mut Progress,
         observer: &mut dyn Observer,
     ) -> Result<(), TrainError> {
-        let Some(profile) = run.profile.take_if(|profile| profile.is_under_way()) else {
+        let Some(mut profile) = run.profile.take_if(|profile| profile.is_under_way()) else {
             return Ok(());
         };
         self.model.profile(false)?;
+        // Copies that were under way.
+        profile.device(self.model.block_times());
         let file = self.folder.profile();
         profile.write(&file)?;
         observer.profiled(&file);

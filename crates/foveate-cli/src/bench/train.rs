@@ -276,6 +276,15 @@ fn print_blocks(found: &Measured, out: &mut Output) -> Result<(), Failure> {
         100.0 * working / found.profiled_ms,
         found.profiled_ms
     ))?;
+    for copy in &found.copies {
+        out.line(format!(
+            "{:<26} {:>6} {:>9.2} {:>6.1}% beside the blocks, between host and device",
+            copy.block,
+            copy.calls,
+            copy.ms,
+            100.0 * copy.ms / found.profiled_ms
+        ))?;
+    }
     if found.keys_wait_ms > 0.0 {
         out.line(format!(
             "attention waits for keys and gradients of other ranks for {:.2} ms, {:.1} % of that step",

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use foveate_gpu::driver::Event;
 use foveate_gpu::{GpuError, Queue};
-use foveate_nn::NnError;
+use foveate_nn::{COPY_IN, COPY_OUT, NnError};
 
 use super::array::CudaArray;
 use super::sharing::FAREWELL;
@@ -62,6 +62,16 @@ pub(super) enum Way {
     Back,
 }
 
+impl Way {
+    /// As profiles name it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Out => COPY_OUT,
+            Self::Back => COPY_IN,
+        }
+    }
+}
+
 impl Cuda {
     /// The queues, which are made once.
     pub(super) fn bus(&mut self) -> Result<Arc<Bus>, NnError> {
@@ -86,9 +96,11 @@ impl Cuda {
             Way::Out => (bus.leaving.stream(), &bus.out),
             Way::Back => (bus.arriving.stream(), &bus.back),
         };
-        let queued = || {
-            ready.record(self.queue.stream())?;
+        let (queue, clock) = (&self.queue, &mut self.clock);
+        let mut queued = || {
+            ready.record(queue.stream())?;
             stream.after(ready)?;
+            let begin = clock.copy_begins(stream)?;
             match way {
                 // SAFETY: the array is the workspace's, which the blocks' queue has waited for the copy before it
                 // goes, or `Bus` has, and the host's is marked behind the copy.
@@ -96,6 +108,7 @@ impl Cuda {
                 // SAFETY: as above.
                 Way::Back => unsafe { host.copy_to(stream, 0, address, bytes)? },
             }
+            clock.copy_ends(stream, way.name(), begin)?;
             host.mark(stream)?;
             done.record(stream)
         };

@@ -1,9 +1,9 @@
 //! Device time of blocks, by events. Events cost the queue some time, so they are recorded in some
 //! steps only, or while a profile is taken, and nothing waits for them: they are read with the totals
-//! of their step. What a block waits for other ranks lies within its time, and is told beside it.
+//! of their step. Copies between host and device are measured in profiles. What a block waits for other ranks lies within its time, and is told beside it.
 
 use foveate_gpu::GpuError;
-use foveate_gpu::driver::{Event, Stream};
+use foveate_gpu::driver::{Event, Stream, default_timeout};
 use foveate_nn::{BlockSeconds, BlockTime, KEYS_WAIT};
 
 /// A step of so many is measured.
@@ -101,7 +101,17 @@ pub(super) struct Clock {
     free: Vec<Event>,
     /// The beginning of the profile, while one is taken.
     origin: Option<Event>,
+    /// Of the profile, beside the blocks: begun and ended on queues of their own.
+    copies: Vec<Copied>,
     profiled: Vec<BlockTime>,
+}
+
+/// A copy between host and device.
+#[derive(Debug)]
+struct Copied {
+    name: &'static str,
+    begin: Event,
+    end: Event,
 }
 
 #[derive(Debug)]
@@ -137,8 +147,13 @@ impl Clock {
         self.updated += 1;
     }
 
-    /// Measures every block from here on, or some steps only.
+    /// Measures every block and every copy from here on, or blocks of some steps only. Waits for copies of a profile
+    /// that ends.
     pub fn profile(&mut self, stream: &Stream, on: bool) -> Result<(), GpuError> {
+        for copy in &self.copies {
+            copy.end.wait(default_timeout(), "copies of a profile")?;
+        }
+        self.read_copies()?;
         self.origin = match on {
             true => Some(self.event(stream)?),
             false => None,
@@ -154,6 +169,43 @@ impl Clock {
     /// Whether the present step is measured.
     pub fn measures(&self) -> bool {
         self.origin.is_some() || self.measured
+    }
+
+    /// A copy of the profile begins on `stream`; none where no profile is taken.
+    pub fn copy_begins(&mut self, stream: &Stream) -> Result<Option<Event>, GpuError> {
+        self.origin.is_some().then(|| self.event(stream)).transpose()
+    }
+
+    /// The end of a copy that has begun.
+    pub fn copy_ends(
+        &mut self,
+        stream: &Stream,
+        name: &'static str,
+        begin: Option<Event>,
+    ) -> Result<(), GpuError> {
+        if let Some(begin) = begin {
+            let end = self.event(stream)?;
+            self.copies.push(Copied { name, begin, end });
+        }
+        Ok(())
+    }
+
+    /// The times of copies that are done.
+    fn read_copies(&mut self) -> Result<(), GpuError> {
+        let Some(origin) = &self.origin else { return Ok(()) };
+        let mut under_way = Vec::new();
+        for Copied { name, begin, end } in std::mem::take(&mut self.copies) {
+            if !end.done()? {
+                under_way.push(Copied { name, begin, end });
+                continue;
+            }
+            let (start, seconds) =
+                (seconds_between(origin, &begin)?, seconds_between(&begin, &end)?);
+            self.profiled.push(BlockTime { block: name, start, seconds });
+            self.free.extend([begin, end]);
+        }
+        self.copies = under_way;
+        Ok(())
     }
 
     fn event(&mut self, stream: &Stream) -> Result<Event, GpuError> {
@@ -203,6 +255,7 @@ impl Clock {
 
     /// The times of step `step`, all of whose work is done; none where it was not measured.
     pub fn read(&mut self, step: u64) -> Result<Option<BlockSeconds>, GpuError> {
+        self.read_copies()?;
         let own: Vec<Mark> = self.marks.extract_if(.., |mark| mark.step == step).collect();
         if own.is_empty() {
             return Ok(None);

@@ -18,11 +18,12 @@ use std::sync::Arc;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Event, HostArray};
 use foveate_gpu::{DeviceTensor, Queue};
-use foveate_nn::{MOMENTS_PIECES, Moments, NnError};
+use foveate_nn::{COPY_IN, COPY_OUT, MOMENTS_PIECES, Moments, NnError};
 use foveate_tensor::DType;
 
 use super::array::CudaArray;
 use super::bus::Bus;
+use super::clock::Clock;
 use super::{Cuda, failed};
 
 /// The slots, on the way between the queues.
@@ -100,6 +101,7 @@ impl Passage {
     pub fn bring(
         &self,
         queue: &Queue,
+        clock: &mut Clock,
         moments: &Moments<CudaArray>,
         number: usize,
         place: &Range<usize>,
@@ -111,14 +113,16 @@ impl Passage {
         let (start, bytes) = (place.start * dtype.bytes(), elems * dtype.bytes());
         assert!(self.fits(bytes, kept(moments).count()), "a piece fits its slot");
         let stream = self.bus.arriving.stream();
-        let queued = || {
+        let mut queued = || {
             stream.after(left)?;
+            let begin = clock.copy_begins(stream)?;
             for (which, moment) in kept(moments).enumerate() {
                 // SAFETY: the slot has room for the piece, stays allocated as long as the queues, and is not in
                 // use: what it held has left. The moments are marked behind the copy.
                 unsafe { moment.copy_to(stream, start, piece.address(which), bytes)? };
                 moment.mark(stream)?;
             }
+            clock.copy_ends(stream, COPY_IN, begin)?;
             arrived.record(stream)?;
             queue.stream().after(arrived)
         };
@@ -130,6 +134,7 @@ impl Passage {
     pub fn take_back(
         &self,
         queue: &Queue,
+        clock: &mut Clock,
         moments: &Moments<CudaArray>,
         piece: Piece,
         place: &Range<usize>,
@@ -138,14 +143,16 @@ impl Passage {
         let size = piece.dtype.bytes();
         let (start, bytes) = (place.start * size, place.len() * size);
         let stream = self.bus.leaving.stream();
-        let queued = || {
+        let mut queued = || {
             updated.record(queue.stream())?;
             stream.after(updated)?;
+            let begin = clock.copy_begins(stream)?;
             for (which, moment) in kept(moments).enumerate() {
                 // SAFETY: as in `bring`.
                 unsafe { moment.copy_from(stream, start, piece.address(which), bytes)? };
                 moment.mark(stream)?;
             }
+            clock.copy_ends(stream, COPY_OUT, begin)?;
             left.record(stream)
         };
         queued().map_err(|e| failed(&e))

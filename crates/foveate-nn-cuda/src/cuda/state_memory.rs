@@ -18,7 +18,7 @@ use std::time::Instant;
 use foveate_gpu::GpuError;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Device, HostArray, default_timeout};
-use foveate_nn::{Array, ArrayBytes, NnError, NnErrorKind, StateMemory};
+use foveate_nn::{Array, ArrayBytes, COPY_OUT, NnError, NnErrorKind, StateMemory};
 
 use super::array::CudaArray;
 use super::sharing::FAREWELL;
@@ -151,9 +151,11 @@ impl Cuda {
         let room: usize = pieces.iter().map(HostArray::bytes).sum();
         assert!(all <= room, "{all} B are copied to {room} B");
         let ([ready, left], stream) = (&bus.state, bus.leaving.stream());
-        let queued = || {
-            ready.record(self.queue.stream())?;
+        let (queue, clock) = (&self.queue, &mut self.clock);
+        let mut queued = || {
+            ready.record(queue.stream())?;
             stream.after(ready)?;
+            let begin = clock.copy_begins(stream)?;
             let (mut at, mut on_host) = (0, Vec::new());
             for ArrayBytes { array, bytes } in from {
                 let mut first = bytes.start;
@@ -171,6 +173,7 @@ impl Cuda {
                 }
                 at += bytes.len();
             }
+            clock.copy_ends(stream, COPY_OUT, begin)?;
             // While the device copies.
             for (host, first, piece, start, some) in on_host {
                 let limit = default_timeout();

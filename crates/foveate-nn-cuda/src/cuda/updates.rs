@@ -224,9 +224,10 @@ impl Cuda {
                 match this.passage.as_ref().zip(launch.moments.as_ref()) {
                     None => this.update_arena(step, &all, launch, queued)?,
                     Some((passage, (number, place))) => {
-                        let piece = passage.bring(&this.queue, moments, *number, place)?;
+                        let piece =
+                            passage.bring(&this.queue, &mut this.clock, moments, *number, place)?;
                         this.update_arena(step, &all.part(place, piece), launch, queued)?;
-                        passage.take_back(&this.queue, moments, piece, place)?;
+                        passage.take_back(&this.queue, &mut this.clock, moments, piece, place)?;
                     }
                 }
             }

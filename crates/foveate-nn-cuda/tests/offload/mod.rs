@@ -2,7 +2,8 @@
 
 use foveate_gpu::trace::{self, HOST, Noted};
 use foveate_nn::{
-    Architecture, Model, ModelConfig, Offload, Recomputation, Recompute, Recording, StepKind,
+    Architecture, COPY_IN, COPY_OUT, Model, ModelConfig, Offload, Recomputation, Recompute,
+    Recording, StepKind,
 };
 use foveate_nn_cuda::Cuda;
 
@@ -90,6 +91,30 @@ fn inputs_of_layers_go_to_the_host_and_come_back_in_order_and_nothing_waits() {
             assert_ne!(trouble(&without), [""; 0], "{what:?}: without {at} {:?}", notes[at]);
         }
     }
+}
+
+/// Copies of the steps of a profile, those that end behind the last step, too; none outside of it.
+#[test]
+fn a_profile_has_the_times_of_copies_between_host_and_device() {
+    if !inside("offload::a_profile_has_the_times_of_copies_between_host_and_device") {
+        return;
+    }
+    let mut steps = deep(with_host_moments(2056), false);
+    let pieces = steps.model.layout().trained().div_ceil(2056);
+    steps.run(offloaded(Recompute::Full));
+    steps.model.profile(true).unwrap();
+    for _ in 0..2 {
+        steps.run(offloaded(Recompute::Full));
+    }
+    let mut times = steps.model.block_times();
+    steps.model.profile(false).unwrap();
+    times.extend(steps.model.block_times());
+    steps.run(offloaded(Recompute::Full));
+    assert_eq!(steps.model.block_times(), []);
+    let calls = |block| times.iter().filter(|time| time.block == block).count();
+    // Of two steps of two batches, with one copy for both moments of a piece.
+    assert_eq!([COPY_OUT, COPY_IN].map(calls), [2 * (2 * (LAYERS - 1) + pieces); 2]);
+    assert!(calls("update") == 2 && times.iter().all(|time| time.seconds >= 0.0));
 }
 
 #[test]

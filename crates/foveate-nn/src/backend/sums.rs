@@ -49,6 +49,13 @@ pub struct Sums {
 /// keys, queries or gradients of others.
 pub const KEYS_WAIT: &str = "keys wait";
 
+/// What a [`BlockTime`] is called of a copy from the memory of the host to the device, on a queue of its own beside the
+/// blocks': moments, or an input of a layer.
+pub const COPY_IN: &str = "copy in";
+
+/// The same of a copy to the memory of the host: of what is saved, too.
+pub const COPY_OUT: &str = "copy out";
+
 /// When a block ran on the device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockTime {

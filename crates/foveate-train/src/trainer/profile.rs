@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Instant;
 
-use foveate_nn::BlockTime;
+use foveate_nn::{BlockTime, COPY_IN, COPY_OUT};
 use serde::Serialize;
 use serde_json::json;
 
@@ -33,6 +33,8 @@ struct Event {
 
 const HOST: u32 = 0;
 const DEVICE: u32 = 1;
+const COPIES_IN: u32 = 2;
+const COPIES_OUT: u32 = 3;
 
 impl Profile {
     /// Of these steps, counted from one.
@@ -68,10 +70,15 @@ impl Profile {
         }
     }
 
-    /// The device has run blocks.
+    /// The device has run blocks, and copied beside them.
     pub fn device(&mut self, times: Vec<BlockTime>) {
         for BlockTime { block, start, seconds } in times {
-            self.push(block, DEVICE, start, seconds);
+            let thread = match block {
+                COPY_IN => COPIES_IN,
+                COPY_OUT => COPIES_OUT,
+                _ => DEVICE,
+            };
+            self.push(block, thread, start, seconds);
         }
     }
 
@@ -87,6 +94,10 @@ impl Profile {
     pub fn write(&self, file: &Path) -> Result<(), TrainError> {
         let named = |tid: u32, name: &str| json!({ "ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": { "name": name } });
         let mut events = vec![named(HOST, "host"), named(DEVICE, "device")];
+        for (thread, name) in [(COPIES_IN, "copies in"), (COPIES_OUT, "copies out")] {
+            let any = self.events.iter().any(|event| event.tid == thread);
+            events.extend(any.then(|| named(thread, name)));
+        }
         events.extend(self.events.iter().map(|event| json!(event)));
         let trace = json!({ "displayTimeUnit": "ms", "traceEvents": events });
         whole::replace(file, trace.to_string().as_bytes())
@@ -108,6 +119,7 @@ mod tests {
         assert!(!profile.begins_with(4));
         profile.host("queue", Instant::now());
         profile.device(vec![BlockTime { block: "linear", start: 0.25, seconds: 0.5 }]);
+        profile.device(vec![BlockTime { block: COPY_OUT, start: 0.5, seconds: 0.125 }]);
         assert_eq!([3, 4].map(|step| profile.ends_with(step)), [false, true]);
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("profile.json");
@@ -116,8 +128,12 @@ mod tests {
             serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
         let names: Vec<_> = events.iter().map(|event| event["name"].as_str().unwrap()).collect();
-        assert_eq!(names, ["thread_name", "thread_name", "queue", "linear"]);
-        let block = &events[3];
+        let threads = ["thread_name"; 3];
+        assert_eq!(names, [&threads[..], &["queue", "linear", "copy out"]].concat());
+        assert_eq!(events[2]["args"]["name"], "copies out");
+        let thread = |event: usize| events[event]["tid"].as_u64().unwrap();
+        assert_eq!([2, 3, 4, 5].map(thread), [3, 0, 1, 3]);
+        let block = &events[4];
         assert_eq!((&block["ts"], &block["dur"]), (&json!(250_000.0), &json!(500_000.0)));
     }
 }

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use foveate::DType;
 use foveate::tensor::random::Random;
 use foveate_nn::{
-    Account, AdamW, Array, BlockTime, Blocks, Gradients, KEYS_WAIT, LinearShape, MemoryEstimate,
-    Model, ModelConfig, Moments, NnError, OptimizerStep, ParameterState, Part, PartMut, Precision,
-    Recomputation, Recording, Rule, StepKind, Treatment,
+    Account, AdamW, Array, BlockTime, Blocks, COPY_IN, COPY_OUT, Gradients, KEYS_WAIT, LinearShape,
+    MemoryEstimate, Model, ModelConfig, Moments, NnError, OptimizerStep, ParameterState, Part,
+    PartMut, Precision, Recomputation, Recording, Rule, StepKind, Treatment,
 };
 use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
@@ -106,6 +106,8 @@ pub struct Measured {
     pub blocks: Vec<BlockSum>,
     /// Of a profiled step, in which attention waits for what other ranks have; part of its blocks' time.
     pub keys_wait_ms: f64,
+    /// Of a profiled step, copies to and from the memory of the host, beside its blocks.
+    pub copies: Vec<BlockSum>,
     /// Whether the passes of batches were recorded when steps were timed, where that was asked for.
     pub recording: Option<Recording>,
     /// Time of the products of the layers of a step when nothing else runs.
@@ -184,6 +186,7 @@ impl Measured {
             "profiled_ms": self.profiled_ms,
             "blocks": self.blocks,
             "keys_wait_ms": self.keys_wait_ms,
+            "copies": self.copies,
             "working_ms": self.working_ms,
             "working_share": self.working_share(),
             "graphs": self.recording.as_ref().map(|recording| *recording == Recording::On),
@@ -264,7 +267,8 @@ impl Watched<'_> {
             1 => training.working(pause)?,
             _ => None,
         };
-        let Profiled { ms: profiled_ms, mut blocks, keys_wait_ms } = training.profiled(pause)?;
+        let Profiled { ms: profiled_ms, mut blocks, keys_wait_ms, copies } =
+            training.profiled(pause)?;
         let pairs = training.mesh.pairs_of_all(training.pairs)?;
         let keys = pairs / (case.rows() * case.len()) as f64;
         let elems = training.mesh.model.layout().elems() as f64 / cutting.parts as f64;
@@ -292,6 +296,7 @@ impl Watched<'_> {
             profiled_ms,
             blocks,
             keys_wait_ms,
+            copies,
             recording,
             alone_ms: None,
         })
@@ -468,15 +473,22 @@ impl<'a, B: Blocks> Training<'a, B> {
         self.mesh.model.profile(true)?;
         let mut profiled = Profiled::default();
         let steps = PROFILED.div_ceil(self.case.accumulate());
-        for _ in 0..steps {
+        for step in 0..steps {
             profiled.ms += self.behind(pause)? / steps as f64;
+            if step + 1 == steps {
+                // With copies that are under way.
+                self.mesh.model.profile(false)?;
+            }
             for BlockTime { block, seconds, .. } in self.mesh.model.block_times() {
                 let ms = seconds * 1e3 / steps as f64;
                 if block == KEYS_WAIT {
                     profiled.keys_wait_ms += ms;
                     continue;
                 }
-                let sums = &mut profiled.blocks;
+                let sums = match block {
+                    COPY_IN | COPY_OUT => &mut profiled.copies,
+                    _ => &mut profiled.blocks,
+                };
                 let known = sums.iter().position(|sum| sum.block == block);
                 let at = known.unwrap_or_else(|| {
                     sums.push(BlockSum { block, calls: 0, ms: 0.0, flops: 0.0, bytes: 0.0 });
@@ -486,8 +498,8 @@ impl<'a, B: Blocks> Training<'a, B> {
                 sums[at].ms += ms;
             }
         }
-        self.mesh.model.profile(false)?;
-        profiled.blocks.iter_mut().for_each(|sum| sum.calls /= steps);
+        let all = profiled.blocks.iter_mut().chain(&mut profiled.copies);
+        all.for_each(|sum| sum.calls /= steps);
         Ok(profiled)
     }
 }
@@ -498,6 +510,7 @@ struct Profiled {
     ms: f64,
     blocks: Vec<BlockSum>,
     keys_wait_ms: f64,
+    copies: Vec<BlockSum>,
 }
 
 /// What steps took, in rising order.
