@@ -212,7 +212,8 @@ fn losses(b: &mut Bench, vocabulary: usize) -> Result<(), GpuError> {
     let logits = b.tensor(DType::BF16, [tokens, vocabulary])?;
     let losses = b.tensor(DType::F32, [tokens])?;
     let labels = DeviceArray::new(b.bytes(4 * tokens)?, ElementType::I32, &count);
-    let loss = CrossEntropy { logits, labels, losses, gradient: true, cap: None, z_weight: 0.0 };
+    let (z_losses, gradient, cap, z_weight) = (None, true, None, 0.0);
+    let loss = CrossEntropy { logits, labels, losses, z_losses, gradient, cap, z_weight };
     // The second read comes from L2 mostly.
     b.line("cross-entropy, gradient", vocabulary, 4 * tokens * vocabulary, &loss)
 }

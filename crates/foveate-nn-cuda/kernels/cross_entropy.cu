@@ -1,15 +1,16 @@
 // Cross-entropy of a chunk of logits, whose gradient takes their place. A CTA a token:
 //
-//     y = cap tanh(z / cap), or z     lse = ln sum exp(y)     loss = lse - y[label] + z_weight lse^2
+//     y = cap tanh(z / cap), or z     lse = ln sum exp(y)     loss = lse - y[label]     z-loss = z_weight lse^2
 //     dz = (exp(y - lse) (1 + 2 z_weight lse) - [label]) dy/dz
 //
-// A token without a label has loss 0 and gradient 0. Logits are read twice; the second time mostly from L2.
+// The gradient is of both losses. A token without a label has losses 0 and gradient 0. Logits are read twice; the second time mostly from L2.
 //   FV_CAP       0 no cap, 1 a cap
 
 struct CrossEntropyParams {
     Rows logits;                // [tokens, vocabulary]; overwritten by the gradient where that is wanted
     u64 labels;                 // i32 [tokens]; negative: none
     u64 losses;                 // f32 [tokens]
+    u64 z_losses;               // f32 [tokens], or 0 where nobody wants them
     int vocabulary, wants_gradient;
     float cap, z_weight;
 };
@@ -28,15 +29,24 @@ struct CrossEntropyPartParams {
     u64 labels;                 // i32 [tokens]; negative: none
     u64 sums;                   // f32 [ranks, tokens, 3]
     u64 losses;                 // f32 [tokens]
+    u64 z_losses;               // f32 [tokens], or 0 where nobody wants them
     int vocabulary, first, ranks, tokens, wants_gradient;
-    float cap;
+    float cap, z_weight;
+    int unused;
 };
 
 struct TotalParams {
-    u64 losses, labels;         // f32, i32 [tokens]
-    u64 loss, labelled;         // f64, i64: added to
+    u64 losses, z_losses, labels;   // f32, f32 or 0, i32 [tokens]
+    u64 loss, z_loss, labelled;     // f64, f64, i64: added to
     int tokens;
 };
+
+// What is told of a token.
+__device__ void tell(u64 losses, u64 z_losses, float loss, float z_loss) {
+    if (threadIdx.x > 0) return;
+    reinterpret_cast<float*>(losses)[blockIdx.x] = loss;
+    if (z_losses) reinterpret_cast<float*>(z_losses)[blockIdx.x] = z_loss;
+}
 
 // A maximum and the sum of exponentials below it.
 struct Exponentials {
@@ -102,7 +112,7 @@ fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
     const int label = reinterpret_cast<const int*>(p.labels)[blockIdx.x];
     const int first = threadIdx.x * VECTOR, step = THREADS * VECTOR;
     if (label < 0) {
-        if (threadIdx.x == 0) reinterpret_cast<float*>(p.losses)[blockIdx.x] = 0.f;
+        tell(p.losses, p.z_losses, 0.f, 0.f);
         const float zeros[VECTOR] = {};
         if (p.wants_gradient)
             for (int column = first; column < p.vocabulary; column += step) store(logits + column, zeros);
@@ -112,7 +122,7 @@ fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
     // Its CTA waits: the label's logit has been read before its gradient is written.
     const Exponentials all = exponentials(logits, p.vocabulary, p.cap);
     const float lse = all.most + logf(all.sum);
-    if (threadIdx.x == 0) reinterpret_cast<float*>(p.losses)[blockIdx.x] = lse - at_label + p.z_weight * lse * lse;
+    tell(p.losses, p.z_losses, lse - at_label, p.z_weight * lse * lse);
     if (!p.wants_gradient) return;
     const float factor = fmaf(2.f * p.z_weight, lse, 1.f) / all.sum;
     for (int column = first; column < p.vocabulary; column += step) {
@@ -155,9 +165,10 @@ fv_cross_entropy_part(const __grid_constant__ CrossEntropyPartParams p) {
         all.add({sums[0], sums[1]});
         at_label += sums[2];
     }
-    if (threadIdx.x == 0) reinterpret_cast<float*>(p.losses)[blockIdx.x] = label < 0 ? 0.f : all.most + logf(all.sum) - at_label;
+    const float lse = all.most + logf(all.sum);
+    tell(p.losses, p.z_losses, label < 0 ? 0.f : lse - at_label, label < 0 ? 0.f : p.z_weight * lse * lse);
     if (!p.wants_gradient) return;
-    const float factor = 1.f / all.sum;
+    const float factor = fmaf(2.f * p.z_weight, lse, 1.f) / all.sum;
     for (int column = threadIdx.x * VECTOR; column < p.vocabulary; column += THREADS * VECTOR) {
         float z[VECTOR];
         load(z, logits + column);
@@ -174,14 +185,17 @@ fv_cross_entropy_part(const __grid_constant__ CrossEntropyPartParams p) {
 // One CTA: the losses in their order, in f64.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_total(const __grid_constant__ TotalParams p) {
-    double loss = 0., labelled = 0.;
+    double loss = 0., z_loss = 0., labelled = 0.;
     for (int i = threadIdx.x; i < p.tokens; i += THREADS) {
         loss += reinterpret_cast<const float*>(p.losses)[i];
+        if (p.z_losses) z_loss += reinterpret_cast<const float*>(p.z_losses)[i];
         labelled += reinterpret_cast<const int*>(p.labels)[i] >= 0;
     }
     loss = cta_sum(loss);
     labelled = cta_sum(labelled);
+    if (p.z_losses) z_loss = cta_sum(z_loss);
     if (threadIdx.x > 0) return;
     *reinterpret_cast<double*>(p.loss) += loss;
+    *reinterpret_cast<double*>(p.z_loss) += z_loss;
     *reinterpret_cast<i64*>(p.labelled) += i64(labelled);
 }

@@ -40,6 +40,7 @@ struct StepConstants {
 struct Totals {
     double loss;
     i64 labelled;
+    double z_loss;
     double squares;             // of all gradients, as sums over tokens
     float factor;               // of the gradients: the mean over tokens, and clipping
     int skipped;                // 1: nothing is updated

@@ -1,5 +1,7 @@
 //! Cross-entropy of logits that are there a chunk of tokens at a time.
 
+use std::mem::offset_of;
+
 use foveate_gpu::abi::Address;
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, GpuError};
@@ -12,9 +14,9 @@ use crate::params::{
     CrossEntropyParams, CrossEntropyPartParams, LogitSumsParams, Rows, TotalParams,
 };
 
-/// Cross-entropy of each token's logits z and label, in nats:
-/// `lse − y[label] + z_weight · lse²` with `y = cap · tanh(z/cap)` (or z) and
-/// `lse = ln Σ exp(y)`. A token without a label has loss 0 and gradient 0.
+/// Cross-entropy of each token's logits z and label, in nats: `lse − y[label]` with
+/// `y = cap · tanh(z/cap)` (or z) and `lse = ln Σ exp(y)`, and beside it the z-loss
+/// `z_weight · lse²`. A token without a label has losses 0 and gradient 0.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropy<'a> {
     /// `[tokens, vocabulary]`, f16, bf16 or f32.
@@ -24,7 +26,9 @@ pub struct CrossEntropy<'a> {
     pub labels: DeviceArray<'a>,
     /// f32 `[tokens]`, written.
     pub losses: DeviceTensor<1>,
-    /// Logits become the gradient of the sum of the losses.
+    /// Where z-losses are wanted: f32 `[tokens]`, written.
+    pub z_losses: Option<DeviceTensor<1>>,
+    /// Logits become the gradient of the sum of both losses.
     pub gradient: bool,
     /// Gemma's cap of logits.
     pub cap: Option<f32>,
@@ -52,7 +56,7 @@ pub struct LogitSums<'a> {
     pub cap: Option<f32>,
 }
 
-/// [`CrossEntropy`], without z-loss, of a rank that has the logits of a part of the vocabulary: losses are
+/// [`CrossEntropy`] of a rank that has the logits of a part of the vocabulary: losses are
 /// those of all of it, and the same bits on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyPart<'a> {
@@ -67,10 +71,14 @@ pub struct CrossEntropyPart<'a> {
     pub sums: DeviceTensor<2>,
     /// f32 `[tokens]`, written.
     pub losses: DeviceTensor<1>,
-    /// Logits become their part of the gradient of the sum of the losses.
+    /// As in [`CrossEntropy`].
+    pub z_losses: Option<DeviceTensor<1>>,
+    /// Logits become their part of the gradient of the sum of both losses.
     pub gradient: bool,
     /// As in [`CrossEntropy`].
     pub cap: Option<f32>,
+    /// As in [`CrossEntropy`].
+    pub z_weight: f32,
 }
 
 /// Adds losses and labels to the totals of a step: the losses in their order, in f64.
@@ -78,6 +86,8 @@ pub struct CrossEntropyPart<'a> {
 pub struct AddLosses<'a> {
     /// f32 `[tokens]`.
     pub losses: DeviceTensor<1>,
+    /// f32 `[tokens]`, where there are some.
+    pub z_losses: Option<DeviceTensor<1>>,
     /// i32 `[tokens]`.
     pub labels: DeviceArray<'a>,
     /// What is added to.
@@ -85,6 +95,24 @@ pub struct AddLosses<'a> {
 }
 
 const THREADS: u32 = 512;
+
+/// The address of z-losses, or 0.
+fn start_of(z_losses: Option<DeviceTensor<1>>, tokens: usize) -> Result<Address, GpuError> {
+    let Some(z_losses) = z_losses else { return Ok(0) };
+    z_losses.check_vector("z-losses", tokens)?;
+    Ok(z_losses.start())
+}
+
+/// [`start_of`] what is written.
+fn start_written(
+    z_losses: Option<DeviceTensor<1>>,
+    tokens: usize,
+    accesses: &mut Accesses,
+) -> Result<Address, GpuError> {
+    let start = start_of(z_losses, tokens)?;
+    z_losses.iter().try_for_each(|z_losses| accesses.write("z-losses", z_losses))?;
+    Ok(start)
+}
 
 fn check_cap(cap: Option<f32>) -> Result<(), GpuError> {
     match cap {
@@ -148,6 +176,7 @@ impl Block for CrossEntropy<'_> {
             logits,
             labels,
             losses: self.losses.start(),
+            z_losses: start_written(self.z_losses, tokens, accesses)?,
             vocabulary,
             wants_gradient: gradient.into(),
             cap,
@@ -184,12 +213,15 @@ impl Block for CrossEntropyPart<'_> {
             labels,
             sums,
             losses: self.losses.start(),
+            z_losses: start_written(self.z_losses, tokens, accesses)?,
             vocabulary,
             first: count("words before a part", self.first)?,
             ranks: count("ranks", ranks)?,
             tokens: count("tokens", tokens)?,
             wants_gradient: gradient.into(),
             cap,
+            z_weight: self.z_weight,
+            unused: 0,
         };
         Ok(vec![KernelLaunch::new(&source, "fv_cross_entropy_part", [tokens, 1], &parameters)?])
     }
@@ -202,15 +234,19 @@ impl Block for AddLosses<'_> {
         integers("labels", &self.labels, tokens)?;
         let totals = Totals::check(&self.totals)?;
         accesses.read("losses", &self.losses)?;
+        let z_losses = start_of(self.z_losses, tokens)?;
+        self.z_losses.iter().try_for_each(|z_losses| accesses.read("z-losses", z_losses))?;
         accesses.read_array("labels", &self.labels)?;
         accesses.write_array("totals", &self.totals)?;
         let file = File::CrossEntropy { cap: false };
         let source = Source { file, dtype: DType::F32, vector: 1, threads: THREADS };
         let parameters = TotalParams {
             losses: self.losses.start(),
+            z_losses,
             labels: self.labels.address,
-            loss: totals,
-            labelled: totals + size_of::<f64>() as Address,
+            loss: totals + offset_of!(Totals, loss) as Address,
+            z_loss: totals + offset_of!(Totals, z_loss) as Address,
+            labelled: totals + offset_of!(Totals, labelled) as Address,
             tokens: count("tokens", tokens)?,
         };
         Ok(vec![KernelLaunch::new(&source, "fv_total", [1, 1], &parameters)?])

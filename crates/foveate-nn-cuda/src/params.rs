@@ -144,6 +144,8 @@ abi_structs! {
         pub labels: Address,
         /// f32 `[tokens]`.
         pub losses: Address,
+        /// f32 `[tokens]`, or 0 for none.
+        pub z_losses: Address,
         /// Columns.
         pub vocabulary: i32,
         /// Whether logits become their gradient.
@@ -178,6 +180,8 @@ abi_structs! {
         pub sums: Address,
         /// f32 `[tokens]`.
         pub losses: Address,
+        /// f32 `[tokens]`, or 0 for none.
+        pub z_losses: Address,
         /// Columns.
         pub vocabulary: i32,
         /// Id of the first column.
@@ -190,15 +194,23 @@ abi_structs! {
         pub wants_gradient: i32,
         /// Of logits.
         pub cap: f32,
+        /// Of the z-loss.
+        pub z_weight: f32,
+        /// Nothing.
+        pub unused: i32,
     }
     /// Of `kernels/cross_entropy.cu`.
     pub struct TotalParams {
         /// f32 `[tokens]`.
         pub losses: Address,
+        /// f32 `[tokens]`, or 0 for none.
+        pub z_losses: Address,
         /// i32 `[tokens]`.
         pub labels: Address,
         /// f64.
         pub loss: Address,
+        /// f64.
+        pub z_loss: Address,
         /// i64.
         pub labelled: Address,
         /// Tokens.
@@ -358,12 +370,14 @@ abi_structs! {
         /// Of seed and step.
         pub random: u64,
     }
-    /// What a step adds up; it lies in device memory as f64 `[4]`, zeros before a step.
+    /// What a step adds up; it lies in device memory as f64 `[5]`, zeros before a step.
     pub struct Totals {
         /// Sum of the losses, the bits of an f64.
         pub loss: u64,
         /// Tokens with a label.
         pub labelled: i64,
+        /// Sum of the z-losses, the bits of an f64.
+        pub z_loss: u64,
         /// Sum of the squares of all gradients, the bits of an f64.
         pub squares: u64,
         /// What gradients are multiplied with: the mean over labels, and clipping.

@@ -572,10 +572,10 @@ fn is_read(notes: &[Noted], what: &str) -> bool {
     notes.iter().any(|n| matches!(n, Noted::Read { name, .. } if name.starts_with(what)))
 }
 
-/// Whether anything but two numbers was copied within the device, as between ranks.
+/// Whether anything but three numbers was copied within the device, as between ranks.
 fn is_copied(notes: &[Noted]) -> bool {
     let is_copy = |noted: &Noted| match noted {
-        Noted::Read { name, span, .. } => name == "a copy" && span.1 - span.0 > 16,
+        Noted::Read { name, span, .. } => name == "a copy" && span.1 - span.0 > 24,
         _ => false,
     };
     notes.iter().any(is_copy)

@@ -353,8 +353,17 @@ pub(crate) fn dry_run(
         learned.iter().map(|learned| LayerProgram { plan: &(), learned }).collect();
     let (programs, shape) = (&programs[..], [rows, len]);
     let stream = part.is_cut().then_some(Stream { part, shape, transfers: None });
-    let mut pass =
-        Pass { config, layout, programs, batch: &(), shape, context: None, part, stream };
+    let mut pass = Pass {
+        config,
+        layout,
+        programs,
+        batch: &(),
+        shape,
+        context: None,
+        part,
+        stream,
+        z_weight: 0.0,
+    };
     let mut workspace = Workspace::default();
     let mut idle = Vec::new();
     match kind {

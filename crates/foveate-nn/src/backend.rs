@@ -155,6 +155,9 @@ pub struct LossOperands<'a, A> {
     pub width: usize,
     /// With a cap, logits z are `cap · tanh(z / cap)`.
     pub cap: Option<f32>,
+    /// 0, or the weight of the z-loss (PaLM, section 5), `z_weight · ln² Σ eᶻ` of a labelled token: gradients are of
+    /// that, too, and it is added up apart from the cross-entropy.
+    pub z_weight: f32,
     /// Scratch: never are all logits held, but those of as many tokens at once as it has room for.
     pub logits: &'a mut A,
 }

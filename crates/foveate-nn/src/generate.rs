@@ -214,8 +214,9 @@ impl<B: Blocks> Generator<'_, B> {
         let programs = &model.programs.of_layers(&plans);
         let (config, layout) = (&model.config, &model.layout);
         let (batch, shape) = (&batch, [1, n]);
-        let (part, context, stream) = (&model.part, None, None);
-        let mut pass = Pass { config, layout, programs, batch, shape, context, part, stream };
+        let (part, context, stream, z_weight) = (&model.part, None, None, 0.0);
+        let mut pass =
+            Pass { config, layout, programs, batch, shape, context, part, stream, z_weight };
         let mut parameters = Whole { weights: &model.weights.array, gradients: None, reused: None };
         let cache = Some(&mut self.cache);
         pass.forward(blocks, &mut parameters, &mut self.workspace, cache)?;

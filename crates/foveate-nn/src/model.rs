@@ -55,6 +55,8 @@ pub struct Model<B: Blocks = Cpu> {
     pub(crate) weights: Weights<B::Array>,
     /// Which parameters have values.
     filled: Vec<bool>,
+    /// Of the loss that gradients are of: the weight of its z-loss, or 0.
+    z_weight: f32,
     running: Mutex<Running<B>>,
 }
 
@@ -229,7 +231,19 @@ impl<B: Blocks> Model<B> {
         };
         let (weights, running) = (Weights::default(), Mutex::new(running));
         let share = layout.share(0, 1);
-        Ok(Self { config, part, local, programs, layout, share, weights, filled, running })
+        let z_weight = 0.0;
+        Ok(Self {
+            config,
+            part,
+            local,
+            programs,
+            layout,
+            share,
+            weights,
+            filled,
+            z_weight,
+            running,
+        })
     }
 
     /// Cuts the parameters over ranks: this one, `part` of `cutting.parts`, holds its [`Share`], and

@@ -36,6 +36,8 @@ pub(crate) struct Pass<'a, B: Blocks> {
     pub part: &'a TensorPart,
     /// The stream, where its tokens are on several ranks of `tensor`.
     pub stream: Option<Stream<'a, B>>,
+    /// Of the loss that gradients are of: the weight of its z-loss, or 0.
+    pub z_weight: f32,
 }
 
 /// Sees an array as a block has left it, with the layer, where it is of one, and the block in words; true
@@ -245,6 +247,7 @@ impl<B: Blocks> Pass<'_, B> {
             ref mut context,
             part,
             ref mut stream,
+            z_weight,
         } = self;
         let stream = stream.as_mut().map(Stream::again);
         let context = context.as_mut().map(Context::again);
@@ -260,6 +263,7 @@ impl<B: Blocks> Pass<'_, B> {
             context,
             part,
             stream,
+            z_weight,
         }
     }
 
@@ -398,8 +402,9 @@ mod tests {
             let programs = [program(), program(), program()];
             let (config, layout, part) = (&config, &layout, &TensorPart::whole(&config));
             let (programs, batch, shape) = (&programs[..], &(), [2, 9]);
-            let (context, stream) = (None, None);
-            let mut pass = Pass { config, layout, programs, batch, shape, context, part, stream };
+            let (context, stream, z_weight) = (None, None, 0.0);
+            let mut pass =
+                Pass { config, layout, programs, batch, shape, context, part, stream, z_weight };
             let mut seen = Vec::new();
             let look = &mut |dry: &mut Dry, _, block, array: &_| {
                 let array: &crate::DryArray = array;

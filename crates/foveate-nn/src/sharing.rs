@@ -146,6 +146,8 @@ pub struct RankSums {
     pub squares: f64,
     /// Cross-entropy in nats.
     pub nats: f64,
+    /// The z-loss.
+    pub z_loss: f64,
     /// Tokens that have a label.
     pub labelled: u64,
 }
@@ -154,7 +156,7 @@ pub struct RankSums {
 pub struct StepRanks {
     /// All of them.
     pub peers: Box<dyn Peers>,
-    /// Whether it counts its tokens, and their loss.
+    /// Whether it counts its tokens, and their losses.
     pub counts_tokens: bool,
     /// Whether it counts the gradients of its parameters.
     pub counts_parameters: bool,
@@ -166,23 +168,23 @@ impl StepRanks {
     /// The sums of all ranks, in order of rank, so that all have the same bits: every rank calls it. Squares
     /// that are not finite are told whoever counts them.
     pub(crate) fn sum(&self, own: RankSums) -> Result<RankSums, NnError> {
-        let RankSums { squares, nats, labelled } = own;
+        let RankSums { squares, nats, z_loss, labelled } = own;
         let squares = match self.counts_parameters || !squares.is_finite() {
             true => squares,
             false => 0.0,
         };
-        let [nats, labelled] = match self.counts_tokens {
-            true => [nats, labelled as f64],
-            false => [0.0; 2],
+        let [nats, z_loss, labelled] = match self.counts_tokens {
+            true => [nats, z_loss, labelled as f64],
+            false => [0.0; 3],
         };
-        let mut sums = [0.0; 3];
-        let own = [squares, nats, labelled].map(f64::to_le_bytes);
+        let mut sums = [0.0; 4];
+        let own = [squares, nats, z_loss, labelled].map(f64::to_le_bytes);
         for theirs in self.peers.all_gather(own.as_flattened())? {
             let (theirs, _) = theirs.as_chunks();
             sums.iter_mut().zip(theirs).for_each(|(sum, &x)| *sum += f64::from_le_bytes(x));
         }
-        let [squares, nats, labelled] = sums;
-        Ok(RankSums { squares, nats, labelled: labelled as u64 })
+        let [squares, nats, z_loss, labelled] = sums;
+        Ok(RankSums { squares, nats, z_loss, labelled: labelled as u64 })
     }
 }
 

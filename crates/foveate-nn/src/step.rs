@@ -37,6 +37,8 @@ pub(crate) struct Step<'a, B: Blocks> {
     pub context: Option<Context<'a, B>>,
     pub part: &'a TensorPart,
     pub stream: Option<Stream<'a, B>>,
+    /// Of the loss that gradients are of: the weight of its z-loss, or 0.
+    pub z_weight: f32,
 }
 
 /// Keys and values of every layer for the tokens that were read.
@@ -78,7 +80,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             let x = self.all_tokens(&ws.normed, &mut ws.whole)?;
             return self.loss_part(x, &mut ws.logits, None, totals);
         }
-        let operands = self.loss_operands(&ws.normed, &mut ws.logits);
+        let operands = self.loss_operands(&ws.normed, 0.0, &mut ws.logits);
         self.blocks.loss(self.batch, operands, each, None, totals)
     }
 
@@ -97,7 +99,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             self.loss_part(x, &mut ws.logits, Some(to), totals)?;
             self.scatter(&ws.d_whole, &mut ws.d_normed)?;
         } else {
-            let operands = self.loss_operands(&ws.normed, &mut ws.logits);
+            let operands = self.loss_operands(&ws.normed, self.z_weight, &mut ws.logits);
             let to = LossGradients { d_x: &mut ws.d_normed, d_weight };
             self.blocks.loss(self.batch, operands, None, Some(to), totals)?;
         }
@@ -609,7 +611,8 @@ impl<'a, B: Blocks> Step<'a, B> {
         gradients: Option<LossGradients<'_, B::Array>>,
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
-        let operands = self.loss_operands(x, logits);
+        let z_weight = if gradients.is_some() { self.z_weight } else { 0.0 };
+        let operands = self.loss_operands(x, z_weight, logits);
         let vocabulary = self.stream.as_mut().and_then(Stream::vocabulary);
         self.blocks.loss_part(self.batch, operands, vocabulary, gradients, totals)
     }
@@ -629,6 +632,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     fn loss_operands<'x>(
         &self,
         x: &'x B::Array,
+        z_weight: f32,
         logits: &'x mut B::Array,
     ) -> LossOperands<'x, B::Array>
     where
@@ -639,6 +643,7 @@ impl<'a, B: Blocks> Step<'a, B> {
             weight: self.part(&self.layout.head),
             width: self.config.hidden_size,
             cap: self.config.architecture.logit_cap,
+            z_weight,
             logits,
         }
     }

@@ -213,6 +213,8 @@ pub struct Train {
     pub batch_rows: usize,
     /// Batches whose gradients are added up for one step.
     pub accumulate: usize,
+    /// Weight of the z-loss of steps, `z_loss · ln² Σ eᶻ` of each labelled token with the logits z; 0 for none.
+    pub z_loss: f64,
     /// Activations computed again in the backward pass: `none`, `attention`, `mlp`, `full`, or `auto` for
     /// the least that fits the device.
     pub recompute: RecomputeChoice,
@@ -247,6 +249,7 @@ impl Default for Train {
             epochs: None,
             batch_rows: 8,
             accumulate: 1,
+            z_loss: 0.0,
             recompute: RecomputeChoice::None,
             recompute_layers: None,
             offload: Offload::None,

@@ -1,6 +1,7 @@
 //! The loss of a batch, a chunk of tokens after the other.
 
 use foveate_gpu::blas::Matmul;
+use foveate_gpu::driver::Allocation;
 use foveate_gpu::{DeviceArray, DeviceTensor};
 use foveate_nn::{Array, Blocks, LossGradients, LossOperands, NnError, PartMut, VocabularyPart};
 use foveate_tensor::DType;
@@ -27,13 +28,17 @@ impl Cuda {
         gradients: Option<&LossGradients<'_, CudaArray>>,
         totals: &CudaTotals,
     ) -> Result<(), NnError> {
-        let &LossOperands { x, ref weight, width, cap, ref logits } = operands;
+        let &LossOperands { x, ref weight, width, cap, z_weight, ref logits } = operands;
         let weight = weight.matrix(width);
         let vocab = weight.layout.shape[1];
         let (tokens, chunk) = (batch.count(), logits.elems() / vocab.max(1));
         let own = match each {
             Some(_) => None,
             None => Some(self.scratch("losses", 4 * chunk)?),
+        };
+        let own_z = match z_weight {
+            0.0 => None,
+            _ => Some(self.scratch("z-losses", 4 * chunk)?),
         };
         let (kind, gradient) = match gradients {
             None => (Timed::Loss, false),
@@ -50,17 +55,32 @@ impl Cuda {
                 (Some(own), _) => DeviceTensor::contiguous(own.address(), DType::F32, [count]),
                 (None, each) => part_of(&each.expect("one of both").vector(), start, count),
             };
+            let of_chunk = |memory: &Allocation| {
+                DeviceTensor::contiguous(memory.address(), DType::F32, [count])
+            };
+            let z_losses = own_z.as_ref().map(of_chunk);
             let count_of = [count];
             let labels = batch.labels(start, &count_of);
             let totals = numbers(&totals.memory, &[TOTALS_LEN]);
-            let add = AddLosses { losses, labels, totals };
+            let add = AddLosses { losses, z_losses, labels, totals };
             if let Some(part) = &mut part {
                 let sums = self.logit_sums(part, logits, labels, cap, &mut rank_sums)?;
                 let first = part.first;
-                let block = CrossEntropyPart { logits, labels, first, sums, losses, gradient, cap };
+                let block = CrossEntropyPart {
+                    logits,
+                    labels,
+                    first,
+                    sums,
+                    losses,
+                    z_losses,
+                    gradient,
+                    cap,
+                    z_weight,
+                };
                 self.losses(&block, &add)?;
             } else {
-                let block = CrossEntropy { logits, labels, losses, gradient, cap, z_weight: 0.0 };
+                let block =
+                    CrossEntropy { logits, labels, losses, z_losses, gradient, cap, z_weight };
                 self.losses(&block, &add)?;
             }
             if let Some(LossGradients { d_x, d_weight }) = gradients {

@@ -214,7 +214,7 @@ fn loss_operands<'a, A: Array>(
     logits: &'a mut A,
     cap: Option<f32>,
 ) -> LossOperands<'a, A> {
-    LossOperands { x, weight: Part::whole(words), width: WIDTH, cap, logits }
+    LossOperands { x, weight: Part::whole(words), width: WIDTH, cap, z_weight: 0.0, logits }
 }
 
 #[test]

@@ -33,6 +33,7 @@ pub(super) struct Updates {
 struct Found {
     nats: f64,
     labelled: u64,
+    z_loss: f64,
     squares: f64,
     /// Whether the update changed nothing.
     skipped: bool,
@@ -40,10 +41,11 @@ struct Found {
 
 impl Found {
     fn of(words: [[u8; 8]; TOTALS_LEN]) -> Self {
-        let [nats, labelled, squares, [.., a, b, c, d]] = words;
+        let [nats, labelled, z_loss, squares, [.., a, b, c, d]] = words;
         Self {
             nats: f64::from_ne_bytes(nats),
             labelled: u64::from_ne_bytes(labelled),
+            z_loss: f64::from_ne_bytes(z_loss),
             squares: f64::from_ne_bytes(squares),
             skipped: i32::from_ne_bytes([a, b, c, d]) != 0,
         }
@@ -138,8 +140,8 @@ impl Cuda {
                           those of every step";
             return Err(NnErrorKind::Device(format!("the step {reason}")).into());
         }
-        let Found { nats, labelled, .. } = found;
-        Ok(Sums { nats, labelled, grad_norm: found.grad_norm(), seconds })
+        let Found { nats, z_loss, labelled, .. } = found;
+        Ok(Sums { nats, z_loss, labelled, grad_norm: found.grad_norm(), seconds })
     }
 
     /// Queues the copy that the host reads.
@@ -168,11 +170,13 @@ mod tests {
             let mut last = [0; 8];
             last[..4].copy_from_slice(&factor.to_ne_bytes());
             last[4..].copy_from_slice(&skipped.to_ne_bytes());
-            Found::of([nats.to_ne_bytes(), 5u64.to_ne_bytes(), 4f64.to_ne_bytes(), last])
+            let [z_loss, squares] = [0.5f64, 4.0].map(f64::to_ne_bytes);
+            Found::of([nats.to_ne_bytes(), 5u64.to_ne_bytes(), z_loss, squares, last])
         };
         let (fine, wrong) = (words(3.0, -1.0, 0), words(f64::INFINITY, 1.0, 1));
         let behind = words(3.0, 1.0, 1);
         assert_eq!((fine.nats, fine.labelled, fine.grad_norm()), (3.0, 5, 0.4));
+        assert_eq!(fine.z_loss, 0.5);
         assert!(!fine.skipped && behind.skipped);
         // Read in their order, two of them behind the next one.
         let mut updates = Updates::default();

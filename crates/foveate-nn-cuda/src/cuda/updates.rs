@@ -142,8 +142,8 @@ impl Cuda {
             let places = || std::iter::once(&whole).chain(elsewhere);
             let parts: Vec<usize> = places().map(|place| optimizer::parts(place.len())).collect();
             let all = parts.iter().sum::<usize>();
-            // And two numbers of the totals.
-            let partial = this.scratch("squares of gradients", 8 * (all + 2))?;
+            // And three numbers of the totals.
+            let partial = this.scratch("squares of gradients", 8 * (all + 3))?;
             let mut address = partial.address();
             // A rank of many may own none.
             for (place, parts) in places().zip(&parts).filter(|(_, parts)| **parts > 0) {
@@ -155,13 +155,14 @@ impl Cuda {
             }
             let (mut squares, mut parts_of_all) = (partial, [parts[0]]);
             if let Some(over) = over {
-                // Loss and labelled tokens, which totals begin with, come with them, so that this waits once.
+                // Loss, labelled tokens and z-loss, which totals begin with, come with them, so that this waits
+                // once.
                 let stream = this.queue.stream();
-                // SAFETY: both are memory of this device, of 16 bytes or more from there on, and belong to
+                // SAFETY: both are memory of this device, of 24 bytes or more from there on, and belong to
                 // this queue.
-                unsafe { stream.copy(address, totals.memory.address(), stream.device(), 16) }
+                unsafe { stream.copy(address, totals.memory.address(), stream.device(), 24) }
                     .map_err(|e| failed(&e))?;
-                let mut read = vec![[0; 8]; all + 2];
+                let mut read = vec![[0; 8]; all + 3];
                 let bytes = read.as_flattened_mut();
                 squares.read(bytes, default_timeout()).map_err(|e| failed(&e))?;
                 let sum = |squares: &[[u8; 8]]| -> f64 {
@@ -171,10 +172,12 @@ impl Cuda {
                     squares: sum(&read[..parts[0]]) - sum(&read[parts[0]..all]),
                     nats: f64::from_ne_bytes(read[all]),
                     labelled: u64::from_ne_bytes(read[all + 1]),
+                    z_loss: f64::from_ne_bytes(read[all + 2]),
                 };
                 let of_all = over.of_all(own, more)?;
                 if !more {
-                    let words = [of_all.nats.to_ne_bytes(), of_all.labelled.to_ne_bytes()];
+                    let RankSums { nats, z_loss, labelled, .. } = of_all;
+                    let words = [nats.to_ne_bytes(), labelled.to_ne_bytes(), z_loss.to_ne_bytes()];
                     totals.memory.write(words.as_flattened()).map_err(|e| failed(&e))?;
                 }
                 (squares, parts_of_all) = (this.copied(&of_all.squares.to_ne_bytes())?, [1]);

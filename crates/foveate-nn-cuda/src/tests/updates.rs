@@ -140,8 +140,8 @@ impl Arena {
     }
 
     fn factor(&self) -> (f64, f32, i32) {
-        let words: Vec<u64> = self.totals.read();
-        (f64::from_bits(words[2]), f32::from_bits(words[3] as u32), (words[3] >> 32) as i32)
+        let [.., squares, last] = self.totals.read::<u64>()[..] else { panic!("totals") };
+        (f64::from_bits(squares), f32::from_bits(last as u32), (last >> 32) as i32)
     }
 }
 

@@ -136,10 +136,10 @@ fn rows_of_a_part_of_a_table_and_their_gradient() {
     }
 }
 
-/// Loss and gradient of one token's logits.
-fn entropy(z: &[f64], label: i32, cap: Option<f64>, z_weight: f64) -> (f64, Vec<f64>) {
+/// Losses of one token's logits, and the gradient of both.
+fn entropy(z: &[f64], label: i32, cap: Option<f64>, z_weight: f64) -> ([f64; 2], Vec<f64>) {
     if label < 0 {
-        return (0.0, vec![0.0; z.len()]);
+        return ([0.0; 2], vec![0.0; z.len()]);
     }
     let capped = |z: f64| cap.map_or(z, |cap| cap * (z / cap).tanh());
     let slope = |z: f64| cap.map_or(1.0, |cap| 1.0 - (z / cap).tanh().powi(2));
@@ -154,7 +154,7 @@ fn entropy(z: &[f64], label: i32, cap: Option<f64>, z_weight: f64) -> (f64, Vec<
             (p - f64::from(i == label)) * slope(z)
         })
         .collect();
-    (lse - capped(z[label]) + z_weight * lse * lse, gradient)
+    ([lse - capped(z[label]), z_weight * lse * lse], gradient)
 }
 
 #[test]
@@ -170,11 +170,14 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
                 .collect();
             let labels_at = Memory::of(&labels);
             let labels_at = labels_at.array(ElementType::I32, &[TOKENS]);
-            let losses = Placing::dense(DType::F32).empty([1, TOKENS]);
+            let [losses, z_losses] =
+                [(); 2].map(|()| Placing::dense(DType::F32).empty([1, TOKENS]));
+            let wanted = (z_weight > 0.0).then(|| z_losses.vector());
             let block = CrossEntropy {
                 logits: logits.tensor(),
                 labels: labels_at,
                 losses: losses.vector(),
+                z_losses: wanted,
                 gradient: false,
                 cap: cap.map(|cap: f64| cap as f32),
                 z_weight: z_weight as f32,
@@ -188,8 +191,12 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
                 .zip(&labels)
                 .map(|(z, &label)| entropy(z, label, cap, f64::from(z_weight as f32)))
                 .collect();
-            let of_losses: Vec<f64> = expected.iter().map(|(loss, _)| *loss).collect();
+            let of_losses: Vec<f64> = expected.iter().map(|([loss, _], _)| *loss).collect();
+            let of_z: Vec<f64> = expected.iter().map(|([_, z_loss], _)| *z_loss).collect();
             close("losses", &losses.values(), &of_losses, 2e-6);
+            if wanted.is_some() {
+                close("z-losses", &z_losses.values(), &of_z, 2e-6);
+            }
             let first = losses.values();
             run(&CrossEntropy { gradient: true, ..block });
             assert_eq!(losses.values(), first);
@@ -202,6 +209,7 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
             );
             let add = AddLosses {
                 losses: losses.vector(),
+                z_losses: wanted,
                 labels: labels_at,
                 totals: totals.array(ElementType::F64, &[TOTALS_LEN]),
             };
@@ -211,6 +219,8 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
             let sum: f64 = first.iter().sum();
             assert!((f64::from_bits(words[0]) - 2.0 * sum).abs() < 1e-9 * sum);
             assert_eq!(words[1], 10 + 2 * (TOKENS as u64 - 1));
+            let sum = if wanted.is_some() { z_losses.values().iter().sum() } else { 0.0 };
+            assert!((f64::from_bits(words[2]) - 2.0 * sum).abs() <= 1e-9 * sum);
         }
     }
 }
@@ -221,7 +231,7 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
 fn losses_of_parts_of_a_vocabulary_are_those_of_all_of_it() {
     let mut random = Random::new(26);
     for (placing, width) in placings() {
-        for cap in [None, Some(20.0)] {
+        for (cap, z_weight) in [(None, 0.0), (Some(20.0), 1e-3f32)] {
             let lengths = [20 * width, 9 * width, 30 * width];
             let mut first = 0;
             let parts: Vec<(usize, Matrix)> = lengths
@@ -255,29 +265,36 @@ fn losses_of_parts_of_a_vocabulary_are_those_of_all_of_it() {
                 told.extend(sums.values());
             }
             let all = f32s.matrix([3 * TOKENS, LOGIT_SUMS], &told);
-            let expected: Vec<(f64, Vec<f64>)> = (0..TOKENS)
+            let expected: Vec<([f64; 2], Vec<f64>)> = (0..TOKENS)
                 .map(|t| {
                     let row = values.iter().zip(lengths).flat_map(|(z, len)| &z[t * len..][..len]);
-                    entropy(&row.copied().collect::<Vec<f64>>(), labels[t], cap, 0.0)
+                    let z_weight = f64::from(z_weight);
+                    entropy(&row.copied().collect::<Vec<f64>>(), labels[t], cap, z_weight)
                 })
                 .collect();
-            let of_losses: Vec<f64> = expected.iter().map(|(loss, _)| *loss).collect();
+            let of_losses: Vec<f64> = expected.iter().map(|([loss, _], _)| *loss).collect();
+            let of_z: Vec<f64> = expected.iter().map(|([_, z_loss], _)| *z_loss).collect();
             let mut bits = Vec::new();
             for ((first, logits), z) in parts.iter().zip(&values) {
-                let losses = f32s.empty([1, TOKENS]);
+                let [losses, z_losses] = [(); 2].map(|()| f32s.empty([1, TOKENS]));
                 let block = CrossEntropyPart {
                     logits: logits.tensor(),
                     labels: labels_at,
                     first: *first,
                     sums: all.tensor(),
                     losses: losses.vector(),
+                    z_losses: (z_weight > 0.0).then(|| z_losses.vector()),
                     gradient: false,
                     cap: cap.map(|cap| cap as f32),
+                    z_weight,
                 };
                 run(&block);
                 assert_eq!(&logits.values(), z, "without a gradient logits stay");
                 run(&CrossEntropyPart { gradient: true, ..block });
                 close("losses", &losses.values(), &of_losses, 2e-6);
+                if z_weight > 0.0 {
+                    close("z-losses", &z_losses.values(), &of_z, 2e-6);
+                }
                 bits.push(losses.values());
                 let len = z.len() / TOKENS;
                 let own: Vec<f64> =
@@ -312,6 +329,7 @@ fn large_and_infinite_logits_have_their_loss() {
         logits: logits.tensor(),
         labels: labels.array(ElementType::I32, &[4]),
         losses: losses.vector(),
+        z_losses: None,
         gradient: true,
         cap: None,
         z_weight: 0.0,

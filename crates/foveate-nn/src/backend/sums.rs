@@ -20,12 +20,12 @@ impl SumOverRanks<'_> {
     /// # Errors
     /// When the ranks cannot go on.
     pub fn of_all(self, own: RankSums, more: bool) -> Result<RankSums, NnError> {
-        let RankSums { squares, nats, labelled } = own;
+        let RankSums { squares, nats, .. } = own;
         // An infinite loss may have finite gradients. Other ranks are not to go on with them, either.
         let squares = if nats.is_finite() { squares } else { f64::NAN };
         if more {
             let RankSums { squares, .. } = (self.sum)(RankSums { squares, ..RankSums::default() })?;
-            return Ok(RankSums { squares, nats, labelled });
+            return Ok(RankSums { squares, ..own });
         }
         (self.sum)(RankSums { squares, ..own })
     }
@@ -36,6 +36,8 @@ impl SumOverRanks<'_> {
 pub struct Sums {
     /// Cross-entropy over all tokens that have a label, in nats; of all ranks of a step once it is updated.
     pub nats: f64,
+    /// Their z-loss ([`crate::Model::set_z_loss`]), which `nats` has not.
+    pub z_loss: f64,
     /// These tokens.
     pub labelled: u64,
     /// Norm of the gradient of the mean loss, before it was clipped; 0 where [`Blocks::clip`](crate::Blocks::clip) did not

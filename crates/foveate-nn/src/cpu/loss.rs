@@ -16,14 +16,15 @@ pub(super) struct Operands<'a> {
     weight: &'a [f32],
     width: usize,
     cap: Option<f32>,
+    z_weight: f32,
     labels: &'a [i32],
     logits: &'a mut [f32],
 }
 
 impl<'a> Operands<'a> {
     pub fn new(operands: LossOperands<'a, Vec<f32>>, labels: &'a [i32]) -> Self {
-        let LossOperands { x, weight, width, cap, logits } = operands;
-        Self { x, weight: weight.values(), width, cap, labels, logits }
+        let LossOperands { x, weight, width, cap, z_weight, logits } = operands;
+        Self { x, weight: weight.values(), width, cap, z_weight, labels, logits }
     }
 
     fn vocab(&self) -> usize {
@@ -92,30 +93,31 @@ pub(super) struct Part<'a> {
     pub all: &'a mut dyn FnMut(Vec<f32>) -> Result<Vec<f32>, NnError>,
 }
 
-/// Sum over labelled tokens of `ln Σ_j e^{z_j} − z_label`, with `z = x·weightᵀ`, capped where there is a
-/// cap; `each` has those of the tokens.
+/// Sums over labelled tokens of `lse − z_label` and of `z_weight·lse²`, with `lse = ln Σ_j e^{z_j}` and
+/// `z = x·weightᵀ`, capped where there is a cap; `each` has the first of the tokens.
 pub(super) fn cross_entropy(
     mut operands: Operands<'_>,
     mut each: Option<&mut [f32]>,
     mut gradients: Option<Gradients<'_>>,
-) -> f64 {
+) -> Nats {
     let (vocab, cap, wanted) = (operands.vocab(), operands.cap, gradients.is_some());
-    let mut total = 0.0;
+    let z_weight = operands.z_weight;
+    let mut total = [0.0; 2];
     for (first, labels) in operands.chunks() {
-        let losses: Vec<f64> = operands
+        let losses: Vec<Nats> = operands
             .product(first, labels.len())
             .par_chunks_mut(vocab)
             .zip(labels)
             .with_min_len(8)
             .map(|(z, &label)| match cap {
-                None => token(z, label, wanted),
-                Some(cap) => capped_token(cap, z, label, wanted),
+                None => token(z_weight, z, label, wanted),
+                Some(cap) => capped_token(cap, z_weight, z, label, wanted),
             })
             .collect();
-        total += losses.iter().sum::<f64>();
+        total = sum_of(total, &losses);
         if let Some(each) = &mut each {
             let each = each[first..].iter_mut();
-            each.zip(&losses).for_each(|(each, &nats)| *each = nats as f32);
+            each.zip(&losses).for_each(|(each, &[nats, _])| *each = nats as f32);
         }
         if let Some(gradients) = &mut gradients {
             gradients.of_logits(&operands, first, labels.len());
@@ -131,9 +133,9 @@ pub(super) fn cross_entropy_part(
     mut operands: Operands<'_>,
     part: Part<'_>,
     mut gradients: Option<Gradients<'_>>,
-) -> Result<f64, NnError> {
-    let (vocab, cap) = (operands.vocab(), operands.cap);
-    let mut total = 0.0;
+) -> Result<Nats, NnError> {
+    let (vocab, cap, z_weight) = (operands.vocab(), operands.cap, operands.z_weight);
+    let mut total = [0.0; 2];
     for (first, labels) in operands.chunks() {
         let tokens = labels.len();
         let z = operands.product(first, tokens);
@@ -160,12 +162,10 @@ pub(super) fn cross_entropy_part(
             let most = of_ranks().map(|[most, ..]| most).fold(f32::NEG_INFINITY, f32::max);
             let sum: f32 = of_ranks().map(|[part, sum, _]| sum * exp(part - most)).sum();
             let at_label: f32 = of_ranks().map(|[.., z]| z).sum();
-            (most, sum, f64::from(most) + f64::from(sum).ln() - f64::from(at_label))
+            (most, sum, nats(most, sum, at_label, z_weight))
         };
-        total += (0..tokens)
-            .filter(|&token| labels[token] != IGNORE)
-            .map(|token| of_token(token).2)
-            .sum::<f64>();
+        let losses = (0..tokens).filter(|&token| labels[token] != IGNORE);
+        total = sum_of(total, &losses.map(|token| of_token(token).2).collect::<Vec<_>>());
         let Some(gradients) = &mut gradients else { continue };
         z.par_chunks_mut(vocab).zip(labels).enumerate().with_min_len(8).for_each(
             |(token, (z, &label))| {
@@ -173,12 +173,40 @@ pub(super) fn cross_entropy_part(
                     return z.fill(0.0);
                 }
                 let (most, sum, _) = of_token(token);
-                part_gradient(cap, z, most, 1.0 / sum, own(label));
+                part_gradient(cap, z, most, factor(most, sum, z_weight), own(label));
             },
         );
         gradients.of_logits(&operands, first, tokens);
     }
     Ok(total)
+}
+
+/// Cross-entropy and z-loss.
+type Nats = [f64; 2];
+
+/// `total` with the sums of `losses`, each of which is summed by itself.
+fn sum_of([nats, z_loss]: Nats, losses: &[Nats]) -> Nats {
+    let sum = |of: usize| losses.iter().map(|loss| loss[of]).sum::<f64>();
+    [nats + sum(0), z_loss + sum(1)]
+}
+
+/// `lse − z_label` and `z_weight·lse²`, of the largest logit and the sum of exponentials beside it.
+#[inline(always)]
+fn nats(most: f32, sum: f32, at_label: f32, z_weight: f32) -> Nats {
+    let (most, ln) = (f64::from(most), f64::from(sum).ln());
+    let z_loss =
+        if z_weight == 0.0 { 0.0 } else { f64::from(z_weight) * (most + ln) * (most + ln) };
+    [most + ln - f64::from(at_label), z_loss]
+}
+
+/// What exponentials beside the largest logit are multiplied with for the gradient: `(1 + 2·z_weight·lse) / sum`.
+#[inline(always)]
+fn factor(most: f32, sum: f32, z_weight: f32) -> f32 {
+    if z_weight == 0.0 {
+        return 1.0 / sum;
+    }
+    let lse = f64::from(most) + f64::from(sum).ln();
+    ((1.0 + 2.0 * f64::from(z_weight) * lse) / f64::from(sum)) as f32
 }
 
 for_each_level! {
@@ -196,8 +224,8 @@ fn part_sum_body(cap: Option<f32>, z: &mut [f32]) -> [f32; 2] {
 }
 
 for_each_level! {
-    /// Capped logits become their gradient, `factor` being one over the sum of all exponentials beside the
-    /// logit `most`.
+    /// Capped logits become their gradient, `factor` being [`factor`] of all exponentials beside the logit
+    /// `most`.
     part_gradient / part_gradient_on = part_gradient_body(
         cap: Option<f32>,
         z: &mut [f32],
@@ -235,16 +263,16 @@ fn part_gradient_body(
 
 for_each_level! {
     /// The loss of one token; its logits become their gradient when that is wanted.
-    token / token_on = token_body(z: &mut [f32], label: i32, gradient: bool) -> f64
+    token / token_on = token_body(z_weight: f32, z: &mut [f32], label: i32, gradient: bool) -> Nats
 }
 
 #[inline(always)]
-fn token_body(z: &mut [f32], label: i32, gradient: bool) -> f64 {
+fn token_body(z_weight: f32, z: &mut [f32], label: i32, gradient: bool) -> Nats {
     if label == IGNORE {
         if gradient {
             z.fill(0.0);
         }
-        return 0.0;
+        return [0.0; 2];
     }
     let label = label as usize;
     let at_label = z[label];
@@ -254,37 +282,38 @@ fn token_body(z: &mut [f32], label: i32, gradient: bool) -> f64 {
     }
     let sum = sum(z, z, |a, _| a);
     if gradient {
-        let factor = 1.0 / sum;
+        let factor = factor(most, sum, z_weight);
         z.iter_mut().for_each(|x| *x *= factor);
         z[label] -= 1.0;
     }
-    f64::from(most) + f64::from(sum).ln() - f64::from(at_label)
+    nats(most, sum, at_label, z_weight)
 }
 
 for_each_level! {
     /// [`token`] of the logits `cap · tanh(z / cap)`.
     capped_token / capped_token_on = capped_token_body(
         cap: f32,
+        z_weight: f32,
         z: &mut [f32],
         label: i32,
         gradient: bool,
-    ) -> f64
+    ) -> Nats
 }
 
 #[inline(always)]
-fn capped_token_body(cap: f32, z: &mut [f32], label: i32, gradient: bool) -> f64 {
+fn capped_token_body(cap: f32, z_weight: f32, z: &mut [f32], label: i32, gradient: bool) -> Nats {
     if label == IGNORE {
-        return token_body(z, label, gradient);
+        return token_body(z_weight, z, label, gradient);
     }
     let label = label as usize;
     z.iter_mut().for_each(|z| *z = cap * tanh(*z / cap));
     let (at_label, most) = (z[label], largest(z));
     let sum = sum(z, z, |y, _| exp(y - most));
     if gradient {
-        let factor = 1.0 / sum;
+        let factor = factor(most, sum, z_weight);
         let slope = |y: f32| 1.0 - (y / cap) * (y / cap);
         z.iter_mut().for_each(|y| *y = exp(*y - most) * factor * slope(*y));
         z[label] -= slope(at_label);
     }
-    f64::from(most) + f64::from(sum).ln() - f64::from(at_label)
+    nats(most, sum, at_label, z_weight)
 }

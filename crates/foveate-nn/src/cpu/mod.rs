@@ -95,12 +95,20 @@ pub struct CpuBatch {
 #[derive(Debug, Default)]
 pub struct CpuTotals {
     nats: f64,
+    z_loss: f64,
     labelled: u64,
     /// Of the sums over tokens of all gradients.
     squares: f64,
     grad_norm: f64,
     /// What gradients are multiplied with.
     factor: f64,
+}
+
+impl CpuTotals {
+    fn add(&mut self, nats: f64, z_loss: f64) {
+        self.nats += nats;
+        self.z_loss += z_loss;
+    }
 }
 
 impl Array for Vec<f32> {
@@ -203,9 +211,9 @@ impl Blocks for Cpu {
     }
 
     fn read(&mut self, totals: CpuTotals) -> Result<Sums, NnError> {
-        let CpuTotals { nats, labelled, grad_norm, .. } = totals;
+        let CpuTotals { nats, z_loss, labelled, grad_norm, .. } = totals;
         let seconds = Some(std::mem::take(&mut self.seconds));
-        Ok(Sums { nats, labelled, grad_norm, seconds })
+        Ok(Sums { nats, z_loss, labelled, grad_norm, seconds })
     }
 
     fn clear(&mut self, array: &mut Vec<f32>) -> Result<(), NnError> {
@@ -381,9 +389,11 @@ impl Blocks for Cpu {
             let of_place =
                 elsewhere.map(|of| gradients[of.clone()].iter().map(square).sum::<f64>());
             let own = own - of_place.sum::<f64>();
-            let own = RankSums { squares: own, nats: totals.nats, labelled: totals.labelled };
+            let &mut CpuTotals { nats, z_loss, labelled, .. } = totals;
+            let own = RankSums { squares: own, nats, z_loss, labelled };
             let of_all = sum.map_or(Ok(own), |over| over.of_all(own, more))?;
-            (totals.nats, totals.labelled) = (of_all.nats, of_all.labelled);
+            (totals.nats, totals.z_loss) = (of_all.nats, of_all.z_loss);
+            totals.labelled = of_all.labelled;
             totals.squares = before + of_all.squares;
             let mean = 1.0 / totals.labelled.max(1) as f64;
             totals.grad_norm = totals.squares.sqrt() * mean;
@@ -665,11 +675,12 @@ impl Blocks for Cpu {
         totals: &mut CpuTotals,
     ) -> Result<(), NnError> {
         totals.labelled += batch.labelled;
-        totals.nats += timed(&mut self.seconds.loss, || {
+        let [nats, z_loss] = timed(&mut self.seconds.loss, || {
             let each = each.map(Vec::as_mut_slice);
             let gradients = gradients.map(|to| loss::Gradients::new(to, &mut self.sums));
             loss::cross_entropy(loss::Operands::new(operands, &batch.labels), each, gradients)
         });
+        totals.add(nats, z_loss);
         Ok(())
     }
 
@@ -697,7 +708,8 @@ impl Blocks for Cpu {
         });
         self.sums = kept;
         self.seconds.loss += seconds;
-        totals.nats += nats?;
+        let [nats, z_loss] = nats?;
+        totals.add(nats, z_loss);
         Ok(())
     }
 }

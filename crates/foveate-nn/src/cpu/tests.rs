@@ -259,11 +259,11 @@ fn every_instruction_set_gives_the_same_bits() {
         rope::rotate_pairs_on(arch, heads, &x[..19], &g[..19], 1.0, &mut pairs);
         found.extend([halves, pairs]);
         let mut z = x.clone();
-        let nats = loss::token_on(arch, &mut z, 7, true);
-        found.extend([z, vec![nats as f32]]);
+        let nats = loss::token_on(arch, 0.01, &mut z, 7, true);
+        found.extend([z, nats.map(|nats| nats as f32).to_vec()]);
         let mut z = x.clone();
-        let nats = loss::capped_token_on(arch, 2.0, &mut z, 7, true);
-        found.extend([z, vec![nats as f32]]);
+        let nats = loss::capped_token_on(arch, 2.0, 0.01, &mut z, 7, true);
+        found.extend([z, nats.map(|nats| nats as f32).to_vec()]);
         let bits = |x: Vec<f32>| x.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         found.into_iter().map(bits).collect::<Vec<_>>()
     };
@@ -414,22 +414,23 @@ fn embedding_gathers_rows_and_adds_their_gradients_in_token_order() {
 
 #[test]
 fn chunked_cross_entropy_and_its_gradients_are_those_of_its_twin() {
-    for cap in [None, Some(3.0)] {
-        cross_entropy_is_its_twin(cap);
+    for (cap, z_weight) in [(None, 0.0), (Some(3.0), 0.0), (None, 0.02), (Some(3.0), 0.3)] {
+        cross_entropy_is_its_twin(cap, z_weight);
     }
 }
 
-fn cross_entropy_is_its_twin(cap: Option<f32>) {
+fn cross_entropy_is_its_twin(cap: Option<f32>, z_weight: f32) {
     let mut cpu = Cpu::default();
     let (tokens, width, vocab) = (23, 6, 17);
     let mut x = random(tokens * width, 13);
     // One token with logits in the thousands: the softmax has to stay finite.
-    x[..width].iter_mut().for_each(|x| *x *= 500.0);
+    let large = if z_weight == 0.0 { 500.0 } else { 5.0 };
+    x[..width].iter_mut().for_each(|x| *x *= large);
     let w = random(vocab * width, 14);
     let mut labels: Vec<i32> = (0..tokens as i32).map(|t| t * 5 % 17).collect();
     labels[4] = IGNORE;
     labels[22] = IGNORE;
-    let gold = |x: &[f64], w: &[f64]| -> f64 {
+    let both = |x: &[f64], w: &[f64]| -> [f64; 2] {
         let token = |t: usize| {
             let logit = |v: usize| -> f64 {
                 let z = (0..width).map(|i| x[t * width + i] * w[v * width + i]).sum::<f64>();
@@ -437,10 +438,13 @@ fn cross_entropy_is_its_twin(cap: Option<f32>) {
             };
             let most = (0..vocab).map(logit).fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = (0..vocab).map(|v| (logit(v) - most).exp()).sum();
-            most + sum.ln() - logit(labels[t] as usize)
+            let lse = most + sum.ln();
+            [lse - logit(labels[t] as usize), f64::from(z_weight) * lse * lse]
         };
-        (0..tokens).filter(|&t| labels[t] != IGNORE).map(token).sum()
+        let labelled = (0..tokens).filter(|&t| labels[t] != IGNORE).map(token);
+        labelled.fold([0.0; 2], |[a, b], [nats, z_loss]| [a + nats, b + z_loss])
     };
+    let gold = |x: &[f64], w: &[f64]| -> f64 { both(x, w).iter().sum() };
     let (gold_x, gold_w) =
         (differences(&x, |x| gold(x, &wide(&w))), differences(&w, |w| gold(&wide(&x), w)));
     let batch = uploaded(&[0; 23], &labels, &[0; 23], RopeTable::default());
@@ -451,12 +455,13 @@ fn cross_entropy_is_its_twin(cap: Option<f32>) {
         let mut each = nan(tokens);
         let mut of = |each, gradients, totals: &mut CpuTotals| {
             let (weight, logits) = (Part::whole(&w), &mut logits);
-            let operands = LossOperands { x: &x, weight, width, cap, logits };
+            let operands = LossOperands { x: &x, weight, width, cap, z_weight, logits };
             cpu.loss(&batch, operands, each, gradients, totals).unwrap();
         };
         let gradients = LossGradients { d_x: &mut d_x, d_weight: Some(whole_mut(&mut d_w)) };
         of(None, Some(gradients), &mut loss);
-        let wanted = gold(&wide(&x), &wide(&w));
+        let [wanted, wanted_z] = both(&wide(&x), &wide(&w));
+        assert!((loss.z_loss - wanted_z).abs() <= 1e-5 * wanted_z, "{} {wanted_z}", loss.z_loss);
         let nats = loss.nats;
         assert!((nats - wanted).abs() < 1e-6 * wanted, "{nats}, the twin has {wanted}");
         of(Some(&mut each), None, &mut alone);
@@ -465,7 +470,9 @@ fn cross_entropy_is_its_twin(cap: Option<f32>) {
         let sum: f64 = wide(&each).iter().sum();
         assert!((sum - wanted).abs() < 1e-6 * wanted, "{sum} by token, the twin has {wanted}");
         assert_eq!((each[4], each[22]), (0.0, 0.0));
-        assert_eq!(cpu.read(loss).unwrap().nats, nats);
+        let z_loss = loss.z_loss;
+        let sums = cpu.read(loss).unwrap();
+        assert_eq!((sums.nats, sums.z_loss), (nats, z_loss));
         assert_close(&d_x, &gold_x, "d_x");
         assert_close(&d_w, &gold_w, "d_weight");
         assert!(d_x[4 * width..5 * width].iter().all(|&d| d == 0.0));

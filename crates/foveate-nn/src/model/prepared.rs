@@ -31,6 +31,7 @@ pub(super) struct Fixed<'a> {
     pub part: &'a TensorPart,
     pub layout: &'a ParameterLayout,
     pub programs: &'a Programs,
+    pub z_weight: f32,
 }
 
 /// A pass whose arrays have their places, and what it runs with.
@@ -169,13 +170,13 @@ impl<B: Blocks> Prepared<B> {
 
     fn pass<'a>(
         &'a self,
-        Fixed { local: config, part, layout, .. }: Fixed<'a>,
+        Fixed { local: config, part, layout, z_weight, .. }: Fixed<'a>,
         programs: &'a [LayerProgram<'a, B>],
         context: Option<Context<'a, B>>,
         stream: Option<Stream<'a, B>>,
     ) -> Pass<'a, B> {
         let (batch, shape) = (&self.batch, self.shape);
-        Pass { config, layout, programs, batch, shape, context, part, stream }
+        Pass { config, layout, programs, batch, shape, context, part, stream, z_weight }
     }
 
     pub fn queued(&self, live_pairs: Option<f64>, batch: &Batch<'_>) -> Queued {

@@ -81,7 +81,8 @@ impl<B: Blocks> Model<B> {
                 }
                 let reused = one_batch.then_some(&self.layout);
                 let weights = &self.weights.array;
-                let of = [u64::from(accumulate), u64::from(one_batch)];
+                let of = [accumulate, one_batch].map(u64::from);
+                let of = of.into_iter().chain([u64::from(self.z_weight.to_bits())]);
                 let numbers = recompute.numbers().into_iter().chain(of);
                 let arrays = [weights, &*array].into_iter().flat_map(numbers_of);
                 let identity =
@@ -112,9 +113,25 @@ impl<B: Blocks> Model<B> {
         Ok(prepared.queued(live, batch))
     }
 
+    /// Adds a z-loss to the loss whose gradients [`Model::accumulate`] and [`Model::step_in_backward`] take:
+    /// `weight · ln² Σ eᶻ` of each labelled token with the logits z, which keeps the sum near 1 (PaLM, section 5).
+    /// Losses alone ([`Model::loss`]) are without it; 0 takes it away.
+    ///
+    /// # Errors
+    /// When `weight` is negative or not finite.
+    pub fn set_z_loss(&mut self, weight: f32) -> Result<(), NnError> {
+        if !(weight >= 0.0 && weight.is_finite()) {
+            let reason = format!("is {weight}; it is at least 0 and finite");
+            return Err(NnError::config("z_loss", reason));
+        }
+        self.z_weight = weight;
+        Ok(())
+    }
+
     pub(super) fn fixed(&self) -> Fixed<'_> {
-        let Self { config, local, part, layout, programs, .. } = self;
-        Fixed { config, local, part, layout, programs }
+        let &Self { ref config, ref local, ref part, ref layout, ref programs, z_weight, .. } =
+            self;
+        Fixed { config, local, part, layout, programs, z_weight }
     }
 
     fn cut_by<'a>(&'a self, gathering: &'a mut Gathering<B>) -> Cut<'a, B> {
@@ -176,9 +193,10 @@ impl<B: Blocks> Model<B> {
         }
         let recompute = recompute.into();
         self.check_parameters()?;
+        let z_weight = self.z_weight;
         let Self { config, local, part, programs, layout, share, weights, running, .. } = self;
         let (running, fixed) =
-            (&mut *lock(running), Fixed { config, local, part, layout, programs });
+            (&mut *lock(running), Fixed { config, local, part, layout, programs, z_weight });
         let kind = StepKind::Training(Training { in_backward: true, ..recompute.into() });
         let prepared = Prepared::new(running, fixed, batch, context.as_deref())?;
         let of_layers = prepared.of_layers(programs);

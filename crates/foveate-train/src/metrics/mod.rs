@@ -67,9 +67,12 @@ pub struct StepMetrics {
     pub unix_time: f64,
     /// Passes over the training documents: whole ones, and the share of the one under way.
     pub epoch: f64,
-    /// Mean loss of a labelled token, in nats.
+    /// Mean cross-entropy of a labelled token, in nats.
     pub loss: f64,
-    /// Global norm of the gradients of that mean, before clipping.
+    /// Mean z-loss of a labelled token, which `loss` has not; none where the recipe asks for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub z_loss: Option<f64>,
+    /// Global norm of the gradients of the mean losses, before clipping.
     pub grad_norm: f64,
     /// Learning rate.
     pub lr: f64,

@@ -69,7 +69,10 @@ impl TensorBoardLog {
                 ("speed/tflops_live", m.tflops_live),
                 ("memory/bytes", m.memory_bytes as f64),
                 ("memory/peak_bytes", m.peak_memory_bytes as f64),
-            ],
+            ]
+            .into_iter()
+            .chain(m.z_loss.map(|z_loss| ("train/z_loss", z_loss)))
+            .collect(),
             Record::Eval(m) => {
                 vec![("held_out/loss", m.held_out_loss), ("held_out/perplexity", m.perplexity)]
             }

@@ -67,6 +67,7 @@ impl Recipe {
             ("optimizer.weight_decay", self.optimizer.weight_decay, f64::INFINITY),
             ("optimizer.clip_norm", self.optimizer.clip_norm, f64::INFINITY),
             ("optimizer.momentum", self.optimizer.momentum, 1.0),
+            ("train.z_loss", self.train.z_loss, f64::INFINITY),
         ] {
             if !(value >= 0.0 && value < below) {
                 let finite = below.is_infinite();

@@ -170,6 +170,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let Made { mut model, attention, mut memory, recompute, saves_beside } =
             made.map_err(wrong)?;
         share_parameters(ranks, recipe, &mut model)?;
+        model.set_z_loss(recipe.train.z_loss as f32)?;
         let context = context(ranks, recipe, &mut model, gpu.as_deref())?;
         let described = described(recipe, context.as_ref())?;
         if let Some(described) = &described {

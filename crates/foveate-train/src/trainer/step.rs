@@ -144,6 +144,8 @@ impl<B: Blocks> Setup<'_, B> {
             unix_time: unix_time(),
             epoch: queued.epoch,
             loss: mean,
+            z_loss: (self.recipe.train.z_loss > 0.0)
+                .then(|| found.z_loss / sums.labelled.max(1) as f64),
             grad_norm: found.grad_norm,
             lr: queued.rate,
             labelled_tokens: self.state.tokens,

@@ -228,7 +228,7 @@ fn a_run_of_every_state_and_rule_goes_on_as_if_it_had_not_been_interrupted() {
     for sets in [
         &["precision.state=int8_moments"][..],
         &["optimizer.kind=sgd"],
-        &["optimizer.kind=sgd", "precision.state=int8_moments"],
+        &["optimizer.kind=sgd", "precision.state=int8_moments", "train.z_loss=0.05"],
         &["optimizer.in_backward=true", "optimizer.clip_norm=0"],
         &["optimizer.in_backward=true", "optimizer.clip_norm=0", "precision.state=int8_moments"],
         &[frozen, "train.recompute=mlp", "train.recompute_layers=1"],
@@ -244,6 +244,35 @@ fn a_run_of_every_state_and_rule_goes_on_as_if_it_had_not_been_interrupted() {
         assert_eq!([first.losses, second.losses].concat(), whole.losses, "{sets:?}");
         assert_eq!(resumed.held_out_loss, summary.held_out_loss, "{sets:?}");
     }
+}
+
+/// Its gradient moves the weights, and metrics tell it apart from the cross-entropy.
+#[test]
+fn a_z_loss_is_minimised_beside_the_cross_entropy_and_told_apart() {
+    let of = |set: &str| {
+        let place = Place::new();
+        let sets = [set, "train.steps=30", "optimizer.lr=3e-2"];
+        let (summary, log) = place.run(&place.recipe(&sets), Start::New).unwrap();
+        let records = JsonlLog::read(&place.0.path().join("run/metrics.jsonl")).unwrap();
+        let step = |record: Record| match record {
+            Record::Step(m) => Some(m.z_loss),
+            _ => None,
+        };
+        let told: Vec<Option<f64>> = records.into_iter().filter_map(step).collect();
+        (summary.held_out_loss.unwrap(), log.losses, told)
+    };
+    let [plain, small, large] = ["train.z_loss=0", "train.z_loss=1e-4", "train.z_loss=0.5"].map(of);
+    assert!(plain.2.iter().all(Option::is_none));
+    // The first step has the same weights: its cross-entropy is without the z-loss, which goes by its weight.
+    assert_eq!([plain.1[0], plain.1[0]], [small.1[0], large.1[0]]);
+    let of_step = |of: &(f64, Vec<u64>, Vec<Option<f64>>), step: usize| of.2[step].unwrap();
+    // 256 words and more, none likelier than others.
+    let start = of_step(&large, 0) / 0.5;
+    assert!((start / 5.6f64.powi(2) - 1.0).abs() < 0.05, "{start}");
+    assert!((of_step(&small, 0) / 1e-4 / start - 1.0).abs() < 1e-3);
+    assert!(of_step(&large, 29) < 0.2 * of_step(&large, 0), "{:?}", large.2);
+    assert!(of_step(&small, 29) / 1e-4 > 4.0 * of_step(&large, 29) / 0.5, "{:?}", small.2);
+    assert!(large.0 < 5.6 && large.1[29] != plain.1[29]);
 }
 
 #[test]

@@ -539,7 +539,7 @@ fn every_state_rule_and_recomputation_works_on_parameters_that_are_cut() {
     let tied = "model.tie_word_embeddings=true";
     let meshes = ["{replicate=2, shard=2}", "{replicate=1, shard=4, reshard=\"never\"}"];
     for sets in [
-        &["train.accumulate=2", tied][..],
+        &["train.accumulate=2", "train.z_loss=0.1", tied][..],
         &["train.recompute=full", "optimizer.kind=sgd"],
         &[frozen, "train.recompute=mlp", "train.recompute_layers=1"],
         &[no_embedding, back[0], back[1]],

@@ -82,7 +82,7 @@ fn every_rule_and_recomputation_works_over_tensor() {
     let tied = "model.tie_word_embeddings=true";
     let meshes = ["{ tensor = 2, shard = 2 }", "{ tensor = 4, reshard = \"never\" }"];
     for sets in [
-        &["train.accumulate=2", tied, "optimizer.clip_norm=0.05"][..],
+        &["train.accumulate=2", "train.z_loss=0.1", tied, "optimizer.clip_norm=0.05"][..],
         &["train.recompute=full", "optimizer.kind=sgd"],
         &["train.recompute=attention", tied],
         &[frozen, "train.recompute=mlp", "train.recompute_layers=1"],
