@@ -36,6 +36,9 @@ fn a_recipe_is_proven_on_a_mesh_and_drawn() {
     let causal: u64 = [200u64, 50, 262].iter().map(|n| n * (n + 1) / 2).sum();
     assert_eq!(report["live_entries"], 4 * 6 * 8 * causal);
     assert_eq!(report["labels"], 8 * 512);
+    // Of each of the six groups a gather, of the layers but the last one more, two sums; and the norm.
+    assert_eq!(report["step"]["edges"], 6 + 3 + 1 + 2 * 6 + 1);
+    assert_eq!(report["step"]["ranks"], 16);
     let drawn = std::fs::read_to_string(&picture).unwrap();
     assert!(drawn.starts_with("<svg") && drawn.ends_with("</svg>\n") && drawn.contains("hsl(270,"));
 
@@ -46,6 +49,8 @@ fn a_recipe_is_proven_on_a_mesh_and_drawn() {
         "  masters       f32[elements@context]",
         "(b) live tiles  ",
         "(g) imbalance   1.",
+        "the step between its attention, step ",
+        "(d) sums        ",
     ] {
         assert!(out.contains(line), "{line} is not in\n{out}");
     }

@@ -225,7 +225,11 @@ impl fmt::Display for Held {
         match &self.terms[..] {
             [] => Ok(()),
             terms => {
-                let over = |t: &Terms| names(&t.over);
+                let over = |t: &Terms| match t.copies {
+                    None => names(&t.over),
+                    Some(Copies::All) => format!("{} (copies)", names(&t.over)),
+                    Some(Copies::KvHeads) => format!("{} (key/value heads)", names(&t.over)),
+                };
                 write!(f, " by {}", terms.iter().map(over).collect::<Vec<_>>().join(" and by "))
             }
         }
@@ -414,7 +418,8 @@ impl StepPlan {
     /// When there is no such rank.
     pub fn received(&self, edge: &Edge, rank: usize) -> u64 {
         let own = &self.ranks[rank];
-        let Some(call) = own.calls.iter().find(|call| call.edge == edge.number) else { return 0 };
+        let found = own.calls.binary_search_by_key(&edge.number, |call| call.edge);
+        let Ok(call) = found.map(|at| &own.calls[at]) else { return 0 };
         let members = own.members(call.among);
         let Some(place) = members.iter().position(|&member| member == rank) else { return 0 };
         let (len, others) = (|part: &Ranges| part.len() as u64, members.len() as u64 - 1);

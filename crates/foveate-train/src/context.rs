@@ -24,7 +24,7 @@ use foveate_shard::collectives::Collectives;
 use foveate_shard::{
     Axis, Cells, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
     PlannedAttention, ProvenPlan, Ranges, RankAttention, RankForward, ShardError, ShardLayout,
-    ShardPlan, Sharded, Stage, Statement, Strategy, Whole, arrays, usual_tile,
+    ShardPlan, Sharded, Sharding, Stage, Statement, Strategy, Whole, arrays, usual_tile,
 };
 
 use crate::pack::{AllRows, Packed};
@@ -107,13 +107,14 @@ impl ContextPlanner {
     /// When such a batch cannot be planned.
     pub fn describe(&self, [rows, len]: [usize; 2]) -> Result<Described, ShardError> {
         let (proven, _) = self.proven([rows, len], &vec![0; rows * len])?;
-        let ShardPlan { strategy, reason, .. } = proven.plan();
+        let ShardPlan { strategy, reason, sharding, .. } = proven.plan();
         let bytes = &proven.proof().bytes[self.rank];
         let [layer_bytes, passing_bytes] = match self.by_device {
             true => [bytes.kept, bytes.passing],
             false => [bytes.held, 0],
         };
-        Ok(Described { strategy: format!("{strategy}: {reason}"), layer_bytes, passing_bytes })
+        let (strategy, cuts) = (format!("{strategy}: {reason}"), sharding.clone());
+        Ok(Described { strategy, layer_bytes, passing_bytes, cuts })
     }
 
     /// This rank's tokens of its rows `own`, which are part of a batch of which `all` is known, and the plan
@@ -295,6 +296,8 @@ pub(crate) struct Described {
     pub layer_bytes: u64,
     /// What it needs besides for the time of a layer.
     pub passing_bytes: u64,
+    /// Which tokens each rank has.
+    pub cuts: Sharding,
 }
 
 /// A batch over the ranks: who holds which tokens, and attention.

@@ -51,6 +51,7 @@ mod ranks;
 pub mod recipe;
 mod safetensors;
 pub mod schedule;
+pub mod step_plan;
 mod tensor;
 pub mod tokens;
 pub mod trainer;

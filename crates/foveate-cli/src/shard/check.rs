@@ -3,7 +3,11 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use foveate_shard::{Limits, Proof, arrays, picture};
+use foveate_nn::{Cpu, Model, ModelConfig, TensorPart};
+use foveate_shard::step::StepPlan;
+use foveate_shard::{Limits, MeshAxis, Proof, ProvenPlan, StepProof, arrays, picture};
+use foveate_train::recipe::Recipe;
+use foveate_train::step_plan;
 use serde::Serialize;
 
 use super::memory::{self, StepMemory};
@@ -44,6 +48,8 @@ struct Report {
     layouts: Vec<[String; 2]>,
     #[serde(flatten)]
     proof: Proof,
+    /// What moves beside the keys of attention.
+    step: StepProof,
     plan_ms: f64,
     prove_ms: f64,
     /// Of a whole step, of the rank that takes the most.
@@ -67,6 +73,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let limits = Limits { imbalance: args.max_imbalance, attention_bytes: None };
     let proven = waiting("proving the plan", PATIENCE, || plan.prove(&planes, &limits))
         .map_err(|e| Failure::new(e.to_string()))?;
+    let between = between(&recipe, &config, &proven)?;
     let prove_ms = began.elapsed().as_secs_f64() * 1e3;
     let plan = proven.plan();
     let step = match &machine {
@@ -93,6 +100,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         reason: plan.reason.clone(),
         layouts: layouts.collect::<Result<_, Failure>>()?,
         proof: proven.proof().clone(),
+        step: between,
         plan_ms,
         prove_ms,
         step_bytes: step.as_ref().map(StepMemory::most),
@@ -107,6 +115,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     out.line(format_args!("strategy  {}: {}", report.strategy, report.reason))?;
     out.line(&report.proof)?;
+    out.line(report.step)?;
     if let Some(step) = &step {
         out.line(format_args!(
             "(f) a step      {} of {} on the rank that takes the most, computed again: {}",
@@ -120,4 +129,24 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         out.line(format_args!("picture   {}", file.display()))?;
     }
     Ok(())
+}
+
+/// Proves what moves in a step of a recipe between ranks, beside the keys of attention.
+fn between(
+    recipe: &Recipe,
+    config: &ModelConfig,
+    proven: &ProvenPlan,
+) -> Result<StepProof, Failure> {
+    let cuts = &proven.plan().sharding;
+    let tensor = cuts.map().mesh().size(MeshAxis::Tensor);
+    let part = TensorPart::of(config, 0, tensor)?;
+    let frozen = |name: &str| recipe.optimizer.is_frozen(name);
+    let attention = recipe.attention.clone().unwrap_or_default();
+    let (blocks, config) = (Cpu::default(), config.clone());
+    let model = Model::unfilled_part(blocks, config, &attention, &frozen, part)?;
+    let again = recipe.train.recomputation().unwrap_or_default();
+    let shape = step_plan::shape(&model, recipe, again, tensor)?;
+    let plan = StepPlan::new(cuts, &shape).map_err(refused)?;
+    let proven = waiting("proving the step", PATIENCE, || plan.prove());
+    Ok(*proven.map_err(|e| Failure::new(e.to_string()))?.proof())
 }

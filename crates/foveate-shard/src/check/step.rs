@@ -9,12 +9,13 @@
 mod instances;
 mod owners;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::sync::Arc;
 
 use crate::check::{At, Contradiction};
 use crate::map::Axis;
-use crate::step::{Edge, Event, Held, LOSS, Read, StepPlan, StepStage, axes_of};
+use crate::step::{Edge, Event, Held, LOSS, RankStep, Read, StepPlan, StepStage, axes_of};
 
 /// What was proven of a step, in numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -91,17 +92,18 @@ impl StepPlan {
     pub fn hash(&self) -> u64 {
         let said = format!("{:?}", (&self.sharding, &self.shape, &self.events));
         let mut words = vec![crate::hash::slice(said.as_bytes())];
-        let mut known = std::collections::HashMap::new();
-        for rank in &self.ranks {
-            let owned = known.entry(std::sync::Arc::as_ptr(&rank.owned).addr());
-            words.push(*owned.or_insert_with(|| super::of(&rank.owned)));
-            let calls = known.entry(std::sync::Arc::as_ptr(&rank.calls).addr());
-            words.push(*calls.or_insert_with(|| super::of(&rank.calls)));
-            for members in &rank.groups {
-                let members_of = known.entry(std::sync::Arc::as_ptr(members).addr());
-                words.push(*members_of.or_insert_with(|| super::of(members)));
+        // What ranks have in common is read once.
+        let mut known: HashMap<usize, u64> = HashMap::new();
+        for RankStep { owned, groups, calls, counts_tokens } in &self.ranks {
+            let one = known.entry(Arc::as_ptr(owned).addr());
+            words.push(*one.or_insert_with(|| super::of(owned)));
+            let one = known.entry(Arc::as_ptr(calls).addr());
+            words.push(*one.or_insert_with(|| super::of(calls)));
+            for members in groups {
+                let one = known.entry(Arc::as_ptr(members).addr());
+                words.push(*one.or_insert_with(|| super::of(members)));
             }
-            words.push(u64::from(rank.counts_tokens));
+            words.push(u64::from(*counts_tokens));
         }
         crate::hash::words(words)
     }

@@ -13,8 +13,8 @@ use foveate_nn::{
     AttentionConfig, AttentionProgram, Blocks, Carrier, Model, ModelConfig, Moments, NnError,
     Parameter, ParameterState, ProgramConfig, Recomputation, Recording,
 };
-use foveate_shard::MeshAxis;
 use foveate_shard::collectives::Collectives;
+use foveate_shard::{MeshAxis, Sharding};
 use serde::Serialize;
 
 use model::{Made, fits, model};
@@ -36,6 +36,7 @@ use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
 use crate::recipe::{GraphsChoice, Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
+use crate::step_plan;
 use crate::tensor::{TensorRanks, copied_heads};
 use crate::tokens::{Ends, Tokenizer};
 use crate::transfers::{GroupPeers, ParameterRanks, step_ranks};
@@ -52,6 +53,8 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub ranks: Ranks<'a>,
     /// Where several ranks have the tokens of a row.
     pub context: Option<RunContext>,
+    /// Which tokens each rank has then.
+    cuts: Option<Sharding>,
     /// The ranks that hold the same parameters.
     pub replicas: Box<dyn Collectives>,
     /// Of the rank that writes.
@@ -119,13 +122,27 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let last = texts.last.clone();
         let (mut run, resolved) =
             ranks.together(Self::made(ranks, recipe, file, texts, blocks, gpu, observer))?;
-        ranks
-            .agree(&[("step", run.state.step), ("number of parameters", run.started.parameters)])?;
+        let transfers = ranks.together(run.proven_transfers())?;
+        ranks.agree(&[
+            ("step", run.state.step),
+            ("number of parameters", run.started.parameters),
+            ("transfers of a step", transfers),
+        ])?;
         run.agree_on_saves()?;
         let logs = ranks.first().then(|| run.open(options, last.as_deref(), &resolved));
         run.logs = ranks.together(logs.transpose())?;
         run.started.mixed_devices = mixed;
         Ok(run)
+    }
+
+    /// Proves what moves between ranks in a step, beside the keys of attention; its identity, 0 of one rank.
+    fn proven_transfers(&mut self) -> Result<u64, TrainError> {
+        if self.ranks.alone() {
+            return Ok(0);
+        }
+        let Self { ranks, model, recipe, recompute, cuts, .. } = self;
+        let step = step_plan::proven(*ranks, model, recipe, *recompute, cuts.take())?;
+        Ok(step.proof().step_hash)
     }
 
     /// Takes the run's folder, and starts its logs.
@@ -179,7 +196,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             let gpu = model.free_bytes()?.map(|free| (free, free));
             fits(&memory, gpu, None).map_err(wrong)?;
         }
-        let strategy = described.map(|described| described.strategy);
+        let (strategy, cuts) = described.map(|told| (told.strategy, told.cuts)).unzip();
         let steps = steps(recipe, counts.as_deref(), &train);
         let (fingerprint, rule) = (corpus.fingerprint(), recipe.optimizer.rule());
         let copies = (saves_beside && saves_beside_steps(recipe, 0, steps))
@@ -221,6 +238,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             recipe,
             ranks,
             context,
+            cuts,
             replicas: ranks.group(&[MeshAxis::Replicate])?,
             logs: None,
             folder,
