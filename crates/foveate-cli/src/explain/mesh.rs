@@ -1,15 +1,17 @@
 //! `foveate explain --recipe … --mesh …`: what a rank of a run takes, and what moves between ranks.
 
 use foveate::tensor::ElementType;
+use std::collections::HashMap;
+
 use foveate_nn::{
-    AttentionConfig, Cpu, GroupTransfer, GroupTransferKind, Holders, MemoryEstimate, Model,
-    ModelConfig, Recompute, Reshard, TensorPart, Training,
+    AttentionConfig, Cpu, MemoryEstimate, Model, ModelConfig, Recompute, TensorPart, Training,
 };
+use foveate_shard::step::{self, Copies, EdgeKind, Moved, Stays, StepPlan};
 use foveate_shard::{
-    Axis, Lengths, Map, Mesh, MeshAxis, Part, RankPlan, ShardError, ShardPlan, Sharding, Strategy,
-    arrays,
+    Mesh, MeshAxis, Part, RankPlan, ShardError, ShardPlan, Sharding, Strategy, arrays,
 };
-use foveate_train::recipe::{AxisSize, MeshSection, Recipe, ReduceDtype};
+use foveate_train::recipe::{AxisSize, MeshSection, Recipe};
+use foveate_train::step_plan;
 use serde_json::json;
 
 use crate::failure::Failure;
@@ -84,15 +86,17 @@ impl OverRanks {
             cutting: section.cutting(&mesh),
         };
         let mut memory = model.training_memory(rows, len, training)?;
-        let mut edges = edges(recipe, &section, &model, mesh);
+        let (mut cuts, mut of_keys) = (None, Vec::new());
         if mesh.size(MeshAxis::Context) > 1 {
             let proven = plan::proven(recipe, model.config(), mesh)?;
             let held = proven.proof().bytes.iter().map(|bytes| bytes.held).max().unwrap_or(0);
             let layers = training.recompute.kept_attention(model.config().num_hidden_layers);
             memory.attention += held * layers as u64;
-            edges.extend(of_keys(recipe, proven.plan())?);
+            of_keys = edges_of_keys(recipe, proven.plan())?;
+            cuts = Some(proven.plan().sharding.clone());
         }
-        edges.extend(of_stream(recipe, &model, mesh, [rows, len])?);
+        let mut edges = edges_of_step(recipe, &model, mesh, cuts)?;
+        edges.extend(of_keys);
         Ok(Self { mesh, rows, memory, edges })
     }
 
@@ -133,14 +137,24 @@ impl OverRanks {
             "transfers        of a step, in their order, with the bytes that a rank receives, in f32 (GPUs \
              send weights, keys and the stream in the type of the weights):",
         )?;
-        let mut edges = &self.edges[..];
-        while let Some(first) = edges.first() {
-            // Layers that differ in their numbers alone are one line.
-            let alike = |e: &&Edge| in_general(e) == in_general(first);
-            let count = edges.iter().take_while(alike).count();
-            let last = &edges[count - 1];
-            let what = match count {
-                1 => first.what.clone(),
+        // Edges that differ in the numbers of layers alone are one line.
+        let mut lines: Vec<Vec<&Edge>> = Vec::new();
+        for edge in &self.edges {
+            let alike = |line: &&mut Vec<&Edge>| in_general(line[0]) == in_general(edge);
+            match lines.iter_mut().find(alike) {
+                Some(line) => line.push(edge),
+                None => lines.push(vec![edge]),
+            }
+        }
+        for line in lines {
+            let (first, last) = (line[0], line[line.len() - 1]);
+            // What follows the name of a layer is said once.
+            let split = |what: &'_ str| what.split_once(' ').map(|(a, b)| (a.len(), b.to_owned()));
+            let what = match (line.len(), split(&first.what), split(&last.what)) {
+                (1, ..) => first.what.clone(),
+                (_, Some((end, rest)), Some((_, other))) if rest == other => {
+                    format!("{} to {}", &first.what[..end], last.what)
+                }
                 _ => format!("{} to {}", first.what, last.what),
             };
             let beside = match (&first.beside, &last.beside) {
@@ -160,7 +174,6 @@ impl OverRanks {
                 first.to,
                 bytes(first.bytes as f64),
             ))?;
-            edges = &edges[count..];
         }
         Ok(())
     }
@@ -172,195 +185,110 @@ fn in_general(e: &Edge) -> Edge {
     Edge { what: general(&e.what), beside: e.beside.as_deref().map(general), ..e.clone() }
 }
 
-fn edges(recipe: &Recipe, section: &MeshSection, model: &Model, mesh: Mesh) -> Vec<Edge> {
-    let (map, groups) = (Map::new(mesh), model.layout().groups());
-    let parts = map.parts(Axis::Elements) as u64;
-    let on = map.of(Axis::Elements).iter().filter(|&&axis| mesh.size(axis) > 1);
-    let on: Vec<&str> = on.map(|axis| axis.name()).collect();
-    let cut = |dtype: &str| match on[..] {
-        [] => format!("{dtype}[elements]"),
-        [one] => format!("{dtype}[elements@{one}]"),
-        _ => format!("{dtype}[elements@({})]", on.join(",")),
-    };
-    let (accumulate, copies) = (recipe.train.accumulate, mesh.size(MeshAxis::Replicate) as u64);
-    let stage = |(group, backward): (usize, bool)| {
-        let way = if backward { "backward" } else { "forward" };
-        format!("{} {way}", groups[group].name)
-    };
-    let of_others = |elems: usize, bytes: u64| elems as u64 * bytes * (parts - 1) / parts;
-    let mut edges = Vec::new();
-    let travels = match section.reduce_dtype {
-        ReduceDtype::F32 => ("f32", 4),
-        ReduceDtype::Bf16 => ("bf16", 2),
-    };
-    let edge = |t: GroupTransfer| {
-        let (group, beside) = (&groups[t.group], t.beside.map(stage));
-        let (kind, from, to, bytes) = match t.kind {
-            GroupTransferKind::Gather => {
-                ("all-gather", cut("f32"), "f32[elements]".to_owned(), of_others(group.elems(), 4))
-            }
-            GroupTransferKind::Reduce => (
-                "reduce-scatter",
-                format!("{}[elements] by rank", travels.0),
-                cut("f32"),
-                of_others(group.place.len(), travels.1),
-            ),
-        };
-        // What stays gathered until the update is gathered once a step.
-        let once = t.kind == GroupTransferKind::Gather && section.reshard == Reshard::Never;
-        let times = if once { 1 } else { accumulate };
-        Edge { what: group.name.clone(), kind, from, to, bytes, beside, on_gpus: None, times }
-    };
-    let share = model.layout().share(0, parts as usize);
-    let over_replicas = |what: String, elems: usize, beside: Option<String>| Edge {
-        what,
-        kind: "all-reduce",
-        from: format!("{} by rank", cut("f32")),
-        to: format!("{} on replicate", cut("f32")),
-        bytes: 2 * elems as u64 * 4 * (copies - 1) / copies,
-        beside,
-        on_gpus: None,
-        times: 1,
-    };
-    // Groups that are updated in the backward pass are summed there, each behind its own.
-    let by_group = copies > 1 && recipe.optimizer.in_backward;
-    for transfer in model.layout().transfers(section.reshard) {
-        let sums = (by_group && transfer.kind == GroupTransferKind::Reduce).then(|| {
-            let elems = share.groups()[transfer.group].trained.len();
-            over_replicas(groups[transfer.group].name.clone(), elems, transfer.beside.map(stage))
-        });
-        edges.extend((parts > 1).then(|| edge(transfer)));
-        edges.extend(sums);
-    }
-    if copies > 1 && !by_group {
-        edges.push(over_replicas("gradients".to_owned(), share.trained(), None));
-    }
-    if mesh.ranks() > 1 {
-        edges.push(Edge {
-            what: "norm, labels".to_owned(),
-            kind: "all-reduce",
-            from: "f64[2] by rank".to_owned(),
-            to: "f64[2]".to_owned(),
-            bytes: 16 * (mesh.ranks() as u64 - 1),
-            beside: None,
-            on_gpus: None,
-            times: 1,
-        });
-    }
-    edges
-}
-
-/// The transfers between the ranks of `tensor`, for `rows` rows of `len` tokens of a rank, from the layouts
-/// that the map gives.
-fn of_stream(
+/// What moves beside the keys of attention, from the step that is proven for the mesh. `cuts` are those of its
+/// batches where rows are cut.
+fn edges_of_step(
     recipe: &Recipe,
     model: &Model,
     mesh: Mesh,
-    [rows, len]: [usize; 2],
+    cuts: Option<Sharding>,
 ) -> Result<Vec<Edge>, Failure> {
-    let (config, part) = (model.config(), model.tensor_part());
-    if !part.is_cut() {
-        return Ok(Vec::new());
-    }
-    let lengths = Lengths {
-        batch: recipe.train.batch_rows,
-        seq: recipe.data.len,
-        kv_seq: recipe.data.len,
-        heads: config.num_attention_heads,
-        kv_heads: config.kv_heads(),
-        dim: config.dim(),
-        dim_v: config.dim(),
-        hidden: config.hidden_size,
-        ffn: config.intermediate_size,
-        vocab: config.vocab_size,
-    };
     let failed = |e: ShardError| Failure::usage(e.to_string());
-    let sharding = Sharding::new(Map::new(mesh), &lengths).map_err(failed)?;
-    let layout = |name| {
-        let array = arrays::by_name(name).expect("it is listed");
-        let layout = array.layout_in(&sharding, ElementType::F32).map_err(failed)?;
-        Ok::<_, Failure>(layout.to_string())
+    let cuts = match cuts {
+        Some(cuts) => cuts,
+        None => step_plan::sharding(model, recipe, mesh).map_err(failed)?,
     };
-    let (cut, whole) = (layout("residual")?, layout("normed")?);
-    let tokens = rows * len;
-    let (of_all, others) = (part.parts as u64, part.parts as u64 - 1);
-    let received = |width: usize| (tokens * width) as u64 * 4 * others / of_all;
-    let edge = |what: &str, gathers: bool, times: usize, on_gpus: Option<&'static str>| {
-        let (kind, from, to) = match gathers {
-            true => ("all-gather", cut.clone(), whole.clone()),
-            false => ("reduce-scatter", format!("{whole} by rank"), cut.clone()),
-        };
-        let (what, bytes) = (what.to_owned(), received(config.hidden_size));
-        let times = times * recipe.train.accumulate;
-        Edge { what, kind, from, to, bytes, beside: None, on_gpus, times }
-    };
-    let layers = config.num_hidden_layers;
-    let copies = |what: &str, among: Holders, ranks: usize| {
-        let copied = model.layout().copied().iter().filter(|copied| copied.among == among);
-        let elems: usize = copied.map(|copied| copied.place.len()).sum();
-        (elems > 0).then(|| Edge {
-            what: what.to_owned(),
-            kind: "all-reduce",
-            from: "f32[elements] by rank".to_owned(),
-            to: format!("f32[elements] on {ranks} of tensor"),
-            bytes: 2 * elems as u64 * 4 * (ranks as u64 - 1) / ranks as u64,
-            beside: None,
-            on_gpus: None,
-            times: recipe.train.accumulate,
-        })
-    };
-    let summed = [
-        copies("norms, learned buffers", Holders::All, part.parts),
-        copies("copies of key/value heads", Holders::KvHeads, part.kv_holders.len()),
-    ];
-    let product = Some("the product, rank by rank");
     let again = recipe.train.recomputation().unwrap_or_default();
-    let layers_again =
-        |of: &[Recompute]| if of.contains(&again.what) { again.layers.min(layers) } else { 0 };
-    let of_attention = layers_again(&[Recompute::Attention, Recompute::Full]);
-    let edges = [
-        edge("embeddings", false, 1, None),
-        edge("stream before qkv", true, layers, product),
-        edge("sum behind o", false, layers, product),
-        edge("stream before gate, up", true, layers, product),
-        edge("sum behind down", false, layers, product),
-        edge("stream before head", true, 1, None),
-        Edge {
-            what: "logits".to_owned(),
-            kind: "all-gather",
-            from: "f32[tokens, 3] by rank".to_owned(),
-            to: "f32[tensor, tokens, 3]".to_owned(),
-            bytes: tokens as u64 * 12 * others,
-            beside: None,
-            on_gpus: None,
-            times: recipe.train.accumulate,
-        },
-        edge("gradient behind head", false, 1, None),
-        edge("before qkv again", true, of_attention, product),
-        edge("behind o again", false, layers_again(&[Recompute::Full]), product),
-        edge(
-            "before gate, up again",
-            true,
-            layers_again(&[Recompute::Mlp, Recompute::Full]),
-            product,
-        ),
-        edge("gradients before down, o", true, 2 * layers, product),
-        edge(
-            "streams of both again",
-            true,
-            2 * layers,
-            Some("gradients of weights and attention's"),
-        ),
-        edge("gradients behind both", false, 2 * layers, product),
-        edge("gradient of embeddings", true, 1, None),
-    ];
-    let edges = edges.into_iter().filter(|edge| edge.times > 0);
-    Ok(edges.chain(summed.into_iter().flatten()).collect())
+    let mut shape = step_plan::shape(model, recipe, again, mesh.size(MeshAxis::Tensor))?;
+    // The batches of a step are alike, but for what is gathered for all of them.
+    shape.batches = 1;
+    let plan = StepPlan::new(&cuts, &shape).map_err(failed)?;
+    let proven = plan.prove().map_err(|e| Failure::new(e.to_string()))?;
+    let plan = proven.plan();
+    // Parts are the longest on the first ranks, and what comes from others on the last.
+    let mut ranks = mesh.group(0, &[MeshAxis::Tensor]);
+    ranks.push(mesh.ranks() - 1);
+    let mut last: HashMap<&[String; 2], usize> = HashMap::new();
+    for edge in plan.edges() {
+        last.insert(&edge.values, edge.number);
+    }
+    let (mut seen, mut edges) = (HashMap::new(), Vec::<Edge>::new());
+    let mut replicas: Option<usize> = None;
+    for edge in plan.edges() {
+        let bytes = ranks.iter().map(|&rank| plan.received(edge, rank)).max().unwrap_or(0);
+        let before = seen.insert(&edge.values, ()).is_some();
+        let is_last = last[&edge.values] == edge.number;
+        let found = of_edge(edge, [before, is_last], bytes, &shape, recipe.train.accumulate);
+        // All groups of replicas are summed at once.
+        match (replicas, is_of_replicas(edge) && !shape.in_backward) {
+            (Some(at), true) => edges[at].bytes += bytes,
+            (None, true) => {
+                replicas = Some(edges.len());
+                edges.push(Edge { what: "gradients".to_owned(), ..found });
+            }
+            (_, false) => edges.push(found),
+        }
+    }
+    Ok(edges)
+}
+
+/// Whether an edge sums gradients of ranks that hold the same elements, and have other tokens.
+fn is_of_replicas(edge: &step::Edge) -> bool {
+    let sum = edge.from.transfer(&edge.to).and_then(|transfer| transfer.sum);
+    let of_elements = matches!(edge.moved, Moved::Elements { .. });
+    let all_tokens = sum.is_some_and(|(terms, _)| terms.copies.is_none());
+    edge.kind == EdgeKind::AllReduce && of_elements && all_tokens
+}
+
+/// An edge of a step as it is told. It may have been `before` in a batch, and be the last of its kind.
+fn of_edge(
+    edge: &step::Edge,
+    [before, is_last]: [bool; 2],
+    bytes: u64,
+    shape: &step::StepShape,
+    accumulate: usize,
+) -> Edge {
+    let gathers = edge.kind == EdgeKind::AllGather;
+    let [from, to] = &edge.values;
+    let (what, once, on_gpus) = match edge.moved {
+        Moved::Totals => (from.clone(), true, None),
+        Moved::Elements { group, .. } => {
+            let group = &shape.groups[0][group].name;
+            let sum = edge.from.transfer(&edge.to).and_then(|transfer| transfer.sum);
+            let what = match sum.and_then(|(terms, _)| terms.copies) {
+                Some(Copies::All) => format!("{group} norms, learned buffers"),
+                Some(Copies::KvHeads) => format!("{group} copies of key/value heads"),
+                None => group.clone(),
+            };
+            let kept = gathers && shape.stays == Stays::Step;
+            (what, kept || is_of_replicas(edge), None)
+        }
+        Moved::Tokens { .. } => {
+            let again = if before { " again" } else { "" };
+            let of_layer = from.starts_with("layers.") && !to.starts_with("d_embeddings");
+            let for_weights = gathers && before && is_last;
+            let beside = match for_weights {
+                true => "gradients of weights and attention's",
+                false => "the product, rank by rank",
+            };
+            (format!("{from}{again}"), false, of_layer.then_some(beside))
+        }
+    };
+    Edge {
+        what,
+        kind: edge.kind.name(),
+        from: edge.from.to_string(),
+        to: edge.to.to_string(),
+        bytes,
+        beside: edge.beside.clone(),
+        on_gpus,
+        times: if once { 1 } else { accumulate },
+    }
 }
 
 /// The transfers of attention over `context`, of a batch of rows of one document, by the rank that
 /// receives the most.
-fn of_keys(recipe: &Recipe, plan: &ShardPlan) -> Result<Vec<Edge>, Failure> {
+fn edges_of_keys(recipe: &Recipe, plan: &ShardPlan) -> Result<Vec<Edge>, Failure> {
     let layout = |name| {
         let array = arrays::by_name(name).expect("it is listed");
         let layout = array.layout_in(&plan.sharding, ElementType::F32);
