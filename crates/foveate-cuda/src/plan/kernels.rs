@@ -68,6 +68,13 @@ impl Kernels {
         self.chosen.clear();
     }
 
+    /// Whether every kernel that adds dq in order was seen to spill where this configuration was chosen, with this text;
+    /// without one, with any.
+    fn spills_in_order(&self, chosen: &Config, text: Option<u64>) -> bool {
+        let mut spilled = self.spilled_order.iter().filter(|(config, _)| config == chosen);
+        spilled.any(|(_, with)| text.is_none_or(|text| text == *with))
+    }
+
     /// What still holds when captured buffers and scalars have other values: everything but the
     /// printed mods, which carry those values.
     pub fn with_other_values(&self) -> Self {
@@ -192,11 +199,7 @@ impl CudaPlan {
         text: Option<u64>,
     ) -> Result<Arc<KernelPlan>, CudaError> {
         let keys = chosen.config(Kernel::Backward).map(|config| self.grouped(config));
-        let spills = |(config, with): &(Config, u64)| {
-            keys.as_ref() == Some(config) && text.is_none_or(|text| text == *with)
-        };
-        let spills = lock(&self.kernels).spilled_order.iter().any(spills);
-        match spills {
+        match keys.is_some_and(|keys| lock(&self.kernels).spills_in_order(&keys, text)) {
             true => self.chosen(Class { separate_dq: true, ..class }, sizes, true),
             false => Ok(chosen),
         }
@@ -386,4 +389,25 @@ fn digest(text: &str) -> u64 {
 /// The sizes that choices depend on; of the longest sequence's queries and keys.
 pub(super) fn sizes(dims: &Dims, [queries, keys]: [usize; 2]) -> Sizes {
     Sizes::of(&Dims { len_q: queries, len_k: keys, ..*dims })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_spills_in_order_with_one_text_does_not_with_another() {
+        let chosen = Config::new(Kernel::Backward, Elem::Bf16, 128, 128);
+        let other = Config { stages: chosen.stages + 1, ..chosen.clone() };
+        let mut kernels = Kernels::default();
+        assert!(!kernels.spills_in_order(&chosen, None));
+        kernels.spilled_order.push((chosen.clone(), 7));
+        assert!(kernels.spills_in_order(&chosen, Some(7)));
+        assert!(!kernels.spills_in_order(&chosen, Some(8)), "a call before decides");
+        // A description tells what calls so far have come to.
+        assert!(kernels.spills_in_order(&chosen, None));
+        assert!(
+            !kernels.spills_in_order(&other, None) && !kernels.spills_in_order(&other, Some(7))
+        );
+    }
 }
