@@ -8,7 +8,9 @@
 // A family says before how its warps own the tile: WARPS_S, the accumulators of a warp; warp_row() and
 // warp_column(), where they begin; KEYS_DOWN, whether rows of accumulators are keys, as of S^T = K Q^T, or
 // queries; lse_of(), what is subtracted from the scores of a query whose lse smem holds; HOLDS_SUMS, whether warps
-// hold HeldSums; and SCORE_COPIES, in how many kinds of steps a score stands.
+// hold HeldSums; SCORE_COPIES, in how many kinds of steps a score stands; and HIDES_FIRST, whether entries that the
+// mask hides are found before their scores are computed instead of after: with the derivative of a score there are twice
+// as many numbers then, and registers for a bit of each before.
 
 typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 
@@ -48,6 +50,9 @@ constexpr int QUERIES_HELD = KEYS_DOWN ? WARPS_S.columns * 2 : WARPS_S.rows * 2;
 __device__ constexpr int query_held(int m, int n, int i) { return KEYS_DOWN ? n * 2 + i % 2 : m * 2 + i / 2; }
 __device__ constexpr int held_query(int held) { return KEYS_DOWN ? held / 2 * 8 + held % 2 : held * 8; }
 
+// Whether a query that is held has scores in columns from .. to of accumulators.
+__device__ constexpr bool is_of_columns(int held, int from, int to) { return !KEYS_DOWN || (held / 2 >= from && held / 2 < to); }
+
 // Calls `f(m, n, i)` for each score of the lane: number i of accumulator (m, n).
 template <typename F>
 __device__ void for_each_score(F f) {
@@ -61,6 +66,18 @@ __device__ void for_each_score(F f) {
 
 // Whether score function and derivative run in a loop instead of being unrolled.
 constexpr bool SCORES_IN_LOOP = is_long(WARPS_S.rows * WARPS_S.columns * 4, SCORE_COPIES * GRADIENT_INSTRUCTIONS);
+
+// A loop leaves no number of its own to the bits of an entry.
+constexpr bool USES_HIDDEN = HIDES_FIRST && !SCORES_IN_LOOP;
+
+// A bit for each score of a lane.
+struct ScoreBits {
+    u32 words[ceil_div(WARPS_S.rows * WARPS_S.columns * 4, 32)] = {};
+
+    __device__ static constexpr int number(int m, int n, int i) { return (m * WARPS_S.columns + n) * 4 + i; }
+    __device__ void set(int m, int n, int i) { words[number(m, n, i) / 32] |= 1u << number(m, n, i) % 32; }
+    __device__ bool has(int m, int n, int i) const { return words[number(m, n, i) / 32] >> number(m, n, i) % 32 & 1; }
+};
 
 // row_weight_sum of the rows of a tile, from query `first` on.
 __device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
@@ -173,16 +190,34 @@ struct Scores {
         });
     }
 
-    // From S, or from what subtract<POWERS> made of it, to P. `lse` is lse_of() of each of the lane's queries, and
-    // `lse_at` the smem address of its first.
+    // Calls `f(holds)` with each condition that an entry has to meet to be visible, if any does not: `holds(spot)`.
+    // Rows past the end have zeros for q, d_out and delta, and zero or infinity for lse, and contribute nothing unless a
+    // score function gives them a gradient.
+    template <typename F>
+    __device__ static void for_each_condition(const Mods& mods, const ScoreTile& c, F f) {
+        if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
+            f([&](Spot at) { return at.key < c.keys && (!FV_SCORE || at.query < c.queries); });
+        if (FV_MASK && c.evaluate) f([&](Spot at) { return fv_mask(mods, c.place, c.query + at.query, c.key + at.key); });
+    }
+
+    // From S, or from what subtract<POWERS> made of it, to P, of columns from .. to of accumulators (of all of them where
+    // SCORES_IN_LOOP). `lse` is lse_of() of each of their queries, and `lse_at` the smem address of that of the lane's first.
     template <int POWERS = -1>
     __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, const float (&lse)[QUERIES_HELD], u32 lse_at,
-                              const float* row_weight_sums, i64 row_weight_stride) {
+                              const float* row_weight_sums, i64 row_weight_stride, int from = 0, int to = WARPS_S.columns) {
         const Spot lane = Spot::of_lane();
+        [[maybe_unused]] ScoreBits hidden;
+        if constexpr (USES_HIDDEN)
+            for_each_condition(mods, c, [&](auto holds) {
+                for_each_score([&](int m, int n, int i) {
+                    if (n >= from && n < to && !holds(lane + Spot::step(m, n, i))) hidden.set(m, n, i);
+                });
+            });
         [[maybe_unused]] bool has_huge_lse = false;
         if constexpr (HAS_ROW_WEIGHT_SUM)
             #pragma unroll
-            for (int h = 0; h < QUERIES_HELD; ++h) has_huge_lse |= is_huge(lse[h]);
+            for (int h = 0; h < QUERIES_HELD; ++h)
+                if (is_of_columns(h, from, to)) has_huge_lse |= is_huge(lse[h]);
         // A score function may give -1e30 to a whole row. Then score - lse is exact, but the difference of
         // products has their rounding error. And __fsub_rn keeps the score rounded, without contraction
         // into a multiply-add, as in fv_row_weight_sum.
@@ -195,7 +230,8 @@ struct Scores {
 #if FV_SCORE
                 const int q = c.query + at.query, kv = c.key + at.key;
                 const float s = g[m][n][i] * scale;
-                const float x = exp_score(score_of(q, kv, s), m, n, i, at);
+                float x = exp_score(score_of(q, kv, s), m, n, i, at);
+                if (USES_HIDDEN && hidden.has(m, n, i)) x = 0.f;
                 g[m][n][i] = x;
 #if FV_DSCORE
                 weight[m][n][i] = x;
@@ -212,7 +248,9 @@ struct Scores {
 #endif
             };
             if constexpr (SCORES_IN_LOOP) for_each_in_loop(compute_one);
-            else for_each_score([&](int m, int n, int i) { compute_one(m, n, i, lane + Spot::step(m, n, i)); });
+            else for_each_score([&](int m, int n, int i) {
+                if (n >= from && n < to) compute_one(m, n, i, lane + Spot::step(m, n, i));
+            });
         };
 #ifdef SCORE_READS
         const int query0 = c.query + Spot::of_warp().query, key0 = c.key + Spot::of_warp().key;
@@ -226,7 +264,7 @@ struct Scores {
         if (HAS_ROW_WEIGHT_SUM && __any_sync(0xffffffff, has_huge_lse)) {
             #pragma unroll
             for (int h = 0; h < QUERIES_HELD; ++h) {
-                if (!is_huge(load_shared(lse_at + held_query(h) * 4))) continue;
+                if (!is_of_columns(h, from, to) || !is_huge(load_shared(lse_at + held_query(h) * 4))) continue;
                 const float inverse = 1.f / __ldg(row_weight_sums + (lane.query + held_query(h)) * row_weight_stride);
                 for_each_score([&](int m, int n, int i) {
                     if (query_held(m, n, i) != h) return;
@@ -237,27 +275,24 @@ struct Scores {
                 });
             }
         }
-        auto zero_unless = [&](auto holds) {
-            for_each_score([&](int m, int n, int i) {
-                if (holds(lane + Spot::step(m, n, i))) return;
-                g[m][n][i] = 0.f;
+        if constexpr (!USES_HIDDEN)
+            for_each_condition(mods, c, [&](auto holds) {
+                for_each_score([&](int m, int n, int i) {
+                    if (n < from || n >= to || holds(lane + Spot::step(m, n, i))) return;
+                    g[m][n][i] = 0.f;
 #if FV_DSCORE
-                weight[m][n][i] = 0.f;
+                    weight[m][n][i] = 0.f;
 #endif
+                });
             });
-        };
-        // Rows past the end have zeros for q, d_out and delta, and zero or infinity for lse, and contribute
-        // nothing unless a score function gives them a gradient.
-        if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
-            zero_unless([&](Spot at) { return at.key < c.keys && (!FV_SCORE || at.query < c.queries); });
-        if (FV_MASK && c.evaluate)
-            zero_unless([&](Spot at) { return fv_mask(mods, c.place, c.query + at.query, c.key + at.key); });
 #if FV_DROPOUT
         // Four at a time: the hashes of all scores at once would spill.
         constexpr int COUNT = WARPS_S.rows * WARPS_S.columns * 4;
         dropout_scale = fv_dropout_scale(mods);
         #pragma unroll
         for (int word = 0; word < ceil_div(COUNT, 32); ++word) {
+            // Eight columns are a word, and parts of a tile whole words.
+            if (WARPS_S.rows == 1 && (word * 8 < from || word * 8 >= to)) continue;
             u32 bits = 0;
             #pragma unroll 1
             for (int at = word * 32; at < COUNT && at < word * 32 + 32; at += 4) {
@@ -298,10 +333,12 @@ struct Scores {
         #pragma unroll
         for (int m = 0; m < WARPS_S.rows; ++m)
             #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                // One instruction less than a selection.
-                asm("{ .reg .pred is_weight; setp.neu.f32 is_weight, %0, 0f00000000; @is_weight mul.f32 %0, %0, %1; }"
-                    : "+f"(g[m][n][i]) : "f"(dp[m][n][i]));
+            for (int i = 0; i < 4; ++i) multiply_unless_zero(g[m][n][i], dp[m][n][i]);
+    }
+
+    // One instruction less than a selection.
+    __device__ static void multiply_unless_zero(float& x, float y) {
+        asm("{ .reg .pred is_weight; setp.neu.f32 is_weight, %0, 0f00000000; @is_weight mul.f32 %0, %0, %1; }" : "+f"(x) : "f"(y));
     }
 
     __device__ void differentiate_one(const ScoreFragment& dp, float delta, int m, int n, int i) {
@@ -310,7 +347,8 @@ struct Scores {
         // dS before the derivative of the score
         weight[m][n][i] = weight[m][n][i] == 0.f ? 0.f : weight[m][n][i] * d;
 #endif
-        g[m][n][i] = g[m][n][i] == 0.f ? 0.f : g[m][n][i] * d;
+        if constexpr (FV_DSCORE && KEYS_DOWN) multiply_unless_zero(g[m][n][i], d);
+        else g[m][n][i] = g[m][n][i] == 0.f ? 0.f : g[m][n][i] * d;
     }
 
     // Adds to the gradients of captured buffers, for each read of one.

@@ -248,7 +248,8 @@ mod tests {
     use foveate_gpu::cache::Cache;
     use foveate_gpu::nvrtc::Compiler;
     use foveate_mods::text::{Names, parse_score};
-    use foveate_mods::{Buffer, masks, scores};
+    use foveate_mods::{Buffer, ScoreMod, masks, scores};
+    use foveate_problem::Dropout;
 
     fn dims(dim: usize, dim_v: usize) -> Dims {
         Dims {
@@ -304,19 +305,24 @@ mod tests {
             Err(e) => return println!("skipped: {e}"),
         };
         let (profile, cache) = (Profile::named("h200").unwrap(), Cache::at(None));
-        let dims = Dims { heads_kv: 8, len_q: 4096, len_k: 4096, ..dims(128, 128) };
+        let dims = Dims { heads_kv: 8, len_q: 2048, len_k: 2048, ..dims(128, 128) };
         let run = Usage { backward: true, deterministic: true, ..Usage::default() };
-        let built = |score| {
-            let spec = Spec { mask: Some(masks::causal()), score, scale: None, dropout: None };
+        let built = |score: Option<ScoreMod>| {
+            let dropout = score.as_ref().map(|_| Dropout::new(0.1, 1));
+            let spec = Spec { mask: Some(masks::causal()), score, scale: None, dropout };
             let found = super::kernels(&profile, &spec, &dims, DType::BF16, run, None).unwrap();
             let keys = found.iter().find(|k| k.choice.chosen.config.ordered_dq).unwrap();
             let built = keys.build(|text, arch| cache.compile(compiler, text, arch)).unwrap();
             let products = built.iter().map(|(config, _)| (config.kernel, config.ordered_dq));
             products.filter(|(kernel, _)| *kernel != Kernel::BlockLists).collect::<Vec<_>>()
         };
-        let alibi = scores::alibi(dims.heads_q).unwrap();
+        // Waves, two numbers for each entry and dropout take the registers that the order has.
+        let bias = Buffer::new("bias", &[2048; 2], vec![0.5f32; 2048 * 2048]).unwrap();
+        let names = Names::new().buffer(bias.any());
+        let text = "score + sin(f32(q) * f32(kv)) + bias[q, kv] * bias[kv, q]";
+        let waves = parse_score(text, &names).unwrap();
         let apart = [(Kernel::Backward, false), (Kernel::BackwardDq, false)];
-        assert_eq!(built(Some(alibi)), apart);
+        assert_eq!(built(Some(waves)), apart);
         assert_eq!(built(None), [(Kernel::Backward, true)]);
     }
 

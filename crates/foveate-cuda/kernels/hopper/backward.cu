@@ -32,6 +32,8 @@
 //     dS is written, for both consumers    dQ -> added to dq_accum
 //     look for the next step               dV has come
 //
+// And where scores are functions and tiles have 128 queries (LATE_COLUMNS), half of P comes before dP^T starts, beside dK.
+//
 // Nothing that ptxas cannot follow may stand between the start of a product and the wait for it (see forward.cu), so
 // the first step of an item, and one whose mask is evaluated or whose score is not plain arithmetic (FV_OVERLAP),
 // waits for all products before P.
@@ -215,8 +217,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     // With a derivative the weights themselves are an operand only, and rounded at once.
     constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
     auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
-    auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates) {
-        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates);
+    auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates, int from = 0, int to = N) {
+        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates, from, to);
         if (NARROWS_FIRST)
             #pragma unroll
             for (int n = 0; n < N; ++n) narrow_weights(n);
@@ -338,9 +340,14 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 else pin(scores.g[0]);
                 finish_dq();
                 if constexpr (SUBTRACTS_FIRST) scores.subtract<FIRST_POWERS>(p.scale, lse, FIRST_POWERS);
-                if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity));
+                if (!LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity), 0, 2 * (N - LATE_COLUMNS));
+                if constexpr (LATE_COLUMNS > 0) {
+                    compute_weights(step, lse, false, 0, N - LATE_COLUMNS);
+                    keep_before(sign_of_weights(scores, N - LATE_COLUMNS), base);
+                    load_rows(lse, rows_at + AT_LSE + rows_place(parity), 2 * (N - LATE_COLUMNS));
+                }
                 if (DP_EARLY) start_dp(stage);
-                compute_weights(step, lse, false);
+                compute_weights(step, lse, false, LATE_COLUMNS > 0 ? N - LATE_COLUMNS : 0);
                 keep_before(sign_of_weights(scores), base);
                 if constexpr (DP_EARLY) await_dp();
                 else product_wait<0>();
@@ -363,7 +370,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 pin(scores.g[0]);
                 load_rows(lse, rows_at + AT_LSE + rows_place(parity));
                 if constexpr (SUBTRACTS_FIRST) scores.subtract<FIRST_POWERS>(p.scale, lse);
-                if (kind & Step::EVALUATES) compute_weights(step, lse, true);
+                if constexpr (LATE_COLUMNS > 0) compute_weights(step, lse, kind & Step::EVALUATES);
+                else if (kind & Step::EVALUATES) compute_weights(step, lse, true);
                 else compute_weights(step, lse, false);
                 if constexpr (DP_EARLY) {
                     start_dp(stage);
@@ -371,7 +379,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 }
             }
             float delta[QUERIES_HELD];
-            if (!SUBTRACTS_FIRST) load_rows(delta, rows_at + AT_DELTA + rows_place(parity));
+            if (!SUBTRACTS_FIRST && !DELTA_LATE) load_rows(delta, rows_at + AT_DELTA + rows_place(parity));
             if constexpr (!DP_EARLY) {
                 narrow_first_weights();
                 pin(dv);
@@ -384,6 +392,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             #pragma unroll
             for (int k = 0; k < FV_BM / 16; ++k) {
                 u32 ds[4];
+                if (DELTA_LATE && k % 2 == 0) load_rows(delta, rows_at + AT_DELTA + rows_place(parity), k * 4, k * 4 + 8);
                 #pragma unroll
                 for (int n = k * 2; n < k * 2 + 2; ++n) {
                     if (!NARROWS_FIRST && n >= 2 * FIRST_DV) narrow_weights(n);

@@ -1,5 +1,11 @@
 // Parts of fv_backward on Hopper: its mbarriers, and the products of a consumer.
 
+// Where a tile has 128 queries and scores are functions, registers do not hold lse of all queries beside S, dP, dK and dV:
+// so many columns of P come after the others, once dP has started, and lse of theirs is read then.
+constexpr int LATE_COLUMNS = DP_EARLY && FV_SCORE && FV_BM == 128 && !SCORES_IN_LOOP ? N / 2 : 0;
+// And delta is read when it is subtracted.
+constexpr bool DELTA_LATE = LATE_COLUMNS > 0 || FV_DSCORE;
+
 // The mbarriers.
 struct Barriers : StepBarriers {
     static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 6, DQ = RINGS + 3 * FV_STAGES, COUNT = DQ + 2 * FV_ORDERED_DQ;

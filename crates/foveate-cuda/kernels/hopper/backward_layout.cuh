@@ -63,6 +63,7 @@ constexpr Warps WARPS_S = {4 * CONSUMERS, 1, 1, N};
 constexpr bool KEYS_DOWN = true;
 constexpr bool HOLDS_SUMS = true;                          // over the tiles of an item
 constexpr int SCORE_COPIES = 2;                            // as the forward counts them: evaluated, and not
+constexpr bool HIDES_FIRST = FV_SCORE && FV_MASK;
 __device__ int warp_row() { return (threadIdx.x / 32 - 4) * 16; }
 __device__ int warp_column() { return 0; }
 

@@ -213,15 +213,15 @@ __device__ float sign_of_weights(const Scores& scores, int columns = WARPS_S.col
     return __uint_as_float(bits);
 }
 
-// P of a step, in place of its scores, or of what Scores::subtract made of them; lse stands at `lse_at` too, for rows
-// whose weights need it again.
+// P of a step, of columns from .. to of accumulators, in place of its scores, or of what Scores::subtract made of them; lse
+// stands at `lse_at` too, for rows whose weights need it again.
 template <int POWERS = -1>
 __device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& mods, const Step& step, const float (&lse)[QUERIES_HELD],
-                          u32 lse_at, bool evaluates) {
+                          u32 lse_at, bool evaluates, int from = 0, int to = WARPS_S.columns) {
     const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
     const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
     const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
-    scores.compute_p<POWERS>(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
+    scores.compute_p<POWERS>(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row, from, to);
 }
 
 // One f32 of each of the lane's queries, or of those from .. to: lse, or delta; `first` is the smem address of that of
