@@ -5,6 +5,7 @@ use clap::Subcommand;
 mod blocks;
 mod build;
 mod check;
+mod kind;
 mod list;
 mod table;
 
