@@ -7,6 +7,7 @@
 
 mod cases;
 mod chart;
+mod floor;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 use clap::Args as ClapArgs;
 use foveate::DType;
 use foveate::cuda::Engine;
-use foveate::cuda::choose::Tuned;
+use foveate::cuda::choose::{KernelOptions, Tuned};
 use foveate_train::whole;
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +27,7 @@ use crate::number::{number, seconds};
 use crate::output::Output;
 use crate::tune;
 use cases::{Case, Prepared};
+use floor::{Floor, Limit};
 
 /// How many elements of a result are compared with a peer's.
 const SAMPLES: usize = 16;
@@ -85,6 +87,18 @@ struct GpuTiming<'a> {
     min_ms: f64,
     runs: usize,
     tflops: f64,
+    /// Of a case with a mask: the least time that it takes, what limits it, and that time over ours.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    floor_ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    floor_limit: Option<Limit>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    of_floor: Option<f64>,
+    /// What the floor was made of, in the same run: the rate without a mask, and that of a copy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    full_tflops: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    copy_gbs: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -113,10 +127,14 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let names = peer_names(&peers);
     if !args.json {
         let heads: String = names.iter().map(|n| format!(" {n:>13} {:>6}", "ratio")).collect();
-        out.line(format!("{:<44} {:>9} {:>8}{heads}", "case", "ms", "TFLOP/s"))?;
+        out.line(format!(
+            "{:<44} {:>9} {:>8} {:>14}{heads}",
+            "case", "ms", "TFLOP/s", "of its floor"
+        ))?;
     }
     let interrupt = Interrupt::watch()?;
     let mut bars = Vec::new();
+    let mut floors = Floors::default();
     for case in &cases {
         interrupt.check()?;
         let prepared = Prepared::new(case, args.device, kernels, args.deterministic)?;
@@ -128,12 +146,19 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         times.sort_by(f64::total_cmp);
         let ms = times[times.len() / 2];
         let tflops = |ms: f64| case.flops / ms / 1e9;
+        floors.full.insert(case.case.clone(), tflops(ms));
+        let floor = floors.of(case, args, kernels)?;
         let own = GpuTiming {
             case: &case.case,
             ms,
             min_ms: times[0],
             runs: times.len(),
             tflops: tflops(ms),
+            floor_ms: floor.map(|(floor, ..)| floor.ms),
+            floor_limit: floor.map(|(floor, ..)| floor.limit),
+            of_floor: floor.map(|(floor, ..)| floor.ms / ms),
+            full_tflops: floor.map(|(_, full, _)| full),
+            copy_gbs: floor.map(|(.., copy)| copy),
             peer: None,
             peer_ms: None,
             peer_tflops: None,
@@ -163,7 +188,12 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
                 })?;
             }
         } else {
-            let mut line = format!("{:<44} {ms:>9.3} {:>8.1}", case.case, own.tflops);
+            let of_floor = floor.map_or_else(String::new, |(floor, ..)| {
+                let by = if floor.limit == Limit::Bytes { "bytes" } else { "tiles" };
+                format!("{:.2} ({by})", floor.ms / ms)
+            });
+            let mut line =
+                format!("{:<44} {ms:>9.3} {:>8.1} {of_floor:>14}", case.case, own.tflops);
             for name in &names {
                 let found = of_case.iter().find(|p| p.peer == *name).map(beside);
                 line += &match found {
@@ -186,6 +216,44 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             .map_err(|e| Failure::new(format!("cannot write {}: {e}", file.display())))?;
     }
     Ok(())
+}
+
+/// What floors are made of, as far as it was measured in this run.
+#[derive(Default)]
+struct Floors {
+    /// TFLOP/s of cases by name.
+    full: BTreeMap<String, f64>,
+    /// GB/s of a copy.
+    copy: Option<f64>,
+}
+
+impl Floors {
+    /// The floor of a case with a mask, the rate of the same problem without one and that of a copy. What was not
+    /// measured yet is measured now.
+    fn of(
+        &mut self,
+        case: &Case,
+        args: &Args,
+        kernels: KernelOptions,
+    ) -> Result<Option<(Floor, f64, f64)>, Failure> {
+        let Some(full) = case.without_mask() else { return Ok(None) };
+        let rate = match self.full.get(&full.case) {
+            Some(rate) => *rate,
+            None => {
+                let prepared = Prepared::new(&full, args.device, kernels, args.deterministic)?;
+                let mut times = time(&prepared, Duration::from_secs_f64(args.seconds))?;
+                times.sort_by(f64::total_cmp);
+                let rate = full.flops / times[times.len() / 2] / 1e9;
+                self.full.insert(full.case, rate);
+                rate
+            }
+        };
+        let copy = match self.copy {
+            Some(copy) => copy,
+            None => *self.copy.insert(floor::copy_gbs(args.device)?),
+        };
+        Ok(Some((Floor::of(&case.work, rate, copy), rate, copy)))
+    }
 }
 
 /// The cases whose name contains one of `filter`; all of them where it is empty.

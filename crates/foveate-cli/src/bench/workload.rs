@@ -4,7 +4,7 @@
 //! the same hash, the same numbers for PyTorch. So peers are timed, and compared, on the same
 //! data.
 
-use foveate::mask::{BlockMask, Tile};
+use foveate::mask::{BlockMask, Stats, Tile};
 use foveate::mods::ir::mix;
 use foveate::mods::{Head, MaskMod, ScoreMod, expr};
 use foveate::{Attention, Buffer, DType, masks, scores};
@@ -16,6 +16,8 @@ const CAP: f32 = 30.0;
 const COLUMNS: usize = 64;
 /// Queries, and keys, of a block of those that are seen or not.
 const BLOCK: usize = 128;
+/// Queries, and keys, of the tiles that a mask is counted in.
+const TILE: u32 = 128;
 /// Name of the relative bias.
 pub const BIAS: &str = "rel_bias";
 
@@ -305,17 +307,41 @@ impl Workload {
 
     /// Operations on the pairs that the mask lets through.
     pub fn flops(&self) -> f64 {
+        self.operations(|stats| stats.live_entries)
+    }
+
+    /// Operations on the tiles of 128 x 128 pairs of which the mask lets any through.
+    pub fn tile_flops(&self) -> f64 {
+        self.operations(|stats| (stats.full + stats.partial) * u64::from(TILE * TILE))
+    }
+
+    /// Operations on so many pairs of a head, of which `pairs` counts those of a mask.
+    fn operations(&self, pairs: impl Fn(&Stats) -> u64) -> f64 {
         let Self { q_len, len, .. } = *self;
         let pairs = match self.mask_mod() {
             None => (q_len * len) as f64,
             Some(mask) => {
                 let (queries, keys) = (q_len as i32, len as i32);
                 let head = Head { q_len: queries, kv_len: keys, ..Head::default() };
-                let tiles = BlockMask::build(&mask, head, q_len, len, Tile { q: 128, kv: 128 });
-                tiles.stats().live_entries as f64
+                let tile = Tile { q: TILE, kv: TILE };
+                pairs(&BlockMask::build(&mask, head, q_len, len, tile).stats()) as f64
             }
         };
         2.0 * self.pass.products() * pairs * (self.batch * self.heads * self.dim) as f64
+    }
+
+    /// Bytes that a pass has to move, each once: operands, results in 16 bits, and a number in f32 for each row.
+    pub fn compulsory_bytes(&self) -> u64 {
+        let [q, kv] = self.shapes().map(|shape| shape.iter().product::<usize>());
+        let (operands, rows) = (q + 2 * kv, 4 * q / self.dim);
+        let read = operands * self.dtype.bytes();
+        let bytes = match self.pass {
+            Direction::Forward => read + 2 * q + rows,
+            Direction::Backward => read + 4 * q + rows + 2 * operands,
+            // Both passes read operands, out and the numbers of rows.
+            Direction::Both => 2 * (read + 2 * q + rows) + 2 * q + 2 * operands,
+        };
+        bytes as u64
     }
 
     /// Shapes of q (and `out`), and of k (and v).

@@ -262,6 +262,12 @@ impl Case {
         Self::named(self.work.clone(), storage)
     }
 
+    /// The same problem without mask and score; `None` where it has no mask.
+    pub fn without_mask(&self) -> Option<Self> {
+        let full = Workload { mask: Mask::Full, width: 0, score: Score::None, ..self.work.clone() };
+        (self.work.mask != Mask::Full).then(|| Self::named(full, self.storage))
+    }
+
     fn named(work: Workload, storage: Storage) -> Self {
         let Workload { q_len, len, dim, batch, .. } = work;
         let queries = match (q_len == len, batch == (TOKENS / len).max(1)) {
@@ -481,6 +487,9 @@ mod tests {
         assert_eq!(of("full/h16-16/s8192/d128/backward"), 2.5 * full);
         let causal = of("causal/h16-16/s8192/d128/forward");
         assert_eq!(causal / full, 8193.0 / 16384.0);
+        let masked: Vec<_> = cases.iter().filter_map(Case::without_mask).collect();
+        assert!(masked.len() > 50 && masked.iter().all(|c| c.work.mask == Mask::Full));
+        assert!(masked.iter().any(|c| c.case == "full/h16-16/s8192/d128/backward"));
         let narrow = grid(DType::F8E4M3);
         let wide = |c: &Case| c.case.strip_suffix("/f8e4m3").map(|n| names.contains(&n.to_owned()));
         assert!(narrow.len() > 50 && narrow.iter().all(|c| wide(c) == Some(true)));
