@@ -208,15 +208,19 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
             .map(|edge| edge["what"].as_str().unwrap())
             .collect();
         let groups = ["head", "layers.3", "layers.2", "layers.1", "layers.0", "embedding"];
-        assert_eq!(sums, [&groups[..], &["norm, labels"]].concat(), "{found}");
+        let of_groups: Vec<&str> =
+            sums.iter().copied().filter(|sum| !sum.starts_with("norm")).collect();
+        assert_eq!(of_groups, groups, "{found}");
+        // Ranks with the same gradients have the same norm: the first sum tells all of the loss.
+        let norms = if mesh == "replicate=8" { 1 } else { groups.len() };
+        assert_eq!(sums.len() - groups.len(), norms, "{found}");
         let summed = |found: &serde_json::Value| -> u64 {
             let edges = found["edges"].as_array().unwrap().iter();
-            let over_copies = edges.filter(|e| e["to"].as_str().unwrap().ends_with("on replicate"));
-            over_copies.map(|edge| edge["bytes"].as_u64().unwrap()).sum()
+            let sums = edges.filter(|e| e["kind"] == "all-reduce");
+            let of_gradients = sums.filter(|e| !e["what"].as_str().unwrap().starts_with("norm"));
+            of_gradients.map(|edge| edge["bytes"].as_u64().unwrap()).sum()
         };
         assert!(summed(&found).abs_diff(summed(&json(mesh, &[]))) < 8, "{found}");
-        let head = edges.iter().position(|e| e["what"] == "head" && e["kind"] == "all-reduce");
-        assert_eq!(edges[head.unwrap()]["beside"], "layers.3 backward", "{found}");
     }
     let (_, text, _) = of("shard=4", &[]);
     for line in [

@@ -94,6 +94,8 @@ struct Deriving<'a> {
     ahead: VecDeque<(usize, bool)>,
     /// The group that is updated next, where groups are updated in the backward pass.
     pending: Option<usize>,
+    /// The loss and the labels of all ranks, once they are summed.
+    told: Option<Has>,
     /// Of each layer of the batch, the stream before attention, and before the feed-forward part.
     tape: Vec<[Has; 2]>,
 }
@@ -110,6 +112,7 @@ impl<'a> Deriving<'a> {
             held: vec![false; shape.groups[0].len()],
             ahead: VecDeque::new(),
             pending: None,
+            told: None,
             tape: Vec::new(),
         }
     }
@@ -516,7 +519,7 @@ impl<'a> Deriving<'a> {
             return Ok(());
         }
         self.replicas(group)?;
-        if self.is_cut() {
+        if self.is_cut() || self.map.mesh().size(MeshAxis::Replicate) > 1 {
             // One sum is on its way while the next group is computed.
             if let Some(before) = self.pending.replace(group) {
                 self.update(&[before])?;
@@ -546,14 +549,21 @@ impl<'a> Deriving<'a> {
         let numbers = |terms| Held { element: ElementType::F64, axes: vec![], terms };
         let totals = ("norm, loss and labels".to_owned(), numbers(totals));
         let loss = (LOSS.to_owned(), numbers(loss));
-        let reads: Vec<&Has> = gradients.iter().chain([&loss]).collect();
-        self.stage("norm".into(), &reads, &[(&totals.0, totals.1.clone())], &[]);
         let batches = self.shape.batches;
-        if let Some(Event::Stage(stage)) = self.events.last_mut() {
-            stage.reads.iter_mut().for_each(|read| read.batches = batches);
-        }
-        let all = ("norm, loss and labels of all".to_owned(), numbers(vec![]));
-        let all = self.bring(&totals, all, Moved::Totals, More::default())?;
+        // Ranks with the same gradients have the same norm, and know of each other's losses from the first sum.
+        let known = self.told.take().filter(|_| !self.is_cut());
+        let all = if let Some(all) = known {
+            all
+        } else {
+            let reads: Vec<&Has> = gradients.iter().chain([&loss]).collect();
+            self.stage("norm".into(), &reads, &[(&totals.0, totals.1.clone())], &[]);
+            if let Some(Event::Stage(stage)) = self.events.last_mut() {
+                stage.reads.iter_mut().for_each(|read| read.batches = batches);
+            }
+            let all = ("norm, loss and labels of all".to_owned(), numbers(vec![]));
+            self.bring(&totals, all, Moved::Totals, More::default())?
+        };
+        self.told = Some(all.clone());
         let masters: Vec<Has> = groups
             .iter()
             .map(|&group| {
@@ -563,7 +573,13 @@ impl<'a> Deriving<'a> {
             .collect();
         let reads: Vec<&Has> = [&all].into_iter().chain(&gradients).chain(&masters).collect();
         let mut drops: Vec<&str> = gradients.iter().map(|has| has.0.as_str()).collect();
-        drops.push(&all.0);
+        let last = (0..self.groups()).find(|&group| self.trains(group));
+        if self.is_cut()
+            || !self.shape.in_backward
+            || last.is_none_or(|last| groups.contains(&last))
+        {
+            drops.push(&all.0);
+        }
         self.stage("update".into(), &reads, &[], &drops);
         if let Some(Event::Stage(stage)) = self.events.last_mut() {
             let of_gradients = gradients.len();
