@@ -190,7 +190,7 @@ struct Scores {
         });
     }
 
-    // Calls `f(holds)` with each condition that an entry has to meet to be visible, if any does not: `holds(spot)`.
+    // Calls `f(holds)` with each condition that some entry of the tile may not meet, and has to, to be visible: `holds(spot)`.
     // Rows past the end have zeros for q, d_out and delta, and zero or infinity for lse, and contribute nothing unless a
     // score function gives them a gradient.
     template <typename F>

@@ -249,17 +249,20 @@ impl Workload {
         }
     }
 
-    /// Document of position `i`.
-    fn document(&self, i: usize) -> usize {
-        let mut end = 0;
-        let lengths = self.documents();
-        lengths
-            .iter()
-            .take_while(|&&length| {
-                end += length as usize;
-                end <= i
-            })
-            .count()
+    /// Whether positions `i` and `j` are of one document.
+    fn share_document(&self, i: usize, j: usize) -> bool {
+        if self.mask == Mask::Documents {
+            return i * self.width / self.len == j * self.width / self.len;
+        }
+        let mut start = 0;
+        for length in self.documents() {
+            let document = start..start + length as usize;
+            if document.contains(&i) || document.contains(&j) {
+                return document.contains(&i) && document.contains(&j);
+            }
+            start = document.end;
+        }
+        false
     }
 
     /// Whether query `q` sees key `k`, computed without the mods.
@@ -269,7 +272,7 @@ impl Workload {
             Mask::Causal => k <= q,
             Mask::Window => k <= q && q - k < self.width,
             Mask::Prefix => k <= q || k < self.width,
-            Mask::Documents | Mask::Ragged => k <= q && self.document(q) == self.document(k),
+            Mask::Documents | Mask::Ragged => k <= q && self.share_document(q, k),
             Mask::Neighbourhood => {
                 let near = |q: usize, k: usize, size: usize| {
                     let half = self.width / 2;

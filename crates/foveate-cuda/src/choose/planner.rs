@@ -188,7 +188,7 @@ impl KernelPlan {
     /// How many of the `heads` of `kernel` take turns at each of the `tiles` that its CTAs own:
     /// heavy CTAs then come first whatever head they are of, so that light ones end the launch
     /// together. Enough heads for the device to be filled four times, and no more, for what those
-    /// under way read to stay in the cache. Items of tiles of keys also add to `dq_accum` there: where
+    /// under way read to stay in the cache. Items of a backward that add to `dq_accum` have that there, too: where
     /// there are more, enough heads to fill the device once and a half, and a divisor of all, for the
     /// last to be as many. Where they add in order, four query heads or more at once, so that few of
     /// those that start together add to the same rows; all heads where the mask is sparse besides.
@@ -197,8 +197,8 @@ impl KernelPlan {
             return heads.max(1);
         }
         let at_once = self.profile.sms * self.choice(kernel).chosen.occupancy.ctas;
-        if kernel == Kernel::Backward && tiles * heads > 4 * at_once {
-            let config = &self.choice(kernel).chosen.config;
+        let config = &self.choice(kernel).chosen.config;
+        if kernel == Kernel::Backward && !config.separate_dq && tiles * heads > 4 * at_once {
             let of_item = if config.split_gqa { 1 } else { config.group };
             let least = if config.ordered_dq { 4usize.div_ceil(of_item) } else { 1 };
             let mut even = (least..=heads).filter(|n| heads.is_multiple_of(*n));

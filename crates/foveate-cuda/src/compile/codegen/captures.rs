@@ -128,7 +128,7 @@ impl FieldKind {
     }
 }
 
-/// `struct Divisor` of `mods.cuh`: a divisor `d`, and what the quotient of `n <= 2^31` by `m = |d|` is made of without
+/// `struct Divisor` of `mods.cuh`: a divisor `d`, and what the quotient of `n < 2^31` by `m = |d|` is made of without
 /// a division: with `s` = ceil(log2 m) it is `n * factor >> 31 + s`, since `factor = ceil(2^(31 + s) / m)` exceeds the
 /// exact one by less than 1 (Granlund and Montgomery, Division by invariant integers using multiplication, PLDI 1994,
 /// theorem 4.2 with numbers of 31 bits). The kernel takes the upper 32 bits of the product, so the shift is less by 32,

@@ -104,6 +104,7 @@ pub(super) fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
         ("[data]", data != recipe.data),
         ("train.batch_rows", old.batch_rows != new.batch_rows),
         ("train.accumulate", old.accumulate != new.accumulate),
+        ("train.z_loss", old.z_loss != new.z_loss),
         ("optimizer.kind", saved.optimizer.kind != recipe.optimizer.kind),
         ("optimizer.groups", frozen(&saved) != frozen(recipe)),
         // What is kept is not rounded in the middle of a run.

@@ -13,6 +13,7 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         ("data.len=23", "[data]"),
         ("run.seed=4", "run.seed"),
         ("train.batch_rows=2", "train.batch_rows"),
+        ("train.z_loss=0.1", "train.z_loss"),
     ] {
         let error = place.run(&place.recipe(&[set]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains(&format!("{key} is not what this run was started with")), "{error}");
