@@ -54,7 +54,7 @@ fn quotients() -> Vec<Case> {
     let made = cases.map(|(by, op, upper)| {
         let score = ScoreMod::new(&of(by, op, upper)).expect("an f32");
         Case {
-            mask: MaskMod::new(&expr::kv().ge(0).dynamic()).expect("a bool"),
+            mask: MaskMod::new(expr::kv().ge(0).dynamic()).expect("a bool"),
             gradient: score.gradient().ok(),
             score,
             dropout: Dropout::new(0.0, 1),
