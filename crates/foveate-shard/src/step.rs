@@ -255,7 +255,8 @@ pub enum Moved {
         /// Elements of a token.
         width: usize,
     },
-    /// The squares of the gradients of some groups, the loss and the count of labels, as one.
+    /// Four numbers, as one: the squares of the gradients of some groups, the loss, the z-loss and the count
+    /// of labels.
     Totals,
 }
 
@@ -379,7 +380,7 @@ pub struct RankStep {
     pub groups: Vec<Arc<Vec<usize>>>,
     /// What it does, in order.
     pub calls: Arc<Vec<Call>>,
-    /// Whether it counts its tokens' loss and labels.
+    /// Whether it counts its tokens' losses and labels.
     pub counts_tokens: bool,
 }
 
@@ -436,7 +437,7 @@ impl StepPlan {
         let each = match edge.moved {
             Moved::Elements { .. } => 1,
             Moved::Tokens { width } => width * self.sharding.range(Axis::Batch, rank).len(),
-            Moved::Totals => 3,
+            Moved::Totals => 4,
         };
         entries * (each * edge.travels.bytes()) as u64
     }

@@ -129,6 +129,8 @@ fn edges_have_the_bytes_that_follow_from_sizes() {
     let summed = of("layers.0 gradients");
     let trained = plan.ranks[0].owned[1].elements.len().min(group.trained) as u64;
     assert_eq!((summed.kind, plan.received(summed, 0)), (EdgeKind::AllReduce, trained * 4));
+    let totals = of("norm, loss, z-loss and labels");
+    assert_eq!((totals.kind, plan.received(totals, 0)), (EdgeKind::AllReduce, 15 * 4 * 8));
     let gradient = of("layers.2 gradients of a batch");
     assert_eq!(gradient.beside, None, "what copies have is waited for");
     let scattered = plan.edges().find(|e| e.values[1] == "layers.2 gradients").unwrap();
@@ -427,8 +429,8 @@ const FAULTS: &[Fault] = &[
         Arc::make_mut(&mut p.ranks[5].calls).retain(|call| call.edge != e);
     } },
     // Sums of all ranks.
-    Fault { name: "the norm is that of a rank", mesh: ALL, point: 'c', operand: "norm, loss and labels of all", plant: |p| { let e = edge(p, "norm, loss and labels"); forget(p, e); } },
-    Fault { name: "the norm is summed over the ranks of parameters alone", mesh: ALL, point: 'd', operand: "norm, loss and labels", plant: |p| {
+    Fault { name: "the norm is that of a rank", mesh: ALL, point: 'c', operand: "norm, loss, z-loss and labels of all", plant: |p| { let e = edge(p, "norm, loss, z-loss and labels"); forget(p, e); } },
+    Fault { name: "the norm is summed over the ranks of parameters alone", mesh: ALL, point: 'd', operand: "norm, loss, z-loss and labels", plant: |p| {
         among_others(p, |e| e.moved == Moved::Totals, |mesh, rank| mesh.group(rank, &[MeshAxis::Shard, MeshAxis::Context]));
     } },
     Fault { name: "squares of a copied norm are counted on all ranks of tensor", mesh: ALL, point: 'd', operand: "norm", plant: |p| {

@@ -394,7 +394,7 @@ fn brute(plan: &StepPlan, right: &StepPlan) -> Outcome {
         }
     }
     let left = brute.ranks[0].keys().filter(|value| !value.ends_with(" weights"));
-    if left.into_iter().any(|value| value != "loss and labels") {
+    if left.into_iter().any(|value| value != "loss, z-loss and labels") {
         return fail("left behind the step");
     }
     Ok(())

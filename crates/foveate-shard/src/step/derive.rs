@@ -73,7 +73,7 @@ pub(crate) fn axes_of(map: &Map, axes: &[Axis]) -> Vec<MeshAxis> {
 }
 
 /// What the loss is called, and the number of labels.
-pub(crate) const LOSS: &str = "loss and labels";
+pub(crate) const LOSS: &str = "loss, z-loss and labels";
 
 /// A value and what ranks have of it.
 type Has = (String, Held);
@@ -547,7 +547,7 @@ impl<'a> Deriving<'a> {
         let loss = self.terms(everyone.clone(), &[Axis::Seq]);
         let totals = self.terms(everyone, &[Axis::Seq, Axis::Elements]);
         let numbers = |terms| Held { element: ElementType::F64, axes: vec![], terms };
-        let totals = ("norm, loss and labels".to_owned(), numbers(totals));
+        let totals = ("norm, loss, z-loss and labels".to_owned(), numbers(totals));
         let loss = (LOSS.to_owned(), numbers(loss));
         let batches = self.shape.batches;
         // Ranks with the same gradients have the same norm, and know of each other's losses from the first sum.
@@ -560,7 +560,7 @@ impl<'a> Deriving<'a> {
             if let Some(Event::Stage(stage)) = self.events.last_mut() {
                 stage.reads.iter_mut().for_each(|read| read.batches = batches);
             }
-            let all = ("norm, loss and labels of all".to_owned(), numbers(vec![]));
+            let all = ("norm, loss, z-loss and labels of all".to_owned(), numbers(vec![]));
             self.bring(&totals, all, Moved::Totals, More::default())?
         };
         self.told = Some(all.clone());

@@ -1,6 +1,6 @@
 //! Steps of models of all families on meshes: what is planned is what the trainer does.
 
-use foveate_nn::{Architecture, Cpu, GroupTransferKind, ModelConfig, ProgramConfig};
+use foveate_nn::{Architecture, Cpu, GroupTransferKind, ModelConfig, ProgramConfig, RankSums};
 use foveate_shard::MeshAxis;
 use foveate_shard::step::{EdgeKind, Moved};
 
@@ -102,6 +102,21 @@ fn moves(plan: &StepPlan, layout: &ParameterLayout, reshard: Reshard, mesh: &Mes
     let done = layout.transfers(reshard).into_iter();
     let done = done.map(|t| (t.group, t.kind, t.beside.map(stage)));
     assert_eq!(of_groups.collect::<Vec<_>>(), done.collect::<Vec<_>>());
+}
+
+/// Every rank gets the sums of all others, as the trainer has them.
+#[test]
+fn totals_are_as_long_as_the_sums_of_a_step() {
+    let (config, recipe) = (config([4, 2], false, Architecture::default()), recipe(&[]));
+    let mesh = Mesh::new([2, 2, 1, 2]).unwrap();
+    let model = model(&config, &mesh, 0, "");
+    let cuts = sharding(&model, &recipe, mesh).unwrap();
+    let shape = shape(&model, &recipe, Recompute::None.into(), 2).unwrap();
+    let plan = StepPlan::new(&cuts, &shape).unwrap();
+    let totals: Vec<_> = plan.edges().filter(|edge| edge.moved == Moved::Totals).collect();
+    assert_eq!(totals.len(), 1);
+    let others = mesh.ranks() - 1;
+    assert_eq!(plan.received(totals[0], 0), (others * size_of::<RankSums>()) as u64);
 }
 
 #[test]
