@@ -9,8 +9,8 @@ use std::ops::Range;
 
 use foveate_nn::moments::BLOCK;
 use foveate_nn::{
-    Blocks, Copied, Holders, Model, NnError, ParameterLayout, Recomputation, Recompute, Reshard,
-    Share, TensorPart,
+    Blocks, Copied, Holders, Model, ModelConfig, NnError, ParameterLayout, Recomputation,
+    Recompute, Reshard, Share, TensorPart,
 };
 use foveate_shard::step::{Again, CopiedElements, Copies, GroupShape, Stays, StepPlan, StepShape};
 use foveate_shard::{Axis, Lengths, Map, Mesh, ProvenStep, Ranges, Sharding};
@@ -101,19 +101,11 @@ fn is_norm_of_stream(layout: &ParameterLayout, place: &Range<usize>) -> bool {
     name.ends_with("norm.weight") && !name.contains("q_norm") && !name.contains("k_norm")
 }
 
-/// The map with the cuts of a batch of `recipe`, tokens in their own order.
-///
-/// # Errors
-/// When the heads of the model cannot be cut.
-pub fn sharding<B: Blocks>(
-    model: &Model<B>,
-    recipe: &Recipe,
-    mesh: Mesh,
-) -> Result<Sharding, foveate_shard::ShardError> {
-    let config = model.config();
-    let (dim, len) = (config.dim(), recipe.data.len);
-    let lengths = Lengths {
-        batch: recipe.train.batch_rows,
+/// Lengths of the axes of a model's arrays, for a batch of `rows` rows of `len` tokens.
+pub fn lengths(config: &ModelConfig, [rows, len]: [usize; 2]) -> Lengths {
+    let dim = config.dim();
+    Lengths {
+        batch: rows,
         seq: len,
         kv_seq: len,
         heads: config.num_attention_heads,
@@ -123,7 +115,19 @@ pub fn sharding<B: Blocks>(
         hidden: config.hidden_size,
         ffn: config.intermediate_size,
         vocab: config.vocab_size,
-    };
+    }
+}
+
+/// The map with the cuts of a batch of `recipe`, tokens in their own order.
+///
+/// # Errors
+/// When the heads of the model cannot be cut.
+pub fn sharding<B: Blocks>(
+    model: &Model<B>,
+    recipe: &Recipe,
+    mesh: Mesh,
+) -> Result<Sharding, foveate_shard::ShardError> {
+    let lengths = lengths(model.config(), [recipe.train.batch_rows, recipe.data.len]);
     Sharding::new(Map::new(mesh), &lengths)
 }
 

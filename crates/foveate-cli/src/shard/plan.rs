@@ -11,6 +11,7 @@ use foveate_shard::{
     ProvenPlan, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
 };
 use foveate_train::recipe::Recipe;
+use foveate_train::step_plan;
 
 use crate::blind;
 use crate::failure::Failure;
@@ -134,7 +135,7 @@ fn planned(
         q_len: len,
         kv_len: len,
     };
-    let shape = shape(config, map, &whole, element)?;
+    let shape = shape(config, map, [rows, len], element)?;
     let planned = waiting("planning", PATIENCE, || {
         let tile = usual_tile(len, map.mesh().size(MeshAxis::Context));
         let planes = Planes::new(whole, masks, tile)?;
@@ -219,22 +220,11 @@ fn with_documents(
 fn shape(
     config: &ModelConfig,
     map: &Map,
-    whole: &Whole,
+    batch: [usize; 2],
     element: ElementType,
 ) -> Result<ModelShape, Failure> {
-    let (dim, hidden, ffn) = (config.dim(), config.hidden_size, config.intermediate_size);
-    let lengths = Lengths {
-        batch: whole.batch,
-        seq: whole.q_len,
-        kv_seq: whole.kv_len,
-        heads: whole.heads,
-        kv_heads: whole.kv_heads,
-        dim,
-        dim_v: dim,
-        hidden,
-        ffn,
-        vocab: config.vocab_size,
-    };
+    let lengths = step_plan::lengths(config, batch);
+    let Lengths { dim, dim_v, hidden, ffn, vocab, .. } = lengths;
     let sharding = Sharding::new(map.clone(), &lengths).map_err(refused)?;
     let own = |axis| sharding.range(axis, 0).len();
     let heads = 2 * own(Axis::Heads) + 2 * own(Axis::KvHeads);
@@ -245,5 +235,5 @@ fn shape(
     parameters.extend(blocks);
     let head = if config.tie_word_embeddings { hidden } else { hidden + embedding };
     parameters.push(("head".to_owned(), head));
-    Ok(ModelShape { dim, dim_v: dim, hidden, ffn, vocab: config.vocab_size, element, parameters })
+    Ok(ModelShape { dim, dim_v, hidden, ffn, vocab, element, parameters })
 }

@@ -9,12 +9,13 @@ use foveate_nn::{
     Recompute,
 };
 use foveate_shard::collectives::run_threads;
-use foveate_shard::{Axis, Lengths, Map, Mesh, ShardError, Sharding};
+use foveate_shard::{Axis, Map, Mesh, ShardError, Sharding};
 
 use super::*;
 use crate::checkpoint::{self, Checksums, Content, Save, Snapshot};
 use crate::ranks::PARAMETERS;
 use crate::recipe::{MeshSection, Recipe, SaveDtype};
+use crate::step_plan;
 use crate::tokens::Tokenizer;
 use crate::transfers::{ParameterRanks, step_ranks};
 
@@ -338,19 +339,8 @@ fn what_a_rank_has_is_what_the_map_gives() {
     for (heads, kv_heads) in [(4, 2), (6, 3), (6, 2), (8, 1), (7, 7), (12, 4), (9, 3)] {
         for tensor in 1..=heads {
             let config = config([heads, kv_heads], false, Architecture::default());
-            let lengths = Lengths {
-                batch: 2,
-                seq: 11,
-                kv_seq: 11,
-                heads,
-                kv_heads,
-                dim: config.dim(),
-                dim_v: config.dim(),
-                hidden: config.hidden_size,
-                ffn: config.intermediate_size,
-                vocab: config.vocab_size,
-            };
             let mesh = Mesh::new([1, 1, 1, tensor]).unwrap();
+            let lengths = step_plan::lengths(&config, [2, 11]);
             let sharding = Sharding::new(Map::new(mesh), &lengths).unwrap();
             for rank in 0..tensor {
                 let part = TensorPart::of(&config, rank, tensor).unwrap();
