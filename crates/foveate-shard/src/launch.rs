@@ -8,6 +8,7 @@
 //! `FOVEATE_ARRIVAL`, `FOVEATE_DEADLINE` and `FOVEATE_SILENCE`, in seconds, how long they wait.
 
 use std::fmt;
+use std::num::IntErrorKind;
 use std::time::Duration;
 
 use crate::collectives::Meeting;
@@ -203,19 +204,21 @@ impl Variables<'_> {
 
     fn number<N: TryFrom<u64>>(&self, name: &str) -> Result<Option<N>, ShardError> {
         let Some(value) = self.text(name) else { return Ok(None) };
-        let Ok(whole) = value.trim().parse::<u64>() else {
-            return refused(format!(
-                "{name} is `{value}`, which is no number of at least 0; correct it, or unset it where \
-                 no launcher set it"
-            ));
-        };
-        match N::try_from(whole) {
-            Ok(number) => Ok(Some(number)),
+        let number = match value.trim().parse::<u64>() {
+            Ok(whole) => N::try_from(whole).ok(),
+            Err(e) if *e.kind() == IntErrorKind::PosOverflow => None,
             Err(_) => {
-                let most = u64::MAX >> (64 - 8 * size_of::<N>());
-                refused(format!("{name} is `{value}`; it is {most} at most"))
+                return refused(format!(
+                    "{name} is `{value}`, which is no number of at least 0; correct it, or unset it \
+                     where no launcher set it"
+                ));
             }
+        };
+        if number.is_none() {
+            let most = u64::MAX >> (64 - 8 * size_of::<N>());
+            return refused(format!("{name} is `{value}`; it is {most} at most"));
         }
+        Ok(number)
     }
 
     /// A time that is no shorter than two heartbeats.
@@ -504,6 +507,10 @@ mod tests {
             (
                 &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "70000")][..],
                 "MASTER_PORT is `70000`; it is 65535 at most",
+            ),
+            (
+                &[("RANK", "99999999999999999999"), ("WORLD_SIZE", "2")][..],
+                "RANK is `99999999999999999999`; it is 18446744073709551615 at most",
             ),
             (
                 &[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")][..],
