@@ -76,7 +76,7 @@ pub(super) fn check(plan: &StepPlan) -> Result<Done, Contradiction> {
                 return at.contradicts(moving.value(), message);
             }
             let members = plan.ranks[rank].members(call.among);
-            if members.binary_search(&rank).is_err() && !members.contains(&rank) {
+            if !members.contains(&rank) {
                 let message = format!("{does} among {members:?}, it is none of");
                 return at.contradicts(moving.value(), message);
             }
