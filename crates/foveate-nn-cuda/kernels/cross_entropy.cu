@@ -3,7 +3,9 @@
 //     y = cap tanh(z / cap), or z     lse = ln sum exp(y)     loss = lse - y[label]     z-loss = z_weight lse^2
 //     dz = (exp(y - lse) (1 + 2 z_weight lse) - [label]) dy/dz
 //
-// The gradient is of both losses. A token without a label has losses 0 and gradient 0. Logits are read twice; the second time mostly from L2.
+// The gradient is of both losses. A token without a label has losses 0 and gradient 0. Logits are read twice;
+// the second time mostly from L2.
+//
 //   FV_CAP       0 no cap, 1 a cap
 
 struct CrossEntropyParams {

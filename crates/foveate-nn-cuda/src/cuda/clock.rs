@@ -1,6 +1,7 @@
 //! Device time of blocks, by events. Events cost the queue some time, so they are recorded in some
 //! steps only, or while a profile is taken, and nothing waits for them: they are read with the totals
-//! of their step. Copies between host and device are measured in profiles. What a block waits for other ranks lies within its time, and is told beside it.
+//! of their step. Copies between host and device are measured in profiles. What a block waits for
+//! other ranks lies within its time, and is told beside it.
 
 use foveate_gpu::GpuError;
 use foveate_gpu::driver::{Event, Stream, default_timeout};
