@@ -1,8 +1,8 @@
 //! `foveate explain --recipe … --mesh …`: what a rank of a run takes, and what moves between ranks.
 
-use foveate::tensor::ElementType;
 use std::collections::HashMap;
 
+use foveate::tensor::ElementType;
 use foveate_nn::{
     AttentionConfig, Cpu, MemoryEstimate, Model, ModelConfig, Recompute, TensorPart, Training,
 };
