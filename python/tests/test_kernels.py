@@ -2,6 +2,7 @@
 and torch without what they need has Python's."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -211,9 +212,8 @@ def ran(code, **more):
 
 def test_they_are_the_native_modules_where_torch_has_its_functions():
     assert sys.platform != "linux" or os.environ.get("FOVEATE_KERNELS") == "python" or _ops.NOT_NATIVE is None
-    names = [name for name, _ in _native.kernel_functions()]
+    names = _native.kernel_functions()
     assert len(set(names)) == len(names) and all("torch_" in name for name in names)
-    assert all(float(version) >= 2.1 for _, version in _native.kernel_functions())
 
 
 def test_otherwise_they_are_pythons():
@@ -223,3 +223,31 @@ def test_otherwise_they_are_pythons():
     asked, reason, total, _ = ran(call, FOVEATE_KERNELS="python")
     assert asked == "FOVEATE_KERNELS is python" and total == "8.0"
     assert reason.startswith("/nowhere/libtorch_cpu.so is not loaded: ")
+
+
+#: A library with torch's functions, of which one refuses the third kernel.
+REFUSING = """
+#include <dlfcn.h>
+#include <stdint.h>
+int torch_library_impl(void *library, const char *name, void *kernel, uint64_t version) {
+    static int calls;
+    int (*torchs)(void *, const char *, void *, uint64_t) = dlsym(dlopen(TORCH, RTLD_NOW | RTLD_NOLOAD), "torch_library_impl");
+    return ++calls == 3 ? 1 : torchs(library, name, kernel, version);
+}
+"""
+
+
+@needs_native
+@pytest.mark.skipif(shutil.which("cc") is None, reason="skipped: no C compiler")
+def test_none_is_registered_where_torch_refuses_one(tmp_path):
+    torchs = os.path.join(os.path.dirname(torch.__file__), "lib")
+    (tmp_path / "refusing.c").write_text(REFUSING)
+    made = str(tmp_path / "refusing.so")
+    linked = ["-Wl,--no-as-needed", f"-L{torchs}", "-ltorch_cpu", "-Wl,--allow-shlib-undefined", f"-Wl,-rpath,{torchs}"]
+    command = ["cc", "-shared", "-fPIC", "-D_GNU_SOURCE", f'-DTORCH="{torchs}/libtorch_cpu.so"', "-o", made]
+    subprocess.run([*command, str(tmp_path / "refusing.c"), *linked], check=True)
+    call = "import ctypes, torch, foveate; from foveate import _native\n"
+    call += "dump = lambda: torch._C._dispatch_dump('foveate::forward')\n"
+    call += f"before, made = dump(), ctypes.CDLL({made!r}); print(_native.register_kernels({made!r})); print(dump() == before)\n"
+    call += f"print(_native.register_kernels({torchs + '/libtorch_cpu.so'!r})); print(dump() == before)"
+    assert ran(call, FOVEATE_KERNELS="python")[:4] == ['torch took no kernel of "varlen_forward" for "CPU"', "True", "None", "False"]

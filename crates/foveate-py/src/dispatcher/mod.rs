@@ -17,10 +17,11 @@ mod shim;
 pub mod stack;
 
 use std::cell::RefCell;
-use std::ffi::{CString, c_char};
+use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -31,7 +32,11 @@ use layout::Layout;
 use shim::{Shim, Value};
 use stack::{Arguments, Returned};
 
+/// The functions that kernels call, there before torch may call a kernel.
 static SHIM: OnceLock<Shim> = OnceLock::new();
+
+/// Whether torch has the kernels. Asked and said with the GIL held.
+static REGISTERED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     /// What the last kernel of this thread failed with, and its words.
@@ -39,29 +44,31 @@ thread_local! {
 }
 
 /// Registers the kernels with the libtorch at `path`, which the process has loaded; returns why not, if
-/// not.
+/// not: then none of them is registered.
 #[pyfunction]
 pub fn register_kernels(path: PathBuf) -> Option<String> {
-    if SHIM.get().is_some() {
+    if REGISTERED.load(Ordering::Relaxed) {
         return None;
     }
     let shim = match Shim::find(&path) {
         Ok(shim) => SHIM.get_or_init(|| shim),
         Err(reason) => return Some(reason),
     };
-    let kernels: [(_, shim::Kernel); 5] = [
+    let kernels: [(&CStr, shim::Kernel); 5] = [
         (c"forward", forward),
         (c"backward", backward),
         (c"varlen_forward", varlen_forward),
         (c"varlen_backward", varlen_backward),
         (c"paged", paged),
     ];
-    kernels.into_iter().find_map(|(name, kernel)| shim.register(c"CPU", name, kernel).err())
+    let done = shim.register(c"CPU", &kernels);
+    REGISTERED.store(done.is_ok(), Ordering::Relaxed);
+    done.err()
 }
 
-/// The functions of torch's that [`register_kernels`] looks for, each with the version that brought it.
+/// The functions of torch's that [`register_kernels`] looks for.
 #[pyfunction]
-pub fn kernel_functions() -> Vec<(&'static str, &'static str)> {
+pub fn kernel_functions() -> Vec<&'static str> {
     shim::FUNCTIONS.to_vec()
 }
 

@@ -1,16 +1,15 @@
 //! Torch's stable C functions, looked up in the libtorch that the interpreter has loaded.
 //!
 //! Nothing of torch is linked and no header of it is read, so one build serves every version of torch that
-//! has these functions. [`FUNCTIONS`] says which version brought which: where one is missing, nothing is
-//! registered from here, and the reason says what a torch needs.
+//! has these functions, from [`SINCE`] on: where one is missing, nothing is registered from here, and the
+//! reason says what a torch needs. Libraries are looked up as Linux names and loads them; elsewhere nothing is
+//! registered either.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
+use std::ptr::null_mut;
 
-use libloading::os::unix::{Library, RTLD_NOW};
-
-/// Opens a library only if the process has it already (glibc's and musl's value).
-const RTLD_NOLOAD: c_int = 4;
+use libloading::Library;
 
 /// A value on the stack of a kernel: the bits of a number, or the address of what torch keeps for it.
 pub type Value = u64;
@@ -31,7 +30,7 @@ pub type Throw = unsafe extern "C-unwind" fn(message: *const c_char) -> !;
 pub type Missing = String;
 
 macro_rules! functions {
-    ($($field:ident: $name:literal of $version:literal, fn($($argument:ty),*) -> $result:ty;)*) => {
+    ($($field:ident: $name:literal, fn($($argument:ty),*) -> $result:ty;)*) => {
         /// The functions that are called here.
         pub struct Shim {
             $(pub $field: unsafe extern "C" fn($($argument),*) -> $result,)*
@@ -40,14 +39,14 @@ macro_rules! functions {
             throw: Throw,
         }
 
-        /// Each function with the version of torch that brought it, or the first one that the package takes.
-        pub const FUNCTIONS: &[(&str, &str)] = &[$(($name, $version),)*];
+        /// Their names.
+        pub const FUNCTIONS: &[&str] = &[$($name,)*];
 
         impl Shim {
             fn of(library: &Library) -> Result<Self, Missing> {
                 Ok(Self {
                     // SAFETY: torch declares the functions of these names with these types, for good.
-                    $($field: unsafe { found(library, $name) }.ok_or_else(|| missing($name, $version))?,)*
+                    $($field: unsafe { found(library, $name) }.ok_or_else(|| missing($name))?,)*
                     free: free(library)?,
                     throw: throw(library)?,
                 })
@@ -57,46 +56,66 @@ macro_rules! functions {
 }
 
 functions! {
-    library_of_key: "aoti_torch_library_init_impl" of "2.10",
+    library_of_key: "aoti_torch_library_init_impl",
         fn(*const c_char, *const c_char, *const c_char, u32, *mut Handle) -> Status;
-    implement: "torch_library_impl" of "2.10", fn(Handle, *const c_char, Kernel, u64) -> Status;
-    threads: "torch_get_num_threads" of "2.10", fn(*mut u32) -> Status;
-    delete_tensor: "aoti_torch_delete_tensor_object" of "2.10", fn(Handle) -> Status;
-    dim: "aoti_torch_get_dim" of "2.10", fn(Handle, *mut i64) -> Status;
-    sizes: "aoti_torch_get_sizes" of "2.10", fn(Handle, *mut *const i64) -> Status;
-    strides: "aoti_torch_get_strides" of "2.10", fn(Handle, *mut *const i64) -> Status;
-    dtype: "aoti_torch_get_dtype" of "2.10", fn(Handle, *mut i32) -> Status;
-    device_type: "aoti_torch_get_device_type" of "2.10", fn(Handle, *mut i32) -> Status;
-    const_data: "torch_get_const_data_ptr" of "2.10", fn(Handle, *mut *const c_void) -> Status;
-    mutable_data: "torch_get_mutable_data_ptr" of "2.10", fn(Handle, *mut *mut c_void) -> Status;
-    empty_strided: "aoti_torch_empty_strided" of "2.10",
+    implement: "torch_library_impl", fn(Handle, *const c_char, Kernel, u64) -> Status;
+    delete_library: "aoti_torch_delete_library_object", fn(Handle) -> Status;
+    threads: "torch_get_num_threads", fn(*mut u32) -> Status;
+    delete_tensor: "aoti_torch_delete_tensor_object", fn(Handle) -> Status;
+    dim: "aoti_torch_get_dim", fn(Handle, *mut i64) -> Status;
+    sizes: "aoti_torch_get_sizes", fn(Handle, *mut *const i64) -> Status;
+    strides: "aoti_torch_get_strides", fn(Handle, *mut *const i64) -> Status;
+    dtype: "aoti_torch_get_dtype", fn(Handle, *mut i32) -> Status;
+    device_type: "aoti_torch_get_device_type", fn(Handle, *mut i32) -> Status;
+    const_data: "torch_get_const_data_ptr", fn(Handle, *mut *const c_void) -> Status;
+    mutable_data: "torch_get_mutable_data_ptr", fn(Handle, *mut *mut c_void) -> Status;
+    empty_strided: "aoti_torch_empty_strided",
         fn(i64, *const i64, *const i64, i32, i32, i32, *mut Handle) -> Status;
-    cpu: "aoti_torch_device_type_cpu" of "2.10", fn() -> i32;
-    float32: "aoti_torch_dtype_float32" of "2.10", fn() -> i32;
-    bfloat16: "aoti_torch_dtype_bfloat16" of "2.10", fn() -> i32;
-    float16: "aoti_torch_dtype_float16" of "2.10", fn() -> i32;
-    int64: "aoti_torch_dtype_int64" of "2.10", fn() -> i32;
-    int32: "aoti_torch_dtype_int32" of "2.10", fn() -> i32;
-    boolean: "aoti_torch_dtype_bool" of "2.10", fn() -> i32;
-    uint8: "aoti_torch_dtype_uint8" of "2.10", fn() -> i32;
-    int16: "aoti_torch_dtype_int16" of "2.10", fn() -> i32;
-    int8: "aoti_torch_dtype_int8" of "2.10", fn() -> i32;
-    float64: "aoti_torch_dtype_float64" of "2.10", fn() -> i32;
-    new_list: "torch_new_list_reserve_size" of "2.10", fn(usize, *mut Handle) -> Status;
-    list_size: "torch_list_size" of "2.10", fn(Handle, *mut usize) -> Status;
-    list_item: "torch_list_get_item" of "2.10", fn(Handle, usize, *mut Value) -> Status;
-    list_push: "torch_list_push_back" of "2.10", fn(Handle, Value) -> Status;
-    delete_list: "torch_delete_list" of "2.10", fn(Handle) -> Status;
-    string_length: "torch_string_length" of "2.10", fn(Handle, *mut usize) -> Status;
-    string_bytes: "torch_string_c_str" of "2.10", fn(Handle, *mut *const c_char) -> Status;
-    delete_string: "torch_delete_string" of "2.10", fn(Handle) -> Status;
+    cpu: "aoti_torch_device_type_cpu", fn() -> i32;
+    float32: "aoti_torch_dtype_float32", fn() -> i32;
+    bfloat16: "aoti_torch_dtype_bfloat16", fn() -> i32;
+    float16: "aoti_torch_dtype_float16", fn() -> i32;
+    int64: "aoti_torch_dtype_int64", fn() -> i32;
+    int32: "aoti_torch_dtype_int32", fn() -> i32;
+    boolean: "aoti_torch_dtype_bool", fn() -> i32;
+    uint8: "aoti_torch_dtype_uint8", fn() -> i32;
+    int16: "aoti_torch_dtype_int16", fn() -> i32;
+    int8: "aoti_torch_dtype_int8", fn() -> i32;
+    float64: "aoti_torch_dtype_float64", fn() -> i32;
+    new_list: "torch_new_list_reserve_size", fn(usize, *mut Handle) -> Status;
+    list_size: "torch_list_size", fn(Handle, *mut usize) -> Status;
+    list_item: "torch_list_get_item", fn(Handle, usize, *mut Value) -> Status;
+    list_push: "torch_list_push_back", fn(Handle, Value) -> Status;
+    delete_list: "torch_delete_list", fn(Handle) -> Status;
+    string_length: "torch_string_length", fn(Handle, *mut usize) -> Status;
+    string_bytes: "torch_string_c_str", fn(Handle, *mut *const c_char) -> Status;
+    delete_string: "torch_delete_string", fn(Handle) -> Status;
 }
+
+/// The first version of torch that has all of [`FUNCTIONS`].
+const SINCE: &str = "2.10";
 
 /// The layout of values that kernels here read and leave: that of torch 2.10, as `torch_library_impl` is told.
 const BUILT_FOR: u64 = 0x020a_0000_0000_0000;
 
-fn missing(name: &str, version: &str) -> Missing {
-    format!("this libtorch has no `{name}`, which torch {version} has")
+fn missing(name: &str) -> Missing {
+    format!("this libtorch has no `{name}`, which torch has from {SINCE} on")
+}
+
+/// The library at `path`, if the process has it already.
+#[cfg(target_os = "linux")]
+fn loaded(path: &Path) -> Result<Library, Missing> {
+    use libloading::os::unix::{Library, RTLD_NOW};
+    /// Glibc's and musl's value.
+    const RTLD_NOLOAD: c_int = 4;
+    // SAFETY: with this flag nothing is loaded, so no code runs.
+    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_NOLOAD) };
+    library.map(Into::into).map_err(|e| format!("{} is not loaded: {e}", path.display()))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn loaded(_: &Path) -> Result<Library, Missing> {
+    Err("native kernels take libtorch_cpu.so on libstdc++, as torch has them on Linux alone".into())
 }
 
 /// # Safety
@@ -131,43 +150,34 @@ impl Shim {
     /// # Errors
     /// When it has not, or a function is missing.
     pub fn find(path: &Path) -> Result<Self, Missing> {
-        // SAFETY: with this flag nothing is loaded, so no code runs.
-        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_NOLOAD) };
-        let library = library.map_err(|e| format!("{} is not loaded: {e}", path.display()))?;
+        let library = loaded(path)?;
         let shim = Self::of(&library)?;
         // Torch stays in the process, and so do the addresses.
         std::mem::forget(library);
         Ok(shim)
     }
 
-    /// Registers `kernel` for the operator `foveate::name` on tensors of dispatch key `key`, for as long as
-    /// the process runs.
+    /// Registers `kernels` for the operators `foveate::name` on tensors of dispatch key `key`, for as long as
+    /// the process runs: all of them, or none.
     ///
     /// # Errors
-    /// When torch refuses.
-    pub fn register(&self, key: &CStr, name: &CStr, kernel: Kernel) -> Result<(), Missing> {
-        let mut library = std::ptr::null_mut();
-        let file = c"foveate";
-        // SAFETY: the strings end with 0; torch copies what it keeps of them. The library is not deleted,
-        // so the kernel stays registered.
-        let status = unsafe {
-            let made = (self.library_of_key)(
-                c"foveate".as_ptr(),
-                key.as_ptr(),
-                file.as_ptr(),
-                0,
-                &mut library,
-            );
-            if made == 0 {
-                (self.implement)(library, name.as_ptr(), kernel, BUILT_FOR)
-            } else {
-                made
-            }
-        };
-        match status {
-            0 => Ok(()),
-            _ => Err(format!("torch took no kernel of {name:?} for {key:?}")),
+    /// When torch refuses one.
+    pub fn register(&self, key: &CStr, kernels: &[(&CStr, Kernel)]) -> Result<(), Missing> {
+        let mut library = null_mut();
+        let name = c"foveate".as_ptr();
+        // SAFETY: the strings end with 0; torch copies what it keeps of them.
+        if unsafe { (self.library_of_key)(name, key.as_ptr(), name, 0, &mut library) } != 0 {
+            return Err(format!("torch took no kernels for {key:?}"));
         }
+        for &(name, kernel) in kernels {
+            // SAFETY: as above. The library is not deleted when all goes well, so kernels stay registered.
+            if unsafe { (self.implement)(library, name.as_ptr(), kernel, BUILT_FOR) } != 0 {
+                // SAFETY: the library is owned, and this is its end, and that of what it registered.
+                unsafe { (self.delete_library)(library) };
+                return Err(format!("torch took no kernel of {name:?} for {key:?}"));
+            }
+        }
+        Ok(())
     }
 
     /// Frees the place of an optional argument.
