@@ -360,6 +360,8 @@ def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: in
     needed = -(-q_len // tile_q)
     if rows < needed:
         raise ValueError(f"block_mask lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}")
+    if any(1 not in (n, full) and n != full for n, full in zip(lists[1].shape[:2], lists[-1].shape[:2])):
+        raise ValueError("block_mask lists partial and full tiles for other batch entries or heads")
     width = max(columns, -(-kv_len // tile_kv), 1)
     if lists[0].is_cuda:
         _cuda.start()
