@@ -206,10 +206,17 @@ def test_calls_that_end_well_or_badly_hold_no_tensors():
     assert out._use_count() == lse._use_count() == 1
 
 
-def ran(code, **more):
-    """What a new process prints, with these variables."""
+def began(code, **more):
+    """A new process that has ended, with these variables."""
     environment = {**os.environ, **more, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout.split("\n")
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def ran(code, **more):
+    """What it prints."""
+    process = began(code, **more)
+    process.check_returncode()
+    return process.stdout.split("\n")
 
 
 def test_they_are_the_native_modules_where_torch_has_its_functions():
@@ -227,10 +234,22 @@ def test_otherwise_they_are_pythons():
     assert reason.startswith("/nowhere/libtorch_cpu.so is not loaded: ")
 
 
-#: A library with torch's functions, of which one refuses the third kernel.
+TORCHS = os.path.join(os.path.dirname(torch.__file__), "lib")
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="skipped: no C compiler")
+
+
+def linked(folder, text):
+    """A library with torch's functions, and these in place of some."""
+    source, made = folder / "functions.c", str(folder / "functions.so")
+    source.write_text("#include <dlfcn.h>\n#include <stdint.h>\n#include <stdlib.h>\n#include <string.h>\n" + text)
+    command = ["cc", "-shared", "-fPIC", "-fexceptions", "-D_GNU_SOURCE", f'-DTORCH="{TORCHS}/libtorch_cpu.so"', "-o", made]
+    libraries = ["-Wl,--no-as-needed", f"-L{TORCHS}", "-ltorch_cpu", "-Wl,--allow-shlib-undefined", f"-Wl,-rpath,{TORCHS}"]
+    subprocess.run([*command, str(source), *libraries], check=True)
+    return made
+
+
+#: Refuses the third kernel.
 REFUSING = """
-#include <dlfcn.h>
-#include <stdint.h>
 int torch_library_impl(void *library, const char *name, void *kernel, uint64_t version) {
     static int calls;
     int (*torchs)(void *, const char *, void *, uint64_t) = dlsym(dlopen(TORCH, RTLD_NOW | RTLD_NOLOAD), "torch_library_impl");
@@ -240,16 +259,44 @@ int torch_library_impl(void *library, const char *name, void *kernel, uint64_t v
 
 
 @needs_native
-@pytest.mark.skipif(shutil.which("cc") is None, reason="skipped: no C compiler")
+@needs_compiler
 def test_none_is_registered_where_torch_refuses_one(tmp_path):
-    torchs = os.path.join(os.path.dirname(torch.__file__), "lib")
-    (tmp_path / "refusing.c").write_text(REFUSING)
-    made = str(tmp_path / "refusing.so")
-    linked = ["-Wl,--no-as-needed", f"-L{torchs}", "-ltorch_cpu", "-Wl,--allow-shlib-undefined", f"-Wl,-rpath,{torchs}"]
-    command = ["cc", "-shared", "-fPIC", "-D_GNU_SOURCE", f'-DTORCH="{torchs}/libtorch_cpu.so"', "-o", made]
-    subprocess.run([*command, str(tmp_path / "refusing.c"), *linked], check=True)
+    made = linked(tmp_path, REFUSING)
     call = "import ctypes, torch, foveate; from foveate import _native\n"
     call += "dump = lambda: torch._C._dispatch_dump('foveate::forward')\n"
     call += f"before, made = dump(), ctypes.CDLL({made!r}); print(_native.register_kernels({made!r})); print(dump() == before)\n"
-    call += f"print(_native.register_kernels({torchs + '/libtorch_cpu.so'!r})); print(dump() == before)"
+    call += f"print(_native.register_kernels({TORCHS + '/libtorch_cpu.so'!r})); print(dump() == before)"
     assert ran(call, FOVEATE_KERNELS="python")[:4] == ['torch took no kernel of "varlen_forward" for "CPU"', "True", "None", "False"]
+
+
+#: Keeps the arguments of the first call of `forward` and calls its kernel when the process exits.
+LATE = """
+typedef void Kernel(uint64_t *, uint64_t, uint64_t);
+static Kernel *forward;
+static uint64_t stack[64], inputs, outputs;
+int aoti_torch_new_tensor_handle(void *, void **);
+static void late(void) { forward(stack, inputs, outputs); }
+static void keep(uint64_t *values, uint64_t in, uint64_t out) {
+    memcpy(stack, values, in * sizeof *values);
+    inputs = in, outputs = out;
+    for (int at = 0; at < 3; at++) aoti_torch_new_tensor_handle((void *)stack[0], (void **)&values[at]);
+    atexit(late);
+}
+int torch_library_impl(void *library, const char *name, Kernel *kernel, uint64_t version) {
+    int (*torchs)(void *, const char *, Kernel *, uint64_t) = dlsym(dlopen(TORCH, RTLD_NOW | RTLD_NOLOAD), "torch_library_impl");
+    if (strcmp(name, "forward")) return torchs(library, name, kernel, version);
+    forward = kernel;
+    return torchs(library, name, keep, version);
+}
+"""
+
+
+@needs_native
+@needs_compiler
+def test_a_call_after_python_has_ended_is_an_exception_of_cpp(tmp_path):
+    made = linked(tmp_path, LATE)
+    call = f"import ctypes, torch, foveate; from foveate import _native; made = ctypes.CDLL({made!r})\n"
+    call += f"assert _native.register_kernels({made!r}) is None; q = torch.ones(1, 1, 2, 4)\n"
+    call += f"torch.ops.foveate.forward.default(q, q, q, *{NONE}, False)"
+    said = began(call, FOVEATE_KERNELS="python").stderr
+    assert "std::runtime_error" in said and "need the Python interpreter, which has ended" in said and "panicked" not in said

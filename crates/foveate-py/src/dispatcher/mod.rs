@@ -38,6 +38,10 @@ static SHIM: OnceLock<Shim> = OnceLock::new();
 /// Whether torch has the kernels. Asked and said with the GIL held.
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
+/// What a kernel says after Python's end.
+const GONE: &CStr =
+    c"Foveate's kernels on CPU tensors need the Python interpreter, which has ended";
+
 thread_local! {
     /// What the last kernel of this thread failed with, and its words.
     static FAILED: RefCell<Option<(CString, PyErr)>> = const { RefCell::new(None) };
@@ -128,7 +132,9 @@ unsafe fn attempt<T: Task>(stack: *mut Value, layout: Layout) -> Option<*const c
         // SAFETY: the caller's promise.
         let mut arguments = unsafe { Arguments::new(shim, stack) };
         let task = T::take(&mut arguments, layout);
-        let results = Python::attach(|py| task.run(py, shim))?;
+        let results = Python::try_attach(|py| task.run(py, shim));
+        let results =
+            results.unwrap_or_else(|| Err(PyRuntimeError::new_err(GONE.to_string_lossy())))?;
         let values = results.into_iter().map(|of| Returned::into_value(of, shim));
         for (at, value) in values.collect::<PyResult<Vec<_>>>()?.into_iter().enumerate() {
             // SAFETY: there is place for the results, and the arguments are taken.
@@ -143,9 +149,15 @@ unsafe fn attempt<T: Task>(stack: *mut Value, layout: Layout) -> Option<*const c
         Ok(Err(error)) => error,
         Err(panic) => PyRuntimeError::new_err(threads::what(panic.as_ref())),
     };
-    let words = Python::attach(|py| error.value(py).str().map(|s| s.to_string()));
+    // A thread or an interpreter that ends has no place for the error, and nothing unwinds for that.
+    let kept = catch_unwind(AssertUnwindSafe(|| keep(error))).ok().flatten();
+    Some(kept.unwrap_or(GONE.as_ptr()))
+}
+
+/// Puts an error by for this thread; its words, or `None` where Python cannot say them.
+fn keep(error: PyErr) -> Option<*const c_char> {
+    let words = Python::try_attach(|py| error.value(py).str().map(|s| s.to_string()))?;
     let words = words.unwrap_or_else(|_| "an error without words".into()).replace('\0', " ");
     let words = CString::new(words).unwrap_or_default();
-    let kept = FAILED.with_borrow_mut(|failed| failed.insert((words, error)).0.as_ptr());
-    Some(kept)
+    Some(FAILED.with_borrow_mut(|failed| failed.insert((words, error)).0.as_ptr()))
 }
