@@ -225,6 +225,11 @@ def _exact(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 #: Why operators on CPU tensors are functions of Python's; None where they are the native module's.
 NOT_NATIVE = _native_kernels()
+# An overload is hashed by what it calls: this comes before anything of torch's can have it as a key.
+if NOT_NATIVE is None:
+    for _name in ("forward", "backward", "varlen_forward", "varlen_backward", "paged"):
+        _overload = getattr(torch.ops.foveate, _name).default
+        _overload._op = _exact(_overload._op)
 _DEVICES = ("CPU", "CUDA")
 _COMPUTING = _DEVICES if NOT_NATIVE else ("CUDA",)
 for _name, _run, _fake, _keys in (
@@ -242,8 +247,3 @@ for _name, _run, _fake, _keys in (
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
 
 torch.library.register_vmap("foveate::argument", _argument_of_many, lib=_library)
-
-if NOT_NATIVE is None:
-    for _name in ("forward", "backward", "varlen_forward", "varlen_backward", "paged"):
-        _overload = getattr(torch.ops.foveate, _name).default
-        _overload._op = _exact(_overload._op)
