@@ -92,7 +92,8 @@ impl Repository {
     /// A variable of the environment that no program reads.
     fn no_variable(&self, word: &str) -> Option<String> {
         word.strip_prefix("FOVEATE_")?;
-        let sources = ["crates", "scripts", ".ci"].map(|folder| files(&self.root.join(folder), ""));
+        let sources = ["crates", "python/foveate", "scripts", ".ci"]
+            .map(|folder| files(&self.root.join(folder), ""));
         let reads = |file: &PathBuf| {
             let is_this = file.components().any(|part| part.as_os_str() == "documentation");
             let text = if is_this { None } else { fs::read_to_string(file).ok() };
