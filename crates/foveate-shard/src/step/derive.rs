@@ -462,6 +462,11 @@ impl<'a> Deriving<'a> {
         self.shape.groups.iter().any(|groups| groups[group].trained > 0)
     }
 
+    /// The group that a backward pass comes to last of those that are trained.
+    fn first_trained(&self) -> Option<usize> {
+        (0..self.groups()).find(|&group| self.trains(group))
+    }
+
     /// Gradients of a group as a backward pass gives them.
     fn gradients(&self, group: usize) -> Held {
         let mut terms = Vec::new();
@@ -524,9 +529,9 @@ impl<'a> Deriving<'a> {
             if let Some(before) = self.pending.replace(group) {
                 self.update(&[before])?;
             }
-            match group {
-                0 => self.pending.take().map_or(Ok(()), |last| self.update(&[last])),
-                _ => Ok(()),
+            match self.first_trained() == Some(group) {
+                true => self.pending.take().map_or(Ok(()), |last| self.update(&[last])),
+                false => Ok(()),
             }
         } else {
             self.update(&[group])

@@ -88,7 +88,8 @@ pub enum FieldKind {
     },
     /// A run-time scalar, 4 bytes.
     Scalar(usize),
-    /// The same as what integers are divided by, see [`divisor`].
+    /// The same as what integers are divided by: the divisor without its sign, and numbers that a
+    /// quotient is made of without a division; six of 32 bits.
     Divisor(usize),
     /// Factor on probabilities that dropout keeps, f32.
     KeepScale,

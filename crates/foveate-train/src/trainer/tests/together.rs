@@ -40,11 +40,11 @@ fn transfers_of_a_step(sets: &[&str]) -> BTreeMap<usize, f64> {
     more.iter().map(in_steps).filter(|(_, number)| *number != 0.0).collect()
 }
 
-/// Norm, loss and labelled tokens go once, then the pairs that masks let through, for the log, and what each rank
+/// Norm, loss, z-loss and labelled tokens go once, then the pairs that masks let through, for the log, and what each rank
 /// knows at the end of a step; nothing else but gradients and parameters.
 #[test]
 fn a_step_sums_its_numbers_over_ranks_at_once() {
-    const SUMS: usize = 3 * 8;
+    const SUMS: usize = 4 * 8;
     const PAIRS: usize = 8;
     const DECISIONS: usize = 1;
     let copies = transfers_of_a_step(&["mesh.replicate=2", "train.accumulate=3"]);
