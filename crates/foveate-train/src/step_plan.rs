@@ -2,7 +2,7 @@
 //! has, and proven before the first step.
 //!
 //! [`foveate_shard`] knows of no model. Here its plan of a step is made for one ([`shape`]), and what the model
-//! has on a rank is held against what was proven ([`holds`]): its parts of parameters, its heads, columns and
+//! has on a rank is held against what was proven: its parts of parameters, its heads, columns and
 //! token ids, and its tokens between products.
 
 use std::ops::Range;
