@@ -226,25 +226,29 @@ impl Case {
         order.into_iter().flat_map(i32::to_le_bytes).collect()
     }
 
-    /// What is planned: the documents of packed sequences are no part of the mask.
+    /// What a plan is made of: the documents of packed sequences are no part of its mask.
+    fn planned(&self) -> Workload {
+        let mask = match (self.storage, self.work.mask) {
+            (Storage::Packed, Mask::Ragged) => Mask::Causal,
+            (_, mask) => mask,
+        };
+        Workload { mask, ..self.work.clone() }
+    }
+
     fn plan(
         &self,
         ordinal: usize,
         kernels: KernelOptions,
         deterministic: bool,
     ) -> Result<CudaPlan, Failure> {
-        let work = &self.work;
-        let [q, kv] = work.shapes();
-        let problem = Problem::shaped(work.dtype, q, kv, kv)?;
-        let (program, problem) = match self.storage {
-            Storage::Packed => {
-                let offsets = self.offsets();
-                let causal = Workload { mask: Mask::Causal, ..work.clone() };
-                (causal.program(), problem.varlen(&offsets, &offsets)?)
-            }
-            _ => (work.program(), problem),
-        };
-        let plan = program.deterministic(deterministic).plan(&problem, &Device::cuda(ordinal))?;
+        let [q, kv] = self.work.shapes();
+        let mut problem = Problem::shaped(self.work.dtype, q, kv, kv)?;
+        if self.storage == Storage::Packed {
+            let offsets = self.offsets();
+            problem = problem.varlen(&offsets, &offsets)?;
+        }
+        let program = self.planned().program().deterministic(deterministic);
+        let plan = program.plan(&problem, &Device::cuda(ordinal))?;
         Ok(plan.cuda().expect("the case was planned for a GPU").with_kernels(kernels))
     }
 
@@ -490,6 +494,11 @@ mod tests {
         let masked: Vec<_> = cases.iter().filter_map(Case::without_mask).collect();
         assert!(masked.len() > 50 && masked.iter().all(|c| c.work.mask == Mask::Full));
         assert!(masked.iter().any(|c| c.case == "full/h16-16/s8192/d128/backward"));
+        // Sequences are documents of the mask; without one there is one sequence, of all pairs.
+        let packed = cases.iter().find(|c| c.storage == Storage::Packed).expect("one is packed");
+        let full = packed.without_mask().expect("it has a mask");
+        assert_eq!([packed.planned().mask, full.planned().mask], [Mask::Causal, Mask::Full]);
+        assert_eq!((packed.offsets().len() > 10, full.offsets()), (true, vec![0, TOKENS as i32]));
         let narrow = grid(DType::F8E4M3);
         let wide = |c: &Case| c.case.strip_suffix("/f8e4m3").map(|n| names.contains(&n.to_owned()));
         assert!(narrow.len() > 50 && narrow.iter().all(|c| wide(c) == Some(true)));
