@@ -9,7 +9,7 @@ use foveate_shard::step::{
     Among, Call, Edge, EdgeKind, Event, Held, Moved, Stays, StepPlan, StepStage, Terms,
 };
 use foveate_shard::{Axis, Lengths, Map, Mesh, MeshAxis, Ranges, Sharding};
-use steps::{Model, model, shape, sharding};
+use steps::{Model, again, model, shape, sharding};
 
 const MODEL: Model = Model { layers: 3, kv_heads: 4, tied: false, rows: 12, len: 37 };
 
@@ -38,12 +38,7 @@ fn right_steps_are_proven_on_every_mesh_and_of_every_kind() {
                 shape.stays = stays;
                 shape.in_backward = random.below(2) == 0;
                 shape.batches = if shape.in_backward { 1 } else { 1 + random.below(3) };
-                for again in &mut shape.again {
-                    again.qkv = random.below(2) == 0;
-                    again.out = again.qkv && random.below(2) == 0;
-                    again.gate_up = random.below(2) == 0;
-                    again.down = again.gate_up && random.below(2) == 0;
-                }
+                shape.again.fill_with(|| again(&mut random));
                 // Of the embedding, a layer or the head nothing may be trained.
                 let untrained = random.below(2 * (of.layers + 2));
                 for group in shape.groups.iter_mut().filter_map(|all| all.get_mut(untrained)) {

@@ -11,7 +11,7 @@ use foveate_shard::step::{
     Among, Call, Copies, Edge, EdgeKind, Event, Held, Moved, Owned, Stays, StepPlan,
 };
 use foveate_shard::{Axis, MeshAxis, Ranges};
-use steps::{Model, shape, sharding};
+use steps::{Model, again, shape, sharding};
 
 /// The first number is an element of a group or a token; the terms in it are pairs of a part of some axis, for
 /// elements that several ranks of `tensor` hold, or of what a product is cut along, and of a row and a token.
@@ -581,12 +581,7 @@ fn the_verdict_on_a_step_is_that_of_a_check_term_by_term() {
         shape.stays = [Stays::Layer, Stays::Batch, Stays::Step][random.below(3)];
         shape.in_backward = random.below(3) == 0;
         shape.batches = if shape.in_backward { 1 } else { 1 + random.below(2) };
-        for again in &mut shape.again {
-            again.qkv = random.below(2) == 0;
-            again.out = again.qkv && random.below(2) == 0;
-            again.gate_up = random.below(2) == 0;
-            again.down = again.gate_up && random.below(2) == 0;
-        }
+        shape.again.fill_with(|| again(&mut random));
         let plan = StepPlan::new(&sharding, &shape).unwrap();
         assert_eq!(brute(&plan, &plan), Ok(()), "seed {seed}, {mesh:?}: a step as it was made");
         let mut changed = plan.clone();

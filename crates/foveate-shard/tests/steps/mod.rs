@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use foveate::tensor::ElementType;
+use foveate::tensor::{ElementType, random::Random};
 use foveate_shard::step::{Again, CopiedElements, Copies, GroupShape, Stays, StepShape};
 use foveate_shard::{Axis, Lengths, Map, Mesh, Sharding};
 
@@ -27,6 +27,13 @@ pub fn lengths(of: &Model) -> Lengths {
         ffn: 27,
         vocab: 50,
     }
+}
+
+/// Products of a layer that are computed again, at random.
+pub fn again(random: &mut Random) -> Again {
+    let mut flip = || random.below(2) == 0;
+    let (qkv, gate_up) = (flip(), flip());
+    Again { qkv, out: qkv && flip(), gate_up, down: gate_up && flip() }
 }
 
 pub fn model(map: Map, of: &Model) -> Sharding {

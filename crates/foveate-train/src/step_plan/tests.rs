@@ -8,22 +8,7 @@ use super::*;
 use crate::ranks::PARAMETERS;
 
 fn config(heads: [usize; 2], tied: bool, architecture: Architecture) -> ModelConfig {
-    ModelConfig {
-        vocab_size: 37,
-        hidden_size: 12,
-        intermediate_size: 19,
-        num_hidden_layers: 3,
-        num_attention_heads: heads[0],
-        num_key_value_heads: Some(heads[1]),
-        head_dim: Some(4),
-        rms_norm_eps: 1e-5,
-        rope_theta: 1e4,
-        rope_scaling: None,
-        rope_pairing: Default::default(),
-        max_position_embeddings: 64,
-        tie_word_embeddings: tied,
-        architecture,
-    }
+    ModelConfig { num_hidden_layers: 3, ..crate::tensor::tests::config(heads, tied, architecture) }
 }
 
 fn recipe(sets: &[&str]) -> Recipe {

@@ -85,7 +85,12 @@ pub(crate) fn saved_again(
     ranks.all(&[]).map(|_| ())
 }
 
-fn config([heads, kv_heads]: [usize; 2], tied: bool, architecture: Architecture) -> ModelConfig {
+/// A small model of a family.
+pub(crate) fn config(
+    [heads, kv_heads]: [usize; 2],
+    tied: bool,
+    architecture: Architecture,
+) -> ModelConfig {
     ModelConfig {
         vocab_size: 37,
         hidden_size: 12,
