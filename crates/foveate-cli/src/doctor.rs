@@ -8,7 +8,7 @@ use foveate_gpu::driver::{Device, DeviceInfo};
 use foveate_gpu::hopper::{self, Need};
 use foveate_gpu::library::Library;
 use foveate_gpu::loader::{Outcome, Step};
-use foveate_gpu::{Arch, GpuErrorKind, blas, cache, nccl, nvrtc};
+use foveate_gpu::{Arch, GpuErrorKind, blas, cache, nccl, nvml, nvrtc};
 use foveate_shard::launch::Flags;
 use foveate_train::machine;
 use serde::Serialize;
@@ -219,6 +219,7 @@ impl Found {
             Library::Driver => first_gpu().map(|i| format!("CUDA {}.{}", i.driver.0, i.driver.1)),
             Library::CublasLt => blas::version().ok().map(dots),
             Library::Nccl => nccl::version().ok().map(dots),
+            Library::Nvml => None,
         };
         let advice = match (&opened, library) {
             (Err(e), _) => Some(match e.kind() {
@@ -242,6 +243,7 @@ impl Found {
                 fits.err().map(|e| e.to_string())
             }
             (Ok(_), Library::Nccl) => nccl::version().err().map(|e| e.to_string()),
+            (Ok(_), Library::Nvml) => nvml::check().err().map(|e| e.to_string()),
         };
         Self {
             name: library.name(),

@@ -76,7 +76,8 @@
 //! - [`tma`]: which of those tensors the copy engine moves, and by which tensor map;
 //! - [`hopper`]: what kernels for `sm_90a` need of a machine;
 //! - [`trace`]: what work did with memory, for whoever checks its order;
-//! - [`blas`], [`nccl`]: matrix products and transfers between GPUs.
+//! - [`blas`], [`nccl`]: matrix products and transfers between GPUs;
+//! - [`nvml`]: clocks and power while something is timed.
 
 #![deny(clippy::undocumented_unsafe_blocks)]
 
@@ -95,6 +96,7 @@ pub mod kernel;
 pub mod library;
 pub mod loader;
 pub mod nccl;
+pub mod nvml;
 pub mod nvrtc;
 pub mod profile;
 mod queue;

@@ -15,11 +15,13 @@ pub enum Library {
     CublasLt,
     /// Collectives.
     Nccl,
+    /// What the driver tells of clocks and power, `libnvidia-ml`.
+    Nvml,
 }
 
 impl Library {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Nccl];
+    pub const ALL: [Self; 5] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Nccl, Self::Nvml];
 
     /// Its name in messages.
     pub fn name(self) -> &'static str {
@@ -28,6 +30,7 @@ impl Library {
             Self::Nvrtc => "NVRTC",
             Self::CublasLt => "cuBLASLt",
             Self::Nccl => "NCCL",
+            Self::Nvml => "NVML",
         }
     }
 
@@ -38,6 +41,7 @@ impl Library {
             Self::Nvrtc => "to compile kernels",
             Self::CublasLt => "for the matrix products of training on a GPU",
             Self::Nccl => "to train on several GPUs",
+            Self::Nvml => "to report clocks and power beside timings",
         }
     }
 
@@ -51,13 +55,16 @@ impl Library {
             }
             Self::CublasLt => "`pip install nvidia-cublas` or install the CUDA toolkit",
             Self::Nccl => "`pip install nvidia-nccl-cu13` or install NCCL",
+            Self::Nvml => {
+                "it comes with the NVIDIA driver; a container gets it with the capability `utility`"
+            }
         }
     }
 
     /// How to get it for a driver of CUDA `major`, in the form of a package of pip's.
     pub(crate) fn package(self, major: u32) -> String {
         let stem = match self {
-            Self::Driver => "nvidia-driver",
+            Self::Driver | Self::Nvml => "nvidia-driver",
             Self::Nvrtc => "nvidia-cuda-nvrtc",
             Self::CublasLt => "nvidia-cublas",
             Self::Nccl => "nvidia-nccl",
@@ -72,6 +79,12 @@ impl Library {
             Self::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
             Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
             Self::Nccl => &["libnccl.so.2", "libnccl.so"],
+            Self::Nvml => &["libnvidia-ml.so.1", "nvml.dll"],
         }
+    }
+
+    /// Whether it is a part of the driver, which no wheel and no toolkit has.
+    pub(crate) fn is_of_driver(self) -> bool {
+        matches!(self, Self::Driver | Self::Nvml)
     }
 }

@@ -11,7 +11,7 @@
 //! 4. toolkits: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`, `/opt/cuda`;
 //! 5. the bare name, which leaves the search to the system's loader.
 //!
-//! The driver is no part of wheels and toolkits, so it is looked for in the first and the last
+//! The driver and NVML are no part of wheels and toolkits, so they are looked for in the first and the last
 //! place only. Where one of the first two has a library, nothing is looked for elsewhere and no other
 //! process is started. A library is opened by its absolute path and stays open for the life of the
 //! process. What was tried and what came of it is kept ([`Search`]), so that a file that is there
@@ -43,7 +43,7 @@ impl Library {
 
     /// The search for it, done once in a process.
     pub fn search(self) -> &'static Search {
-        static SEARCHES: [OnceLock<Search>; 4] = [const { OnceLock::new() }; 4];
+        static SEARCHES: [OnceLock<Search>; 5] = [const { OnceLock::new() }; 5];
         SEARCHES[self as usize].get_or_init(|| self.search_in_process())
     }
 
@@ -68,7 +68,7 @@ impl Library {
     fn search_in_process(self) -> Search {
         let named = Surroundings::named();
         let mut nearest = named.candidates_named(self);
-        if self != Self::Driver {
+        if !self.is_of_driver() {
             nearest.extend(self.loaded().map(|path| (Origin::Loaded, path)));
             let folders = lock(&FIRST).clone();
             let files = folders.iter().flat_map(|folder| {

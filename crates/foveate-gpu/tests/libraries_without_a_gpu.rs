@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use foveate_gpu::blas::{self, Matmul};
 use foveate_gpu::nccl::{self, Communicator, FlatArray, Reduce, Transfer, UniqueId};
+use foveate_gpu::nvml::{Conditions, Watch};
 use foveate_gpu::trace::{self, Noted};
 use foveate_gpu::{DeviceTensor, ElementType, Engine, GpuError, GpuErrorKind, driver::Allocation};
 use foveate_tensor::DType;
@@ -267,4 +268,36 @@ fn ranks_that_cannot_be_are_refused() {
     let joining = Communicator::new(&engine, &id, 0, 2, TIMEOUT);
     let why = said(joining);
     assert!(why.starts_with("rank 0 of 2: joining the other ranks did not finish"), "{why}");
+}
+
+/// What NVML tells of a GPU within 30 ms.
+fn watched(gpu: usize) -> Result<Conditions, GpuError> {
+    let watch = Watch::begin(Engine::get(gpu).unwrap().device())?;
+    std::thread::sleep(Duration::from_millis(30));
+    watch.end()
+}
+
+#[test]
+fn clocks_and_power_are_those_of_the_watched_gpu() {
+    if !inside("clocks_and_power_are_those_of_the_watched_gpu", &["nvml"], &[], &[]) {
+        return;
+    }
+    let first = Conditions { sm_mhz: 1980, highest_sm_mhz: 1980, watts: 698.25, limits: vec![] };
+    assert_eq!(watched(0).unwrap(), first);
+    assert_eq!(watched(1).unwrap(), Conditions { sm_mhz: 1410, limits: vec!["power"], ..first });
+}
+
+#[test]
+fn power_is_a_mean_where_nvml_knows_no_other() {
+    if inside("power_is_a_mean_where_nvml_knows_no_other", &["nvml"], &["-DOLD_NVML"], &[]) {
+        assert_eq!(watched(0).unwrap().watts, 90.5);
+    }
+}
+
+#[test]
+fn an_nvml_that_does_not_start_says_so() {
+    let name = "an_nvml_that_does_not_start_says_so";
+    if inside(name, &["nvml"], &[], &[("NVML", "9")]) {
+        assert_eq!(said(watched(0)), "starting NVML: NVML says Driver Not Loaded (9)");
+    }
 }

@@ -1,7 +1,8 @@
 //! `foveate bench gpu`: how fast attention runs on a GPU, beside what PyTorch makes of it.
 //!
 //! A case is run warm between device events until its time is spent, and its median is reported;
-//! the rate counts the operations on pairs that the mask lets through. The peers are timed by
+//! the rate counts the operations on pairs that the mask lets through. Clock and power of the GPU
+//! while it runs stand beside it, where NVML tells them. The peers are timed by
 //! `benches/gpu_peers.py` on the same cases and the same data; its report is joined here, and
 //! results that differ are said to.
 
@@ -9,14 +10,15 @@ mod cases;
 mod chart;
 mod floor;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args as ClapArgs;
-use foveate::DType;
 use foveate::cuda::Engine;
 use foveate::cuda::choose::{KernelOptions, Tuned};
+use foveate::gpu::nvml::{Conditions, Watch};
+use foveate::{DType, gpu};
 use foveate_train::whole;
 use serde::{Deserialize, Serialize};
 
@@ -80,7 +82,7 @@ struct Peer {
     declined: Option<String>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize)]
 struct GpuTiming<'a> {
     case: &'a str,
     ms: f64,
@@ -99,6 +101,8 @@ struct GpuTiming<'a> {
     full_tflops: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     copy_gbs: Option<f64>,
+    #[serde(flatten)]
+    conditions: Option<&'a Conditions>,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -128,20 +132,24 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if !args.json {
         let heads: String = names.iter().map(|n| format!(" {n:>13} {:>6}", "ratio")).collect();
         out.line(format!(
-            "{:<44} {:>9} {:>8} {:>14}{heads}",
-            "case", "ms", "TFLOP/s", "of its floor"
+            "{:<44} {:>9} {:>8} {:>14} {:>15}{heads}",
+            "case", "ms", "TFLOP/s", "of its floor", "clock, power"
         ))?;
     }
     let interrupt = Interrupt::watch()?;
     let mut bars = Vec::new();
-    let mut floors = Floors::default();
+    let (mut floors, mut lowered) = (Floors::default(), BTreeSet::new());
+    let watched = watched(args.device)?;
     for case in &cases {
         interrupt.check()?;
         let prepared = Prepared::new(case, args.device, kernels, args.deterministic)?;
         if args.tune {
             tune(&case.case, &prepared, &interrupt)?;
         }
+        let watch = watched.as_ref().map(Watch::begin).transpose()?;
         let mut times = time(&prepared, Duration::from_secs_f64(args.seconds))?;
+        let conditions = watch.map(Watch::end).transpose()?;
+        lowered.extend(conditions.iter().flat_map(|seen| &seen.limits).copied());
         let sample = prepared.sample(SAMPLES)?;
         times.sort_by(f64::total_cmp);
         let ms = times[times.len() / 2];
@@ -159,6 +167,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             of_floor: floor.map(|(floor, ..)| floor.ms / ms),
             full_tflops: floor.map(|(_, full, _)| full),
             copy_gbs: floor.map(|(.., copy)| copy),
+            conditions: conditions.as_ref(),
             peer: None,
             peer_ms: None,
             peer_tflops: None,
@@ -167,55 +176,107 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
             declined: None,
         };
         let of_case = peers.get(&case.case).map_or(&[][..], Vec::as_slice);
-        let beside = |peer: &'_ Peer| -> (Option<f64>, Option<f64>, Option<f64>) {
-            let difference = peer.ms.map(|_| difference(&sample, &peer.sample));
-            (peer.ms.map(tflops), peer.ms.map(|theirs| theirs / ms), difference)
-        };
+        let beside = |peer| Beside::of(peer, case, ms, &sample);
         if args.json {
             if of_case.is_empty() {
                 out.json(&own)?;
             }
             for peer in of_case {
-                let (peer_tflops, ratio, difference) = beside(peer);
-                out.json(&GpuTiming {
-                    peer: Some(&peer.peer),
-                    peer_ms: peer.ms,
-                    peer_tflops,
-                    ratio,
-                    difference,
-                    declined: peer.declined.as_deref(),
-                    ..own
-                })?;
+                out.json(&own.beside(peer, &beside(peer)))?;
             }
         } else {
-            let of_floor = floor.map_or_else(String::new, |(floor, ..)| {
-                let by = if floor.limit == Limit::Bytes { "bytes" } else { "tiles" };
-                format!("{:.2} ({by})", floor.ms / ms)
-            });
-            let mut line =
-                format!("{:<44} {ms:>9.3} {:>8.1} {of_floor:>14}", case.case, own.tflops);
-            for name in &names {
-                let found = of_case.iter().find(|p| p.peer == *name).map(beside);
-                line += &match found {
-                    Some((Some(rate), Some(ratio), Some(difference))) => {
-                        let differs = if difference > 0.05 { "!" } else { " " };
-                        format!(" {rate:>12.1}{differs} {ratio:>5.2}x")
-                    }
-                    _ => format!(" {:>13} {:>6}", "-", "-"),
-                };
-            }
-            out.line(line)?;
+            let besides = names.iter().map(|n| of_case.iter().find(|p| p.peer == *n).map(beside));
+            out.line(own.line() + &besides.map(Beside::cell).collect::<String>())?;
             out.flush()?;
         }
         let mut rates = vec![("foveate".to_owned(), own.tflops)];
         rates.extend(of_case.iter().filter_map(|p| Some((p.peer.clone(), tflops(p.ms?)))));
         bars.push((case.case.clone(), rates));
     }
+    if !args.json && !lowered.is_empty() {
+        let by = Vec::from_iter(lowered).join(" and ");
+        out.line(format!("* the clock was lowered, by {by}"))?;
+    }
     if let Some(file) = &args.svg {
         std::fs::write(file, chart::svg(&bars))
             .map_err(|e| Failure::new(format!("cannot write {}: {e}", file.display())))?;
     }
     Ok(())
+}
+
+/// A peer's result of a case beside ours.
+struct Beside {
+    tflops: Option<f64>,
+    /// Its time over ours.
+    ratio: Option<f64>,
+    difference: Option<f64>,
+}
+
+impl Beside {
+    /// Of a peer where ours takes `ms` and has these numbers.
+    fn of(peer: &Peer, case: &Case, ms: f64, sample: &[f32]) -> Self {
+        Self {
+            tflops: peer.ms.map(|theirs| case.flops / theirs / 1e9),
+            ratio: peer.ms.map(|theirs| theirs / ms),
+            difference: peer.ms.map(|_| difference(sample, &peer.sample)),
+        }
+    }
+
+    /// Its two columns.
+    fn cell(this: Option<Self>) -> String {
+        match this {
+            Some(Self { tflops: Some(rate), ratio: Some(ratio), difference: Some(difference) }) => {
+                let differs = if difference > 0.05 { "!" } else { " " };
+                format!(" {rate:>12.1}{differs} {ratio:>5.2}x")
+            }
+            _ => format!(" {:>13} {:>6}", "-", "-"),
+        }
+    }
+}
+
+impl<'a> GpuTiming<'a> {
+    /// Our part of a line.
+    fn line(&self) -> String {
+        let of_floor = match (self.of_floor, self.floor_limit) {
+            (Some(part), Some(Limit::Bytes)) => format!("{part:.2} (bytes)"),
+            (Some(part), _) => format!("{part:.2} (tiles)"),
+            _ => String::new(),
+        };
+        let conditions = self.conditions.map_or_else(|| "-".to_owned(), told);
+        let Self { case, ms, tflops, .. } = self;
+        format!("{case:<44} {ms:>9.3} {tflops:>8.1} {of_floor:>14} {conditions:>15}")
+    }
+
+    /// The same with a peer's.
+    fn beside(&self, peer: &'a Peer, beside: &Beside) -> Self {
+        Self {
+            peer: Some(&peer.peer),
+            peer_ms: peer.ms,
+            peer_tflops: beside.tflops,
+            ratio: beside.ratio,
+            difference: beside.difference,
+            declined: peer.declined.as_deref(),
+            ..*self
+        }
+    }
+}
+
+/// The GPU, where NVML tells its clock and power; otherwise a line that says why not.
+fn watched(ordinal: usize) -> Result<Option<gpu::driver::Device>, Failure> {
+    let device = Engine::get(ordinal)?.device().clone();
+    match Watch::begin(&device) {
+        Ok(_) => Ok(Some(device)),
+        Err(e) => {
+            crate::output::tell!("clock and power are left out: {e}");
+            Ok(None)
+        }
+    }
+}
+
+/// In MHz and watts, with a mark where something lowered the clock.
+fn told(seen: &Conditions) -> String {
+    let lowered = if seen.limits.is_empty() { "" } else { "*" };
+    format!("{}{lowered} MHz {:.0} W", seen.sm_mhz, seen.watts)
 }
 
 /// What floors are made of, as far as it was measured in this run.

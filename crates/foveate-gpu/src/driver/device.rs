@@ -1,7 +1,7 @@
 //! Devices and what they offer.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, CString, c_int};
 use std::ops::Deref;
 use std::ptr;
 use std::sync::{Arc, Mutex};
@@ -105,6 +105,17 @@ impl Device {
     /// Its index.
     pub fn ordinal(&self) -> usize {
         self.0.ordinal as usize
+    }
+
+    /// Where it is plugged in, `0000:1b:00.0`: the name by which other libraries know it.
+    pub(crate) fn bus(&self) -> Result<CString, GpuError> {
+        let driver = Driver::get()?;
+        let mut bus = [0; 32];
+        // SAFETY: there is room for the length given, and the driver ends the text with a NUL.
+        let code = unsafe { (driver.device_bus)(bus.as_mut_ptr(), 32, self.0.ordinal) };
+        driver.check(code, || "asking for the bus of a GPU".into())?;
+        // SAFETY: as above.
+        Ok(unsafe { CStr::from_ptr(bus.as_ptr()) }.to_owned())
     }
 
     /// What it offers.

@@ -27,6 +27,7 @@ functions! {
     device_count "cuDeviceGetCount" (*mut c_int) -> Code;
     device_get "cuDeviceGet" (*mut c_int, c_int) -> Code;
     device_name "cuDeviceGetName" (*mut c_char, c_int, c_int) -> Code;
+    device_bus "cuDeviceGetPCIBusId" (*mut c_char, c_int, c_int) -> Code;
     device_memory "cuDeviceTotalMem_v2" (*mut usize, c_int) -> Code;
     device_attribute "cuDeviceGetAttribute" (*mut c_int, c_int, c_int) -> Code;
     context_retain "cuDevicePrimaryCtxRetain" (*mut Handle, c_int) -> Code;

@@ -78,7 +78,7 @@ impl Surroundings {
                 names.iter().for_each(|name| add(Origin::Variable, given.join(name)));
             }
         }
-        if library != Library::Driver {
+        if !library.is_of_driver() {
             for folder in self.pythons.iter().flat_map(|prefix| wheels(prefix)) {
                 names.iter().for_each(|name| add(Origin::Wheel, folder.join(name)));
             }

@@ -79,6 +79,7 @@ int cuGetErrorString(int e, const char **s) { (void)e; return *s = "a failure of
 int cuDeviceGetCount(int *n) { return *n = 2, 0; }
 int cuDeviceGet(int *d, int i) { return *d = i, 0; }
 int cuDeviceGetName(char *s, int n, int d) { (void)n; (void)d; const char *named = getenv("NAME"); strcpy(s, named ? named : "Test GPU"); return 0; }
+int cuDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", 16 + d), 0; }
 int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; return *n = total(), 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) {
     (void)d;

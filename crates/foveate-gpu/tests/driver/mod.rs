@@ -1,4 +1,4 @@
-//! Libraries made for tests, in C, in place of NVIDIA's: a driver, cuBLASLt, NCCL.
+//! Libraries made for tests, in C, in place of NVIDIA's: a driver, cuBLASLt, NCCL, NVML.
 
 // Not every test that has this module uses all of it.
 #![allow(dead_code)]
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 /// Set in the process that has the libraries.
 const ROLE: &str = "FOVEATE_TEST_OF_DRIVER";
 
-/// A folder with a driver and `more` of `cublaslt` and `nccl`, compiled with these options and those
+/// A folder with a driver and `more` of `cublaslt`, `nccl` and `nvml`, compiled with these options and those
 /// of the variable `CFLAGS`, and of `nvrtc`, the machine's own; nothing, and a line that says so,
 /// where there is no C compiler or no NVRTC.
 pub fn build(more: &[&str], options: &[&str]) -> Option<TempDir> {
@@ -33,6 +33,7 @@ pub fn build(more: &[&str], options: &[&str]) -> Option<TempDir> {
             "cuda" => "libcuda.so.1",
             "cublaslt" => "libcublasLt.so.13",
             "nccl" => "libnccl.so.2",
+            "nvml" => "libnvidia-ml.so.1",
             _ => panic!("no library for tests is called {name}"),
         };
         let mut compile = Command::new("cc");
