@@ -109,8 +109,9 @@ pub struct Conditions {
     pub sm_mhz: u32,
     /// The highest SM clock of the device in MHz.
     pub highest_sm_mhz: u32,
-    /// Watts, the median of what was seen.
-    pub watts: f64,
+    /// Watts, the median of what was seen. `None` where no answer was newer than the first: the device
+    /// measures every tenth of a second or so.
+    pub watts: Option<f64>,
     /// What lowered the clock at any time: `power`, `temperature`.
     pub limits: Vec<&'static str>,
 }
@@ -220,17 +221,20 @@ impl Watched {
 
     /// Of at least one sample.
     fn summary(&self, seen: &[Sample]) -> Conditions {
-        let median = |of: fn(&Sample) -> u32| {
+        let median = |seen: &[Sample], of: fn(&Sample) -> u32| {
             let mut all: Vec<u32> = seen.iter().map(of).collect();
             all.sort_unstable();
-            all[all.len() / 2]
+            all.get(all.len() / 2).copied()
         };
+        // Up to here the power may be that of before.
+        let old = seen.iter().take_while(|sample| sample.milliwatts == seen[0].milliwatts).count();
+        let watts = median(&seen[old..], |sample| sample.milliwatts);
         let reasons = seen.iter().fold(0, |all, sample| all | sample.limits);
         let limits = LIMITS.iter().filter(|(bit, _)| reasons & bit != 0);
         Conditions {
-            sm_mhz: median(|sample| sample.sm_mhz),
+            sm_mhz: median(seen, |sample| sample.sm_mhz).unwrap_or(0),
             highest_sm_mhz: self.highest_sm_mhz,
-            watts: f64::from(median(|sample| sample.milliwatts)) / 1e3,
+            watts: watts.map(|milliwatts| f64::from(milliwatts) / 1e3),
             limits: limits.map(|(_, name)| *name).collect(),
         }
     }

@@ -270,10 +270,11 @@ fn ranks_that_cannot_be_are_refused() {
     assert!(why.starts_with("rank 0 of 2: joining the other ranks did not finish"), "{why}");
 }
 
-/// What NVML tells of a GPU within 30 ms.
-fn watched(gpu: usize) -> Result<Conditions, GpuError> {
+/// What NVML tells of a GPU within so many milliseconds: the one made for tests measures its power after the third
+/// answer.
+fn watched(gpu: usize, ms: u64) -> Result<Conditions, GpuError> {
     let watch = Watch::begin(Engine::get(gpu).unwrap().device())?;
-    std::thread::sleep(Duration::from_millis(30));
+    std::thread::sleep(Duration::from_millis(ms));
     watch.end()
 }
 
@@ -282,15 +283,19 @@ fn clocks_and_power_are_those_of_the_watched_gpu() {
     if !inside("clocks_and_power_are_those_of_the_watched_gpu", &["nvml"], &[], &[]) {
         return;
     }
-    let first = Conditions { sm_mhz: 1980, highest_sm_mhz: 1980, watts: 698.25, limits: vec![] };
-    assert_eq!(watched(0).unwrap(), first);
-    assert_eq!(watched(1).unwrap(), Conditions { sm_mhz: 1410, limits: vec!["power"], ..first });
+    let (sm_mhz, watts) = (1980, Some(698.25));
+    let first = Conditions { sm_mhz, highest_sm_mhz: 1980, watts, limits: vec![] };
+    assert_eq!(watched(0, 300).unwrap(), first);
+    let lowered = Conditions { sm_mhz: 1410, limits: vec!["power"], ..first.clone() };
+    assert_eq!(watched(1, 300).unwrap(), lowered);
+    // No answer is newer than the first.
+    assert_eq!(watched(0, 0).unwrap(), Conditions { watts: None, ..first });
 }
 
 #[test]
 fn power_is_a_mean_where_nvml_knows_no_other() {
     if inside("power_is_a_mean_where_nvml_knows_no_other", &["nvml"], &["-DOLD_NVML"], &[]) {
-        assert_eq!(watched(0).unwrap().watts, 90.5);
+        assert_eq!(watched(0, 300).unwrap().watts, Some(90.5));
     }
 }
 
@@ -298,6 +303,6 @@ fn power_is_a_mean_where_nvml_knows_no_other() {
 fn an_nvml_that_does_not_start_says_so() {
     let name = "an_nvml_that_does_not_start_says_so";
     if inside(name, &["nvml"], &[], &[("NVML", "9")]) {
-        assert_eq!(said(watched(0)), "starting NVML: NVML says Driver Not Loaded (9)");
+        assert_eq!(said(watched(0, 0)), "starting NVML: NVML says Driver Not Loaded (9)");
     }
 }

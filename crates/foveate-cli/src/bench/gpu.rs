@@ -276,7 +276,8 @@ fn watched(ordinal: usize) -> Result<Option<gpu::driver::Device>, Failure> {
 /// In MHz and watts, with a mark where something lowered the clock.
 fn told(seen: &Conditions) -> String {
     let lowered = if seen.limits.is_empty() { "" } else { "*" };
-    format!("{}{lowered} MHz {:.0} W", seen.sm_mhz, seen.watts)
+    let watts = seen.watts.map(|watts| format!("{watts:.0} W"));
+    format!("{}{lowered} MHz {:>5}", seen.sm_mhz, watts.as_deref().unwrap_or("-"))
 }
 
 /// What floors are made of, as far as it was measured in this run.

@@ -1,5 +1,5 @@
 /* NVML for tests. It knows the two GPUs of the driver for tests by their buses; clocks of the second one are lowered
- * by its power every other time. NVML: what starting it returns. Compiled with -DOLD_NVML it has no fields, and power
+ * by its power every other time, and their power is 120 W in the first three answers. NVML: what starting it returns. Compiled with -DOLD_NVML it has no fields, and power
  * is a mean. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,11 +21,14 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *
     /* Idle, and for the second what the limit of power does. */
     return *reasons = (size_t)device == 16 ? 1 : asked++ % 2 ? 4 : 0, 0;
 }
-int nvmlDeviceGetPowerUsage(void *device, unsigned *milliwatts) { (void)device; return *milliwatts = 90500, 0; }
+static unsigned power(void *device, unsigned milliwatts) {
+    static int asked[2];
+    return asked[(size_t)device - 16]++ < 3 ? 120000 : milliwatts;
+}
+int nvmlDeviceGetPowerUsage(void *device, unsigned *milliwatts) { return *milliwatts = power(device, 90500), 0; }
 #ifndef OLD_NVML
 int nvmlDeviceGetFieldValues(void *device, int count, Field *field) {
-    (void)device;
     if (count != 1 || field->field != 186 || field->scope != 0) return 2;
-    return field->code = 0, field->value.u = 698250, 0;
+    return field->code = 0, field->value.u = power(device, 698250), 0;
 }
 #endif
