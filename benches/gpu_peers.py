@@ -43,7 +43,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 try:
     import torch
 
-    from workloads import documents_of, intervals_of, mask_of, operands, random, score_of
+    from workloads import documents_of, intervals_of, mask_of, mix, operands, random, score_of
 except ImportError as error:
     torch, missing = None, str(error)
 
@@ -176,7 +176,7 @@ def fa4_packed(case, settings):
 
     def run(q, k, v):
         packed = (x.flatten(0, 1) for x in (q, k, v))
-        return result_of(attend(*packed, **settings)).view_as(q)
+        return result_of(attend(*packed, **settings)).unflatten(0, q.shape[:2])
 
     return run
 
@@ -234,8 +234,8 @@ def measure(peer: str, case, seconds: float):
         median, least, runs = median_ms(timed, seconds)
     if order == "bshd":
         result = result.transpose(1, 2)
-    step = max(1, result.numel() // SAMPLES)
-    sample = result.detach().flatten()[::step][:SAMPLES].float().tolist()
+    at = mix(7, torch.arange(SAMPLES, device="cuda")) % result.numel()
+    sample = result.detach().flatten()[at].float().tolist()
     return {
         "ms": median,
         "min_ms": least,

@@ -34,8 +34,9 @@ def random(seed: int, shape, dtype, device="cpu") -> torch.Tensor:
 def operands(case, device="cpu"):
     """q, k, v and the gradient of the output."""
     q_shape = (case["batch"], case["heads"], case["q_len"], case["dim"])
-    kv_shape = (case["batch"], case["heads_kv"], case["len"], case["dim"])
-    shapes = (q_shape, kv_shape, kv_shape, q_shape)
+    k_shape = (case["batch"], case["heads_kv"], case["len"], case["dim"])
+    dim_v = case.get("dim_v", case["dim"])
+    shapes = (q_shape, k_shape, (*k_shape[:3], dim_v), (*q_shape[:3], dim_v))
     dtype = DTYPES[case["dtype"]]
     return [random(seed, shape, dtype, device) for seed, shape in enumerate(shapes, 1)]
 

@@ -100,6 +100,9 @@ pub struct Workload {
     /// Number of keys.
     pub len: usize,
     pub dim: usize,
+    /// The head dim of v, where it is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dim_v: Option<usize>,
     #[serde(with = "dtype_name")]
     pub dtype: DType,
     pub pass: Direction,
@@ -137,6 +140,7 @@ impl Workload {
             q_len: len,
             len,
             dim,
+            dim_v: None,
             dtype: DType::F32,
             pass: Direction::Forward,
         }
@@ -168,12 +172,19 @@ impl Workload {
         format!("{mask}{score}/h{}-{}", self.heads, self.heads_kv)
     }
 
-    /// All that tells it from others: program, lengths, head dim, dtype, direction.
+    /// Head dims: `d128`, and `d192-128` where that of v is another.
+    pub fn dims_name(&self) -> String {
+        let of_v = self.dim_v.map(|dim| format!("-{dim}")).unwrap_or_default();
+        format!("d{}{of_v}", self.dim)
+    }
+
+    /// All that tells it from others: program, lengths, head dims, dtype, direction.
     pub fn name(&self) -> String {
-        let Self { q_len, len, dim, dtype, .. } = self;
+        let Self { q_len, len, dtype, .. } = self;
         let queries = if q_len == len { String::new() } else { format!("q{q_len}-") };
         let pass = self.pass.name();
-        format!("{}/{queries}s{len}/d{dim}/{dtype}/{pass}", self.program_name())
+        let (program, dims) = (self.program_name(), self.dims_name());
+        format!("{program}/{queries}s{len}/{dims}/{dtype}/{pass}")
     }
 
     /// The mask; `None` for everything.
@@ -318,7 +329,7 @@ impl Workload {
         self.operations(|stats| (stats.full + stats.partial) * u64::from(TILE * TILE))
     }
 
-    /// Operations on so many pairs of a head, of which `pairs` counts those of a mask.
+    /// Operations on the pairs of a head, of which `pairs` counts those of a mask.
     fn operations(&self, pairs: impl Fn(&Stats) -> u64) -> f64 {
         let Self { q_len, len, .. } = *self;
         let pairs = match self.mask_mod() {
@@ -330,27 +341,41 @@ impl Workload {
                 pairs(&BlockMask::build(&mask, head, q_len, len, tile).stats()) as f64
             }
         };
-        2.0 * self.pass.products() * pairs * (self.batch * self.heads * self.dim) as f64
+        // Products with v: one of the forward, two of the backward; the others are of q's and k's head dim.
+        let with_v = match self.pass {
+            Direction::Forward => 1.0,
+            Direction::Backward => 2.0,
+            Direction::Both => 3.0,
+        };
+        let [dim, dim_v] = [self.dim, self.dim_v.unwrap_or(self.dim)].map(|dim| dim as f64);
+        let widths = (self.pass.products() - with_v) * dim + with_v * dim_v;
+        2.0 * pairs * (self.batch * self.heads) as f64 * widths
     }
 
     /// Bytes that a pass has to move, each once: operands, results in 16 bits, and a number in f32 for each row.
     pub fn compulsory_bytes(&self) -> u64 {
-        let [q, kv] = self.shapes().map(|shape| shape.iter().product::<usize>());
-        let (operands, rows) = (q + 2 * kv, 4 * q / self.dim);
+        let [q, k, v, out] = self.shapes().map(|shape| shape.iter().product::<usize>());
+        let (operands, rows) = (q + k + v, 4 * q / self.dim);
         let read = operands * self.dtype.bytes();
         let bytes = match self.pass {
-            Direction::Forward => read + 2 * q + rows,
-            Direction::Backward => read + 4 * q + rows + 2 * operands,
+            Direction::Forward => read + 2 * out + rows,
+            Direction::Backward => read + 4 * out + rows + 2 * operands,
             // Both passes read operands, out and the numbers of rows.
-            Direction::Both => 2 * (read + 2 * q + rows) + 2 * q + 2 * operands,
+            Direction::Both => 2 * (read + 2 * out + rows) + 2 * out + 2 * operands,
         };
         bytes as u64
     }
 
-    /// Shapes of q (and `out`), and of k (and v).
-    pub fn shapes(&self) -> [[usize; 4]; 2] {
+    /// Shapes of q, k, v and `out`.
+    pub fn shapes(&self) -> [[usize; 4]; 4] {
         let Self { batch, heads, heads_kv, q_len, len, dim, .. } = *self;
-        [[batch, heads, q_len, dim], [batch, heads_kv, len, dim]]
+        let dim_v = self.dim_v.unwrap_or(dim);
+        [
+            [batch, heads, q_len, dim],
+            [batch, heads_kv, len, dim],
+            [batch, heads_kv, len, dim_v],
+            [batch, heads, q_len, dim_v],
+        ]
     }
 }
 
@@ -401,6 +426,9 @@ mod tests {
             let work = Workload { mask, width, ..Workload::causal(3, 1, len, 8) };
             let pairs = (0..len * len).filter(|i| work.keeps(i / len, i % len)).count();
             assert_eq!(work.flops(), 4.0 * (pairs * 3 * 8) as f64, "{}", work.name());
+            let wide = Workload { dim_v: Some(16), pass: Direction::Backward, ..work };
+            // Q·Kᵀ, dQ and dK of 8, dP and dV of 16.
+            assert_eq!(wide.flops(), 2.0 * (pairs * 3 * (3 * 8 + 2 * 16)) as f64);
         }
     }
 }

@@ -31,9 +31,8 @@ impl Prepared {
     /// # Errors
     /// When it cannot be planned.
     pub fn new(work: &Workload) -> Result<Self, Failure> {
-        let [q_shape, kv_shape] = work.shapes();
-        let [q, d_out] = [1, 4].map(|seed| random(seed, work.dtype, q_shape));
-        let [k, v] = [2, 3].map(|seed| random(seed, work.dtype, kv_shape));
+        let shapes = work.shapes();
+        let [q, k, v, d_out] = [0, 1, 2, 3].map(|i| random(i as i32 + 1, work.dtype, shapes[i]));
         let plan = work.program().plan(&Problem::of(&q, &k, &v)?, &Device::cpu())?;
         let gradient = |shape| {
             let layout = Layout::contiguous(shape);
@@ -49,7 +48,7 @@ impl Prepared {
             d_out,
             out: forward.out,
             lse: forward.lse,
-            gradients: [gradient(q_shape), gradient(kv_shape), gradient(kv_shape)],
+            gradients: [gradient(shapes[0]), gradient(shapes[1]), gradient(shapes[2])],
             learned: work.learned().map(|(name, elems)| (name, vec![0.0; elems])),
         })
     }

@@ -12,6 +12,7 @@ use foveate::cuda::{
     Engine,
 };
 use foveate::gpu::driver::{Allocation, Event};
+use foveate::mods::ir::mix;
 use foveate::tensor::{F8E4M3, Varlen};
 use foveate::{DType, Device, Layout, Problem};
 use foveate_problem::Arrangement;
@@ -76,6 +77,8 @@ const MASKS: [(Mask, usize); 3] =
 const SCATTERED: [(Mask, usize); 2] = [(Mask::Neighbourhood, 17), (Mask::Blocks, 4)];
 const SCORES: [Score; 3] = [Score::Alibi, Score::Softcap, Score::Relative];
 const DIMS: [usize; 5] = [64, 96, 128, 192, 256];
+/// Head dims of q and k, and of v, of multi-head latent attention.
+const LATENT: (usize, usize) = (192, 128);
 const LENGTHS: [usize; 6] = [1024, 2048, 4096, 8192, 16384, 32768];
 /// Tokens of a case and size of all its heads together, as attention benchmarks usually have them.
 const TOKENS: usize = 16384;
@@ -122,6 +125,11 @@ pub fn grid(dtype: DType) -> Vec<Case> {
                     cases.push(Case::new(mask, Score::None, None, len, dim, pass));
                 }
             }
+        }
+        for mask in [FULL, CAUSAL] {
+            let case = Case::new(mask, Score::None, None, 8192, LATENT.1, pass);
+            let work = Workload { dim: LATENT.0, dim_v: Some(LATENT.1), ..case.work };
+            cases.push(Case::named(work, Storage::Contiguous));
         }
         for dim in [64, 128] {
             for mask in MASKS {
@@ -201,19 +209,27 @@ impl Case {
         Self::named(Workload { q_len, batch: 131_072 / len, ..work }, Storage::Contiguous)
     }
 
-    /// How q, and k and v, lie.
-    fn layouts(&self) -> [Layout; 2] {
+    /// How q, k, v and the gradient of `out` lie.
+    fn layouts(&self) -> [Layout; 4] {
         let dense = self.work.shapes().map(|[b, h, s, d]| Layout::bhsd(b, h, s, d));
-        let [q, Layout { shape: [b, h, s, d], .. }] = dense;
+        let [q, k, v, d_out] = dense;
         match self.storage {
             Storage::Contiguous | Storage::Packed => dense,
-            Storage::Pages(rows) => [q, Layout::bshd(b * s.div_ceil(rows), rows, h, d)],
+            Storage::Pages(rows) => {
+                let paged = |Layout { shape: [b, h, s, d], .. }| {
+                    Layout::bshd(b * s.div_ceil(rows), rows, h, d)
+                };
+                [q, paged(k), paged(v), d_out]
+            }
             Storage::Shifted(bytes) => dense.map(|Layout { shape: [b, h, s, d], .. }| {
                 let longer = Layout::bhsd(b, h, s, d + 8);
                 longer.narrowed(3, bytes / 2, d).expect("half of 8 elements and d fit into d + 8")
             }),
             Storage::Repeated => {
-                [q, Layout::bhsd(b, h, 1, d).expanded(2, s).expect("there is one row")]
+                let repeated = |Layout { shape: [b, h, s, d], .. }| {
+                    Layout::bhsd(b, h, 1, d).expanded(2, s).expect("there is one row")
+                };
+                [q, repeated(k), repeated(v), d_out]
             }
         }
     }
@@ -241,8 +257,8 @@ impl Case {
         kernels: KernelOptions,
         deterministic: bool,
     ) -> Result<CudaPlan, Failure> {
-        let [q, kv] = self.work.shapes();
-        let mut problem = Problem::shaped(self.work.dtype, q, kv, kv)?;
+        let [q, k, v, _] = self.work.shapes();
+        let mut problem = Problem::shaped(self.work.dtype, q, k, v)?;
         if self.storage == Storage::Packed {
             let offsets = self.offsets();
             problem = problem.varlen(&offsets, &offsets)?;
@@ -273,14 +289,14 @@ impl Case {
     }
 
     fn named(work: Workload, storage: Storage) -> Self {
-        let Workload { q_len, len, dim, batch, .. } = work;
+        let Workload { q_len, len, batch, .. } = work;
         let queries = match (q_len == len, batch == (TOKENS / len).max(1)) {
             (true, true) => String::new(),
             (true, false) => format!("b{batch}-"),
             (false, _) => format!("q{q_len}-"),
         };
-        let (program, pass) = (work.program_name(), work.pass.name());
-        let case = format!("{program}/{queries}s{len}/d{dim}/{}{pass}", storage.name());
+        let (program, dims, pass) = (work.program_name(), work.dims_name(), work.pass.name());
+        let case = format!("{program}/{queries}s{len}/{dims}/{}{pass}", storage.name());
         Self { case, flops: work.flops(), work, storage }
     }
 }
@@ -323,7 +339,7 @@ impl Prepared {
     ) -> Result<Self, Failure> {
         let engine = Engine::get(ordinal)?;
         let work = &case.work;
-        let [q_shape, kv_shape] = work.shapes();
+        let shapes = work.shapes();
         let plan = case.plan(ordinal, kernels, deterministic)?;
         let mut allocations = Vec::new();
         let pool = engine.queue().pool();
@@ -339,10 +355,10 @@ impl Prepared {
             allocations.push(allocation);
             Ok(tensor)
         };
-        let [of_q, of_kv] = case.layouts();
-        let (q, k, v) = (random(1, of_q)?, random(2, of_kv)?, random(3, of_kv)?);
+        let [of_q, of_k, of_v, of_d_out] = case.layouts();
+        let (q, k, v) = (random(1, of_q)?, random(2, of_k)?, random(3, of_v)?);
         let backward = work.pass == Direction::Backward;
-        let d_out = if backward { random(4, of_q)? } else { q };
+        let d_out = if backward { random(4, of_d_out)? } else { q };
         let pages = match case.storage {
             Storage::Pages(rows) => {
                 let table = pool.upload(&case.page_table(rows))?;
@@ -365,8 +381,9 @@ impl Prepared {
             let address = empty(DType::BF16, shape.iter().product())?;
             Ok(DeviceTensor::contiguous(address, DType::BF16, shape))
         };
-        let (out, dq) = (like(q_shape)?, like(q_shape)?);
-        let (dk, dv) = (like(kv_shape)?, like(kv_shape)?);
+        let [of_q, of_k, of_v, of_out] = shapes;
+        let (out, dq) = (like(of_out)?, like(of_q)?);
+        let (dk, dv) = (like(of_k)?, like(of_v)?);
         let rows = [work.batch, work.heads, work.q_len];
         let lse = empty(DType::F32, rows.iter().product())?;
         let lse = DeviceTensor::contiguous(lse, DType::F32, rows);
@@ -447,21 +464,26 @@ impl Prepared {
         Ok(f64::from(end.ms_since(&begin)?))
     }
 
-    /// A few elements of the result (out, or dq), evenly spaced: what a peer's are compared with.
+    /// A few elements of the result (out, or dq) all over it: what a peer's are compared with.
     pub fn sample(&self, count: usize) -> Result<Vec<f32>, Failure> {
         let tensor = if self.backward { &self.tensors.dq } else { &self.tensors.out };
         let elems = tensor.layout.elems();
         let allocation = self.allocations.iter().find(|b| b.address() == tensor.address);
         let allocation = allocation.expect("the result is in an allocation");
-        let step = (elems / count).max(1);
-        (0..count.min(elems))
+        (0..count)
             .map(|i| {
-                let mut bits = [0; 2];
-                allocation.read_at(i * step * 2, &mut bits, self.plan.options().timeout)?;
+                let (mut bits, at) = ([0; 2], sampled(i, elems));
+                allocation.read_at(at * 2, &mut bits, self.plan.options().timeout)?;
                 Ok(f32::from_bits(u32::from(u16::from_le_bytes(bits)) << 16))
             })
             .collect()
     }
+}
+
+/// Which element of `elems` is number `i` of those compared: by a hash, since elements at equal distances may all be
+/// of first rows, whose out is v's first row and whose gradient is 0 under a causal mask.
+fn sampled(i: usize, elems: usize) -> usize {
+    mix(7, i as i32).cast_unsigned() as usize % elems
 }
 
 /// Rounds to bf16, to nearest even. No NaN comes here.
@@ -473,6 +495,14 @@ fn bf16_bits(x: f32) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_compared_with_a_peer_lies_in_rows_of_all_kinds() {
+        let (rows, dim) = (8192, 128);
+        let rows: Vec<usize> = (0..16).map(|i| sampled(i, 32 * rows * dim) / dim % rows).collect();
+        let late = rows.iter().filter(|row| **row > 4096).count();
+        assert!((4..=12).contains(&late) && rows.iter().all(|row| *row > 64), "{rows:?}");
+    }
 
     #[test]
     fn halves_are_rounded_to_even() {
