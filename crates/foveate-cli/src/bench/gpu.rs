@@ -146,9 +146,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         if args.tune {
             tune(&case.case, &prepared, &interrupt)?;
         }
-        let watch = watched.as_ref().map(Watch::begin).transpose()?;
-        let mut times = time(&prepared, Duration::from_secs_f64(args.seconds))?;
-        let conditions = watch.map(Watch::end).transpose()?;
+        let budget = Duration::from_secs_f64(args.seconds);
+        let (mut times, conditions) = time(&prepared, budget, watched.as_ref())?;
         lowered.extend(conditions.iter().flat_map(|seen| &seen.limits).copied());
         let sample = prepared.sample(SAMPLES)?;
         times.sort_by(f64::total_cmp);
@@ -303,7 +302,8 @@ impl Floors {
             Some(rate) => *rate,
             None => {
                 let prepared = Prepared::new(&full, args.device, kernels, args.deterministic)?;
-                let mut times = time(&prepared, Duration::from_secs_f64(args.seconds))?;
+                let budget = Duration::from_secs_f64(args.seconds);
+                let (mut times, _) = time(&prepared, budget, None)?;
                 times.sort_by(f64::total_cmp);
                 let rate = full.flops / times[times.len() / 2] / 1e9;
                 self.full.insert(full.case, rate);
@@ -357,16 +357,21 @@ fn tune(case: &str, prepared: &Prepared, interrupt: &Interrupt) -> Result<(), Fa
     Ok(())
 }
 
-/// Milliseconds of single runs, after a warm-up.
-fn time(prepared: &Prepared, budget: Duration) -> Result<Vec<f64>, Failure> {
+/// Milliseconds of single runs, after a warm-up, in which kernels may be compiled; and how `watched` was in that time.
+fn time(
+    prepared: &Prepared,
+    budget: Duration,
+    watched: Option<&gpu::driver::Device>,
+) -> Result<(Vec<f64>, Option<Conditions>), Failure> {
     for _ in 0..3 {
         prepared.time()?;
     }
+    let watch = watched.map(Watch::begin).transpose()?;
     let (began, mut times) = (Instant::now(), Vec::new());
     while times.len() < 5 || (began.elapsed() < budget && times.len() < 200) {
         times.push(prepared.time()?);
     }
-    Ok(times)
+    Ok((times, watch.map(Watch::end).transpose()?))
 }
 
 fn read_peers(file: &Path) -> Result<BTreeMap<String, Vec<Peer>>, Failure> {
