@@ -37,6 +37,7 @@ struct Case {
     kernel: Kernel,
     dtype: Elem,
     dim: usize,
+    dim_v: usize,
     mods: Mods,
     len: usize,
     deterministic: bool,
@@ -44,7 +45,10 @@ struct Case {
 
 impl Case {
     const fn new(kernel: Kernel, dim: usize, mods: Mods) -> Self {
-        Self { kernel, dtype: Elem::Bf16, dim, mods, len: 8192, deterministic: false }
+        Self { kernel, dtype: Elem::Bf16, dim, dim_v: dim, mods, len: 8192, deterministic: false }
+    }
+    const fn dim_v(self, dim_v: usize) -> Self {
+        Self { dim_v, ..self }
     }
     const fn e4m3(self) -> Self {
         Self { dtype: Elem::E4m3, ..self }
@@ -58,7 +62,7 @@ impl Case {
 
     fn class(self) -> Class {
         let (backward, plain) =
-            (!self.kernel.is_of_forward(), Class::new(self.dtype, self.dim, self.dim, 1));
+            (!self.kernel.is_of_forward(), Class::new(self.dtype, self.dim, self.dim_v, 1));
         let live = match self.mods {
             Plain => None,
             Mask(live) => Some(live),
@@ -75,7 +79,7 @@ impl Case {
     }
 
     fn sizes(self) -> Sizes {
-        let (heads, len) = (2048 / self.dim, self.len);
+        let (heads, len) = (2048 / self.dim_v, self.len);
         let mean_kv_len = match self.mods {
             Mask(live) | Bias(Some(live)) | Cap(Some(live)) | Learned(Some(live)) => {
                 live * len / 8192
@@ -119,6 +123,15 @@ fn tiles() -> Vec<(Case, Vec<(Tiles, f64)>)> {
         (
             forward(128).len(2048),
             vec![(Tiles::hopper(2, 128, 2), 1.0), (Tiles::hopper(2, 176, 2), 0.95)],
+        ),
+        // Microseconds of an H100, of which the reciprocals are given.
+        (
+            forward(192).dim_v(128),
+            vec![(Tiles::hopper(3, 64, 2), 1e6 / 2148.3), (Tiles::hopper(2, 112, 2), 1e6 / 2272.8)],
+        ),
+        (
+            Case::new(Kernel::Forward, 192, Mask(CAUSAL)).dim_v(128),
+            vec![(Tiles::hopper(3, 64, 2), 1e6 / 1173.4), (Tiles::hopper(2, 112, 2), 1e6 / 1272.9)],
         ),
         (
             forward(128).e4m3(),

@@ -87,6 +87,8 @@ const HOPPER: &[Known] = &[
     (192, Tiles::hopper(2, 112, 2)),
     (256, Tiles::hopper(2, 80, 2)),
 ];
+/// Of q and k of up to 192 and v of up to 128 numbers, as multi-head latent attention has them.
+const HOPPER_LATENT: &[Known] = &[(192, Tiles::hopper(3, 64, 2))];
 /// With a score or dropout, which take registers of their own.
 const HOPPER_SCORED: &[Known] = &[
     (64, Tiles::hopper(3, 128, 3)),
@@ -150,6 +152,7 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         Kernel::Forward if class.dtype == Elem::E4m3 => HOPPER_E4M3,
         Kernel::Forward if dim <= 64 && class.is_sparse(kernel, sizes) => return None,
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
+        Kernel::Forward if (129..=192).contains(&class.dim) && class.dim_v <= 128 => HOPPER_LATENT,
         Kernel::Forward => HOPPER,
         Kernel::Backward if class.dscore || class.captures => HOPPER_BACKWARD_SMALL,
         Kernel::Backward if class.dropout => HOPPER_BACKWARD_DROPOUT,
