@@ -7,9 +7,10 @@
     $env/bin/python scripts/families.py target/families --saved
 
 The first writes a folder for each: the checkpoint, and `expected.safetensors` with tokens, labels,
-logits and the gradients of every parameter for the sum of the losses, on the CPU in f32. The test
-holds Foveate to them and saves each checkpoint again, under `saved`; the second reads these and fails
-where the logits are others.
+logits and the gradients of every parameter for the sum of the losses, on the CPU in f32, and how far
+off the same are in bf16. The test holds Foveate to them, on a GPU where there is one, too, and saves
+each checkpoint again, under `saved`; the second reads these and fails where the logits are others.
+`gpu-bundle/run.sh families` does the first and the test on a machine with a GPU.
 """
 
 import argparse
@@ -113,6 +114,27 @@ def logits_of(model, tokens):
     return model(tokens[None], use_cache=False).logits[0].float()
 
 
+def loss_of(logits, labels):
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def off(found, expected):
+    """How far off, in the mean of the squares."""
+    return ((found.float() - expected).norm() / expected.norm()).reshape(1)
+
+
+def off_in_bf16(folder: Path, tokens, labels, expected: dict):
+    """How far off transformers is that computes in bf16, of each of the tensors that are expected."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    logits = logits_of(model, tokens)
+    loss_of(logits, labels).backward()
+    found = {f"gradient:{name}": value.grad for name, value in model.named_parameters()}
+    found["logits"] = logits.detach()
+    return {f"bf16_off:{name}": off(value, expected[name]) for name, value in found.items()}
+
+
 def make(folder: Path, name: str, config):
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
@@ -126,7 +148,7 @@ def make(folder: Path, name: str, config):
     labels = torch.randint(1, 256, (TOKENS,))
     labels[5] = -100
     logits = logits_of(model, tokens)
-    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    loss_of(logits, labels).backward()
     expected = {
         "tokens": tokens.int(),
         "labels": labels.int(),
@@ -135,8 +157,9 @@ def make(folder: Path, name: str, config):
     for parameter, value in model.named_parameters():
         assert value.grad.abs().max() > 0, f"{name}: {parameter} has no gradient"
         expected[f"gradient:{parameter}"] = value.grad.contiguous()
-    save_file(expected, folder / "expected.safetensors")
     print(f"{name}: {len(expected) - 3} parameters, largest logit {logits.abs().max():.2f}")
+    expected |= off_in_bf16(folder, tokens, labels, expected)
+    save_file(expected, folder / "expected.safetensors")
 
 
 def check_saved(folder: Path, name: str):

@@ -16,9 +16,16 @@ mkdir "$into/bin"
 for program in foveate-conformance foveate; do
     strip -o "$into/bin/$program" "${CARGO_TARGET_DIR:-target}/$folder/$program"
 done
-# The blocks' tests, which run their kernels on the GPU that they find.
-tests=$(cargo test --profile "$profile" -p foveate-nn-cuda --lib --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
-strip -o "$into/bin/foveate-nn-cuda-tests" "$tests"
+# Tests that use the GPU that they find: of blocks, and of every family beside transformers.
+tests() {
+    name=$1
+    shift
+    found=$(cargo test --profile "$profile" "$@" --no-run 2>&1 | sed -n 's/.*Executable.*(\(.*\))$/\1/p')
+    strip -o "$into/bin/$name" "$found"
+}
+tests foveate-nn-cuda-tests -p foveate-nn-cuda --lib
+tests foveate-families-tests -p foveate-train --test families
+gzip -9 "$into/bin/foveate-families-tests"
 cp -r conformance/cases "$into/cases"
 cp -r benches "$into/benches"
 cp scripts/gpu-run.sh "$into/run.sh"
@@ -26,6 +33,7 @@ cp scripts/gpu-measure.sh "$into/measure.sh"
 cp scripts/gpu_runs.py "$into/gpu_runs.py"
 cp scripts/gpu_train.py "$into/train.py"
 cp scripts/gpu_shard.py "$into/shard.py"
+cp scripts/families.py "$into/families.py"
 
 kib=$(du -sk "$into/bin" "$into/cases" "$into/benches" "$into/run.sh" | awk '{ n += $1 } END { print n }')
 echo "$into: $((kib / 1024)) MiB"

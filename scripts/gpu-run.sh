@@ -2,13 +2,15 @@
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
 #   run.sh conformance | determinism | misuse | placement | launches | libraries | blocks | train |
-#       shard | sanitize | bench | all
+#       families | shard | sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
 # sanitize needs compute-sanitizer, bench a PyTorch with CUDA for its peers, libraries cuBLASLt and
-# NCCL, which runs without NVLink multicast unless NCCL_NVLS_ENABLE is set. Logs go to $OUT, or to
-# logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case, SUBSET
+# NCCL, which runs without NVLink multicast unless NCCL_NVLS_ENABLE is set. `train` is all that has to
+# do with training on one GPU: blocks, runs, families (which needs transformers, or in FOVEATE_FAMILIES
+# the folder that families.py made elsewhere), a run under memcheck, and its bench. Logs go to $OUT, or
+# to logs/ here. WORKERS sets the number of worker processes, TIMEOUT the seconds for a case, SUBSET
 # how many cases run under memcheck and synccheck, SANITIZERS which of these two and racecheck run,
 # PEERS what bench runs beside (flex-autotune takes half a minute a case).
 set -u
@@ -106,8 +108,15 @@ blocks() {
     fi
 }
 
-# Training beside the CPU's, repeats, kill -9 and resume, tokens a second of 135 million parameters.
+# Blocks; runs beside the CPU's, repeated, killed and resumed, and under memcheck; families; speed.
 train() {
+    blocks
+    runs
+    families
+    bench_train
+}
+
+runs() {
     echo "== train"
     log="$out/train.txt"
     python3 "$here/train.py" "$here/bin/foveate" "$out/train" --tokens-per-second > "$log" 2>&1
@@ -116,7 +125,24 @@ train() {
     if grep -q '^train declined' "$log"; then
         row "train" 0 0 1
     else
-        row "train" "$(grep -c 'passed$' "$log")" "$wrong" 0
+        row "train" "$(grep -c 'passed$' "$log")" "$wrong" "$(grep -c 'skipped' "$log")"
+    fi
+}
+
+# Logits and gradients of tiny checkpoints of every family beside those of transformers.
+families() {
+    made="$out/families.txt"
+    if [ -z "${FOVEATE_FAMILIES:-}" ] && ! python3 "$here/families.py" "$out/families" > "$made" 2>&1; then
+        decline "families" "no checkpoints: $(tail -n 1 "$made"); FOVEATE_FAMILIES names those made elsewhere"
+    elif ! "$here/bin/foveate" doctor --json | grep -q '"arch"'; then
+        decline "families" "no GPU"
+    else
+        tests="$out/families-tests"
+        gunzip -c "$here/bin/foveate-families-tests.gz" > "$tests" && chmod +x "$tests"
+        check "families beside transformers" env FOVEATE_FAMILIES="$(realpath "${FOVEATE_FAMILIES:-$out/families}")" \
+            "$tests" --nocapture --test-threads 1
+        rm "$tests"
+        cat "$log"
     fi
 }
 
@@ -187,6 +213,19 @@ sanitize() {
     done
 }
 
+# Steps of 135 million parameters beside a loop in PyTorch, where that is here.
+bench_train() {
+    if ! "$here/bin/foveate" doctor --json | grep -q '"arch"'; then
+        decline "bench train" "no GPU"
+        return
+    fi
+    peers="$out/train-peers.jsonl"
+    python3 "$here/benches/train_gpu_peers.py" --models 135m --rows 8 --len 2048 --documents 1 --states f32 \
+        --peers loop --recompute none > "$peers" 2> "$out/train-peers.txt" || tail -n 1 "$out/train-peers.txt"
+    check "bench train" "$here/bin/foveate" bench train --model 135m --rows 8 --peers "$peers"
+    cat "$log"
+}
+
 bench() {
     cases="$out/bench-cases.jsonl" peers="$out/bench-peers.jsonl"
     if ! "$here/bin/foveate" doctor --json | grep -q '"arch"'; then
@@ -207,13 +246,13 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | train | shard | sanitize | bench | all)
+    conformance | determinism | misuse | placement | launches | libraries | blocks | train | families | shard | sanitize | bench | all)
         mkdir -p "$out" && : > "$table" ;;
-    *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | train | shard | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; placement; launches; libraries; blocks; train; shard; sanitize; bench ;;
+    conformance | determinism | misuse | placement | launches | libraries | blocks | train | families | shard | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; placement; launches; libraries; train; shard; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

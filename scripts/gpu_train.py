@@ -5,10 +5,11 @@
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
 CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation,
-with passes recorded as graphs, with inputs of layers in the host's memory and with the algorithms that a run chose, a run that goes from the CPU to the GPU and back, evaluation
-and generation on the device. --tokens-per-second also times a model of 135 million parameters with
-random weights; --only names checks, such as every_state. One line a check, ending in `passed` or FAILED;
-fails when one does. Without a GPU it says why and passes.
+with passes recorded as graphs, with inputs of layers in the host's memory and with the algorithms that a
+run chose, a run that goes from the CPU to the GPU and back, evaluation and generation on the device, and
+a few steps under compute-sanitizer's memcheck. --tokens-per-second also times a model of 135 million
+parameters with random weights, and two saves of 1.2 billion; --only names checks, such as every_state. One
+line a check, ending in `passed` or FAILED; fails when one does. Without a GPU it says why and passes.
 """
 
 import hashlib
@@ -217,18 +218,20 @@ STEPS = 40
 
 
 def resumed(place, device, state, in_backward, modes=MODES, name="", sizes=(), more=()):
-    """In a state, each mode of recomputation, with settings of its own, killed and resumed beside one run that
-    nothing is computed again in: what is other, in words, and the steps after which runs were killed."""
+    """In a state, each mode of recomputation, with settings of its own and passes recorded where they can be, killed
+    and resumed beside one run that computes nothing again and records nothing: what is other, in words, and the
+    steps after which runs were killed."""
     moments, wrong, killed = random.Random(f"{state} {in_backward}"), [], []
     sets = [f"precision.state={state}", f"train.steps={STEPS}", "train.save_every=4", "train.keep=2"]
     sets += ["train.accumulate=1", f"optimizer.in_backward={str(in_backward).lower()}"]
     sets += ["optimizer.clip_norm=0"] if in_backward else []
     sets += sizes
     whole = f"{name}{state}-{'in' if in_backward else 'behind'}"
-    place.train(whole, device, [*sets, "train.recompute=none"])
+    place.train(whole, device, [*sets, "train.recompute=none", "run.graphs=off"])
     for mode in modes:
         run = f"{whole}-{mode}"
-        seen = killed_after(place, run, device, [*sets, *more, f"train.recompute={mode}"], moments.randint(2, 20))
+        own = [*sets, *more, f"train.recompute={mode}", "run.graphs=on"]
+        seen = killed_after(place, run, device, own, moments.randint(2, 20))
         killed.append(seen)
         if seen >= STEPS:
             wrong.append(f"{mode}: it was over before it was killed")
@@ -331,6 +334,60 @@ def used(place):
     tell("generate begins as the CPU's", texts[0][:2] == texts[1][:2], f"{texts[0]} and {texts[1]}")
 
 
+def sanitized(place):
+    """Two steps, an evaluation and a save under memcheck, every allocation as long as was asked for."""
+    found = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
+    tool = shutil.which("compute-sanitizer") or (str(found[-1]) if found else None)
+    if tool is None:
+        return print("a run under memcheck: compute-sanitizer is not here, skipped", flush=True)
+    # The end of a kernel's parameters is found by asking past it.
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "99", "--report-api-errors", "no"]
+    command += place.arguments("memcheck", "cuda:0", ["train.steps=2", "train.eval_every=2", "train.save_every=2"])
+    exact = os.environ | {"FOVEATE_EXACT_MEMORY": "1", "FOVEATE_TIMEOUT": "120"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, env=exact)
+    told = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
+    tell("two steps, an evaluation and a save under memcheck", done.returncode == 0, (told or [done.stderr[-300:]])[-1])
+
+
+ONE_BILLION = ["vocab_size=128256", "hidden_size=2048", "intermediate_size=8192", "num_hidden_layers=16"]
+ONE_BILLION += ["num_attention_heads=32", "num_key_value_heads=8", "head_dim=64"]
+SAVED_BYTES = 2 * 20e9  # two checkpoints: f32 masters and moments, and the weights
+
+
+def saves(place):
+    """Two saves of 1.2 billion parameters in `exact` that steps wait for: what they take of the host's memory beside
+    what a small run takes, and their seconds; and the step after a resume from the second."""
+    if (free := shutil.disk_usage(place.folder).free) < 1.5 * SAVED_BYTES:
+        return print(f"saves of 1B: {free / 1e9:.0f} GB of disk are free, skipped", flush=True)
+    sets = ["train.batch_rows=1", "train.keep=2", "train.async_save=false", "schedule.kind=constant"]
+    sizes = [f"model.{size}" for size in ONE_BILLION]
+
+    def most(run, more, recipe, flags=()):
+        """The most host memory of a run, in bytes."""
+        command = place.arguments(run, "cuda:0", [*sets, *more], recipe, flags)
+        errors = place.folder / f"{run}.log"
+        with errors.open("w") as file:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
+            _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{run}: {errors.read_text().strip()[-300:]}")
+        return usage.ru_maxrss * 1024
+
+    small = most("saves-small", ["train.steps=2", "train.save_every=1"], "tiny")
+    large = most("saves", [*sizes, "train.steps=2", "train.save_every=1"], "smollm")
+    lines = map(json.loads, (place.folder / "saves" / "metrics.jsonl").read_text().splitlines())
+    took = ", ".join(f"{record['seconds']:.1f}" for record in lines if record["kind"] == "save")
+    files = list(Path(place.checkpoint("saves")).glob("*.safetensors"))
+    largest = max(file.stat().st_size for file in files)
+    resumed = most("saves", [*sizes, "train.steps=3", "train.save_every=0"], "smollm", ["--resume"])
+    more = [(of - small) / 2**30 for of in (large, resumed)]
+    detail = f"{more[0]:.2f} GiB of the host more than a small run, a resume {more[1]:.2f}; saves took {took} s; "
+    detail += f"{len(files)} files of at most {largest / 1e9:.2f} GB"
+    tell("two saves of 1B in exact take at most 2 GiB of the host", max(more) < 2 and largest <= 5e9, detail)
+    shutil.rmtree(place.folder / "saves")
+
+
 def speed(place):
     """Tokens a second of a model of SmolLM-135M's sizes."""
     for state in ("exact", "f32"):
@@ -349,15 +406,16 @@ def main():
         print("train declined: no GPU")
         return 0
     place = Place(foveate, folder)
-    checks = [beside_the_cpu, repeats, killed, graphs, every_state, offloaded, chosen, used, across]
+    timed = [speed, saves]
+    checks = [beside_the_cpu, repeats, killed, graphs, every_state, offloaded, chosen, used, across, sanitized]
     if "--only" in sys.argv:
         wanted = sys.argv[sys.argv.index("--only") + 1].split(",")
-        known = {check.__name__: check for check in checks}
+        known = {check.__name__: check for check in [*checks, *timed]}
         if not known.keys() >= set(wanted):
             sys.exit(f"train.py has the checks {', '.join(known)}, not all of {', '.join(wanted)}")
         checks = [known[name] for name in wanted]
     if "--tokens-per-second" in sys.argv:
-        checks.append(speed)
+        checks += timed
     for check in checks:
         start = time.monotonic()
         try:
