@@ -194,6 +194,7 @@ fn rank(
             "labelled_tokens_per_s": summary.labelled_tokens_per_s,
             "packed_tokens_per_s": summary.packed_tokens_per_s,
             "padding_share": summary.padding_share,
+            "data_share": summary.data_share,
             "tflops": summary.tflops,
             "mfu": summary.peak_tflops.map(|peak| summary.tflops.mfu(peak)),
             "peak_memory_bytes": summary.peak_memory_bytes,
@@ -237,11 +238,13 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
         }
     }
     out.line(format!(
-        "{} labelled tokens/s, {} packed tokens/s ({:.1} % padding), {:.0} s of training, peak memory {}",
+        "{} labelled tokens/s, {} packed tokens/s ({:.1} % padding), {:.0} s of training, {:.1} % of it \
+         waiting for data, peak memory {}",
         count(summary.labelled_tokens_per_s.round()),
         count(summary.packed_tokens_per_s.round()),
         100.0 * summary.padding_share,
         summary.seconds,
+        100.0 * summary.data_share,
         bytes(summary.peak_memory_bytes as f64),
     ))?;
     out.line(tflops(summary.tflops, summary.peak_tflops))?;

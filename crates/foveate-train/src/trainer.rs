@@ -138,6 +138,8 @@ pub struct Summary {
     pub packed_tokens_per_s: f64,
     /// Share of the packed tokens that are padding, from 0 to 1.
     pub padding_share: f64,
+    /// Share of the seconds of the steps in which the host waited for rows that were not packed yet, from 0 to 1.
+    pub data_share: f64,
     /// What the model computes, over all steps of this process, on all ranks together.
     pub tflops: Tflops,
     /// The peak rate of the ranks' devices together, in TFLOP/s; none where it is not known, as of a CPU.
@@ -361,6 +363,7 @@ impl<B: Blocks> Setup<'_, B> {
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
             padding_share: sums.padding_share(),
+            data_share: sums.data_share(),
             tflops: self.tflops(sums),
             peak_tflops: self.peak_tflops(),
             peak_memory_bytes: self.memory().peak,

@@ -67,7 +67,7 @@ impl<B: Blocks> Setup<'_, B> {
             (Some(context), Some(part)) => Some(context.take(self.ranks, part)?),
             _ => None,
         };
-        step.data_seconds += reading.elapsed().as_secs_f64();
+        step.sums.data_seconds += reading.elapsed().as_secs_f64();
         run.did("wait for data", reading);
         let queueing = Instant::now();
         let (batch, again, totals) = (batch(&own), self.recompute, &mut step.totals);
@@ -162,7 +162,7 @@ impl<B: Blocks> Setup<'_, B> {
                 .map(|of| (of.attention + queued.context_seconds) / sums.seconds),
             linear_seconds: blocks.map(|of| of.linear),
             loss_seconds: blocks.map(|of| of.loss),
-            data_seconds: queued.data_seconds,
+            data_seconds: sums.data_seconds,
             optimizer_seconds: blocks.map(|of| of.optimizer),
             seconds: sums.seconds,
         };
@@ -235,7 +235,6 @@ pub(super) struct QueuedStep<B: Blocks> {
     /// Of a run of one rank.
     batches: Vec<Packed>,
     sums: Sums,
-    data_seconds: f64,
     /// Time of attention over ranks of `context`.
     context_seconds: f64,
     epoch: f64,
@@ -249,7 +248,6 @@ impl<B: Blocks> QueuedStep<B> {
             totals,
             batches: Vec::new(),
             sums: Sums::default(),
-            data_seconds: 0.0,
             context_seconds: 0.0,
             epoch: 0.0,
             rate,
@@ -311,6 +309,8 @@ pub(super) struct Sums {
     padding: u64,
     /// Of query and key that the masks let through.
     pairs: f64,
+    /// In which the host waited for rows.
+    data_seconds: f64,
     pub seconds: f64,
 }
 
@@ -320,6 +320,7 @@ impl Sums {
         self.packed += other.packed;
         self.padding += other.padding;
         self.pairs += other.pairs;
+        self.data_seconds += other.data_seconds;
         self.seconds += other.seconds;
     }
 
@@ -333,5 +334,9 @@ impl Sums {
 
     pub fn padding_share(&self) -> f64 {
         self.padding as f64 / self.packed.max(1) as f64
+    }
+
+    pub fn data_share(&self) -> f64 {
+        if self.seconds > 0.0 { self.data_seconds / self.seconds } else { 0.0 }
     }
 }

@@ -517,7 +517,7 @@ fn what_a_step_reports_is_named_and_adds_up() {
     assert_eq!((run.step, run.commit.as_deref()), (0, Some("abc")));
     assert!(run.version == env!("CARGO_PKG_VERSION") && run.threads > 0);
     let (mut labelled, mut time, mut epoch) = (0, run.unix_time, 0.0);
-    let mut saves = Vec::new();
+    let (mut saves, mut waited, mut seconds) = (Vec::new(), 0.0, 0.0);
     for record in &records[1..] {
         let at = match record {
             Record::Run(_) => panic!("one start has one record"),
@@ -538,6 +538,7 @@ fn what_a_step_reports_is_named_and_adds_up() {
                 assert!(m.data_seconds + optimizer <= m.seconds && m.epoch > epoch);
                 assert!(m.memory_bytes <= m.peak_memory_bytes);
                 (labelled, epoch) = (m.labelled_tokens, m.epoch);
+                (waited, seconds) = (waited + m.data_seconds, seconds + m.seconds);
                 m.unix_time
             }
         };
@@ -547,6 +548,7 @@ fn what_a_step_reports_is_named_and_adds_up() {
     assert_eq!(saves, [2, 4, 6]);
     assert!(summary.labelled_tokens_per_s < summary.packed_tokens_per_s);
     assert!(summary.padding_share > 0.0);
+    assert!(waited > 0.0 && (summary.data_share - waited / seconds).abs() < 1e-12);
     assert!(summary.peak_memory_bytes > 0 || !cfg!(target_os = "linux"));
 }
 
