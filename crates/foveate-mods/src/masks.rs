@@ -131,7 +131,8 @@ pub fn document_lengths(lengths: &[i32]) -> Result<MaskMod, ModError> {
 }
 
 /// [`document_lengths`], of the first `positions` positions only: the mask is never asked for
-/// others, so their ids are not made.
+/// others, so their ids are not made. The mask captures them as `document_lengths`, apart from a `doc` that a
+/// program may rebind beside it.
 ///
 /// # Errors
 /// Those of [`document_lengths`].
@@ -150,7 +151,7 @@ pub fn document_lengths_within(lengths: &[i32], positions: usize) -> Result<Mask
     for (id, &end) in ends.iter().enumerate() {
         ids.resize(positions.min(end as usize), id as i32);
     }
-    document(&Buffer::vector("doc", ids))
+    document(&Buffer::vector("document_lengths", ids))
 }
 
 /// Same document, document `i` standing at `offsets[i]..offsets[i + 1]`.

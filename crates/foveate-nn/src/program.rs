@@ -5,8 +5,8 @@ use foveate::mask::{BlockMask, Tile, Varies};
 use foveate::mods::text::{Names, parse_mask, parse_score};
 use foveate::mods::{Head, Leaf, ModError, Node, NodeId, Program};
 use foveate::{
-    AnyBuffer, Attention, BufferData, DType, Device, MaskMod, Positions, Problem, ScalarValue,
-    ScoreMod,
+    AnyBuffer, Attention, BufferData, DType, Device, ElementType, MaskMod, Positions, Problem,
+    ScalarValue, ScoreMod,
 };
 
 use crate::config::{BufferValues, LearnedBuffer, ModelConfig, ProgramConfig, ScalarConfig};
@@ -63,6 +63,11 @@ impl AttentionProgram {
             names = names.buffer(&AnyBuffer::new(name, shape, data, true)?);
         }
         for (name, &value) in &config.scalars {
+            let taken = config.buffers.contains_key(name) || config.learned.contains_key(name);
+            if taken || name == DOCUMENTS {
+                let reason = "there is a buffer of this name already; rename one";
+                return Err(NnError::config(format!("attention.scalars.{name}"), reason));
+            }
             let value = match value {
                 ScalarConfig::Bool(v) => ScalarValue::Bool(v),
                 ScalarConfig::I32(v) => ScalarValue::I32(v),
@@ -193,12 +198,31 @@ impl AttentionProgram {
     /// Refuses what no device could run for the heads of a model, whatever the shape of a batch.
     pub(crate) fn check(&self, config: &ModelConfig) -> Result<(), NnError> {
         self.check_learned()?;
+        self.check_documents()?;
         let heads = [config.num_attention_heads, config.kv_heads(), config.dim()];
         let problem = problem(heads, [1, 1])?;
         self.attention().plan(&problem, &Device::cpu())?;
         let cached = self.attention().positions(Positions::offset(0), Positions::Rows);
         cached.plan(&problem.forward_only(), &Device::cpu())?;
         Ok(())
+    }
+
+    /// Refuses a `doc` that the documents of a batch cannot replace.
+    fn check_documents(&self) -> Result<(), NnError> {
+        let of_a_batch =
+            |b: &AnyBuffer| b.shape().len() == 2 && b.element() == ElementType::I32 && !b.learned();
+        match self.captures().find(|b| b.name() == DOCUMENTS && !of_a_batch(b)) {
+            Some(other) => {
+                let reason = format!(
+                    "is captured as {} of shape {:?}; every batch brings this buffer, i32 [rows, len]: read it \
+                     at [b, q], or choose another name",
+                    other.element(),
+                    other.shape()
+                );
+                Err(NnError::config(format!("attention.buffers.{DOCUMENTS}"), reason))
+            }
+            None => Ok(()),
+        }
     }
 
     fn check_learned(&self) -> Result<(), NnError> {
@@ -247,4 +271,55 @@ pub(crate) fn problem(
 /// Puts the field of the configuration before an error of a mask or score.
 fn in_field(field: &'static str) -> impl Fn(ModError) -> NnError {
     move |error| NnErrorKind::Text { field: field.to_owned(), error }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate::Buffer;
+    use foveate::mods::masks;
+
+    use super::*;
+    use crate::config::BufferConfig;
+    use crate::tests::tiny;
+
+    #[test]
+    fn documents_that_a_text_has_and_those_of_a_batch_are_apart() {
+        let of = |mask: &str| {
+            let config = ProgramConfig { mask: mask.into(), ..ProgramConfig::default() };
+            AttentionProgram::parse(&config, 4).unwrap()
+        };
+        let pairs = |mask: &str| {
+            let program = of(mask);
+            program.check(&tiny(true)).unwrap();
+            program.live_pairs(&tiny(true), [1, 6], &[0, 0, 1, 1, 1, 1]).unwrap()
+        };
+        assert_eq!(pairs("causal & document"), 3.0 + 10.0);
+        assert_eq!(pairs("causal & documents(3, 3)"), 6.0 + 6.0);
+        assert_eq!(pairs("causal & document & documents(3, 3)"), 3.0 + 1.0 + 6.0);
+        assert!(!of("documents(3, 3)").reads_documents());
+    }
+
+    #[test]
+    fn a_scalar_has_no_name_of_a_buffer() {
+        let values = BufferValues::I32(vec![1]);
+        let buffers = [("first".to_owned(), BufferConfig { shape: vec![1], values })].into();
+        let config = ProgramConfig { mask: "causal".into(), buffers, ..ProgramConfig::default() };
+        for name in [DOCUMENTS, "first"] {
+            let scalars = [(name.to_owned(), ScalarConfig::I32(1))].into();
+            let config = ProgramConfig { scalars, ..config.clone() };
+            let said = AttentionProgram::parse(&config, 4).unwrap_err().to_string();
+            let wanted = "there is a buffer of this name already; rename one";
+            assert_eq!(said, format!("attention.scalars.{name}: {wanted}"));
+        }
+    }
+
+    #[test]
+    fn a_capture_that_documents_of_a_batch_cannot_replace_is_refused() {
+        let of_a_row = masks::document(&Buffer::vector(DOCUMENTS, vec![0; 6])).unwrap();
+        let program = AttentionProgram { mask: Some(of_a_row), ..AttentionProgram::default() };
+        let said = program.check(&tiny(true)).unwrap_err().to_string();
+        let wanted = "attention.buffers.doc: is captured as i32 of shape [6]; every batch brings this buffer, \
+                      i32 [rows, len]: read it at [b, q], or choose another name";
+        assert_eq!(said, wanted);
+    }
 }
