@@ -13,6 +13,11 @@ Prints one JSON object a measurement. The peers:
   checkpointing of torchtitan 0.2.2, with fused AdamW: f32 parameters under autocast (`f32`), or
   all of it bf16 (`bf16`). `--torchtitan` names its wheel or an unpacked folder; without it, pip
   downloads the wheel (0.5 MB).
+- `transformers` (`train_gpu_transformers.py`): its Llama as the library runs it, for orientation:
+  causal rows, f32 parameters under autocast or all of it bf16. Skipped where it is not installed.
+
+Each is measured with nothing computed again, with torchtitan's selective activation checkpointing,
+and with all layers computed again: the fastest that fits is the one to compare with.
 
 `--ranks 2` runs torchtitan on two GPUs, by its FSDP2 (`--mesh shard`, the rows shared), its tensor
 parallelism with sequence parallelism (`--mesh tensor`), or FSDP2 and its context parallelism with a
@@ -23,6 +28,7 @@ a few steps to warm up, then the median of `--steps`.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -152,10 +158,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="1b", help=f"of {', '.join(MODELS)}; comma between")
-    parser.add_argument("--peers", default="loop,torchtitan", help="comma between: %(default)s")
+    parser.add_argument("--peers", default="loop,torchtitan,transformers", help="comma between: %(default)s")
     parser.add_argument("--documents", default="1,16", help="of a row; comma between")
     parser.add_argument("--states", default="f32,bf16", help="comma between: %(default)s")
-    parser.add_argument("--recompute", default="none", help="none, selective, full; comma between")
+    parser.add_argument("--recompute", default="none,selective,full", help="comma between: %(default)s")
     parser.add_argument("--window", type=int, default=0, help="keys back in every other layer; the loop's")
     parser.add_argument("--cap", type=float, default=0.0, help="of scores, by tanh; the loop's")
     parser.add_argument("--rows", type=int, default=2)
@@ -187,18 +193,26 @@ def main() -> int:
     return int(failed)
 
 
+def declined(peer: str, recompute: str, documents: int, said: dict) -> str | None:
+    """Why a peer has no such measurement; none where it has."""
+    if peer != "loop" and any(said.values()):
+        return "it has no windows and no caps"
+    if peer != "torchtitan" and recompute == "selective":
+        return "it computes layers again whole, or not"
+    if peer == "transformers" and documents > 1:
+        return "it is measured on causal rows alone"
+    if peer == "transformers" and importlib.util.find_spec(peer) is None:
+        return "transformers is not installed (pip install transformers)"
+    return None
+
+
 def one(peer: str, model: str, documents: str, how: tuple[str, str], args, site: Path | None) -> bool:
     """One measurement, of a state and of what is computed again; a line that says why where there is none."""
     state, recompute = how
     case = {"model": model, "rows": args.rows, "len": args.len, "documents": int(documents)}
     case |= {"state": state, "recompute": recompute}
     said = attention_of(args.window, args.cap)
-    why = None
-    if peer != "loop" and any(said.values()):
-        why = "it has no windows and no caps"
-    if peer == "loop" and recompute == "selective":
-        why = "it computes layers again whole, or not"
-    if why:
+    if why := declined(peer, recompute, int(documents), said):
         print(json.dumps({"peer": peer} | case | said | {"declined": why}), flush=True)
         return True
     starts = starts_of_rows(args.foveate, args.rows, args.len, int(documents))
@@ -228,7 +242,8 @@ def one(peer: str, model: str, documents: str, how: tuple[str, str], args, site:
         print(errors, file=sys.stderr)
     case["model"] = named(model, args.layers)
     print(json.dumps({"peer": peer} | case | {"declined": why[:300]}), flush=True)
-    return False
+    # Which of the settings fit is part of what is asked.
+    return "OutOfMemoryError" in why
 
 
 def on_ranks(command: list, ranks: int, seconds: float) -> tuple[bool | None, str, str]:

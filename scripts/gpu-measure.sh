@@ -10,7 +10,8 @@
 # a line for each command: seconds, and passed, FAILED, timeout, declined or left.
 #
 # Needs what run.sh needs; peers need their packages (gpu_peers.py and train_gpu_peers.py say which, and
-# decline one by one), TORCHTITAN the wheel of torchtitan 0.2.2 or its unpacked folder.
+# decline one by one), TORCHTITAN the wheel of torchtitan 0.2.2 or its unpacked folder. TRAINERS says beside
+# which trainers steps are measured (loop,torchtitan), RECOMPUTE what these compute again (none).
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/logs}
@@ -85,7 +86,7 @@ steps() {
         foveate=$1 benches=$2 peers=$3 model=$4 documents=$5 state=$6 rows=$7 states=$8
         : > "$peers"
         [ -z "$states" ] || python3 "$benches/train_gpu_peers.py" --models "$model" --documents "$documents" --rows "$rows" \
-            --states "$states" ${TORCHTITAN:+--torchtitan "$TORCHTITAN"} > "$peers" || echo "no peers: see above"
+            --peers "${TRAINERS:-loop,torchtitan}" --states "$states" --recompute "${RECOMPUTE:-none}" ${TORCHTITAN:+--torchtitan "$TORCHTITAN"} > "$peers" || echo "no peers: see above"
         "$foveate" bench train --model "$model" --documents "$documents" --state "$state" --rows "$rows" --peers "$peers"' \
         sh "$foveate" "$here/benches" "$out/measure-$1.peers" "$3" "$4" "$5" "$6" "${7:-}"
 }
@@ -120,7 +121,7 @@ windows() {
     within 200 windows sh -c '
         foveate=$1 benches=$2 peers=$3
         for what in "--window 1024" "--cap 30"; do
-            python3 "$benches/train_gpu_peers.py" --models 1b --documents 1 --states f32 --peers loop $what > "$peers"
+            python3 "$benches/train_gpu_peers.py" --models 1b --documents 1 --states f32 --peers loop --recompute none $what > "$peers"
             own=$(echo "$what" | sed "s/--cap \(.*\)/--score softcap(\1)/")
             "$foveate" bench train --model 1b --rows 2 --state exact --order any $own --peers "$peers"
         done' sh "$foveate" "$here/benches" "$out/measure-windows.peers"

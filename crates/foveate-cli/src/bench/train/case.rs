@@ -243,7 +243,7 @@ fn published(name: &str) -> Option<String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use clap::Parser;
     use foveate_nn::AttentionProgram;
 
@@ -255,7 +255,8 @@ mod tests {
         args: Args,
     }
 
-    fn case(args: &[&str]) -> Result<Case, Failure> {
+    /// The case of a command line.
+    pub fn case(args: &[&str]) -> Result<Case, Failure> {
         Case::of(&Command::parse_from([&["bench"], args].concat()).args)
     }
 
