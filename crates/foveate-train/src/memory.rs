@@ -151,6 +151,23 @@ impl Planned<'_> {
         Ok(MemoryEstimate { process: beside(self.recipe, self.config, true), ..account.memory() })
     }
 
+    /// The setting of the recipe on a GPU with `bytes` of memory, where `auto` is the least that fits.
+    ///
+    /// # Errors
+    /// Those of [`Planned::account`].
+    pub fn setting_on(&self, bytes: u64) -> Result<Setting, NnError> {
+        let own = Setting::of(self.recipe);
+        if self.recipe.train.recomputation().is_some() {
+            return Ok(own);
+        }
+        let (layers, offload) = (self.config.num_hidden_layers, own.recompute.offload);
+        let total = |recompute| {
+            self.memory(&Setting { recompute, ..own }, bytes).map(|memory| memory.total())
+        };
+        let recompute = least_that_fits(layers, Some(bytes), offload, total)?;
+        Ok(Setting { recompute, ..own })
+    }
+
     /// What a step does and holds on a GPU with `bytes` of memory.
     ///
     /// # Errors

@@ -29,6 +29,27 @@ fn recipe(name: &str) -> (Recipe, ModelConfig, AttentionConfig) {
 }
 
 #[test]
+fn auto_computes_as_little_again_as_a_card_has_room_for() {
+    let h200 = PROFILES[0];
+    let (recipe, config, attention) = recipe("llama3-8b-h200");
+    let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
+    let chosen = planned.setting_on(h200.bytes).unwrap();
+    let Recomputation { what, layers, .. } = chosen.recompute;
+    println!("{what:?} in {layers} layers");
+    // Recorded on one: gate and up, in half of the layers.
+    assert!(what == Recompute::Mlp && layers < 32, "{what:?} in {layers}");
+    let total = |layers| {
+        let recompute = Recomputation { layers, ..chosen.recompute };
+        planned.memory(&Setting { recompute, ..chosen }, h200.bytes).unwrap().total()
+    };
+    assert!(total(layers) <= h200.bytes && total(layers - 1) > h200.bytes);
+    let (small, config, attention) = self::recipe("llama32-1b-24gb");
+    let planned = Planned { recipe: &small, config: &config, attention: &attention };
+    let of = PROFILES.map(|gpu| planned.setting_on(gpu.bytes).unwrap().recompute.what);
+    assert_eq!(of, [Recompute::None; 4]);
+}
+
+#[test]
 fn every_recipe_fits_a_gpu_or_is_told_the_nearest_setting_that_does() {
     // Of each recipe: how it runs on an H200, an H100, an L40S and an RTX 4090.
     let exact = "";

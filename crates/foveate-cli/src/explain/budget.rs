@@ -11,7 +11,7 @@ use foveate_cuda::choose::{KernelOptions, KernelPlan};
 use foveate_gpu::profile::Profile;
 use foveate_nn::{
     Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, NnError, Offload,
-    ParameterState, Precision, Recompute, StepKind,
+    ParameterState, Precision, Recomputation, Recompute, StepKind,
 };
 use foveate_problem::Spec;
 use foveate_train::checkpoint::{self, Checksums};
@@ -50,10 +50,12 @@ struct Budget {
 /// What a recipe takes of GPUs.
 struct Gpus {
     setting: Setting,
+    /// What that computes again, in words.
+    again: String,
     /// By what is kept of each parameter, with the recipe's other settings.
     states: Vec<(ParameterState, MemoryEstimate)>,
-    /// Of known GPUs, how it fits them.
-    profiles: Vec<(GpuProfile, Fit)>,
+    /// Of known GPUs, how it fits them, and of `auto` what is computed again there.
+    profiles: Vec<(GpuProfile, Fit, Option<String>)>,
 }
 
 /// The card that states are compared on: how much memory it has decides what its logits take.
@@ -102,16 +104,19 @@ impl Fit {
 
 impl Gpus {
     fn of(planned: &Planned<'_>) -> Result<Self, NnError> {
-        let setting = Setting::of(planned.recipe);
+        let (setting, layers) = (Setting::of(planned.recipe), planned.config.num_hidden_layers);
         let mut states = Vec::new();
         for state in ParameterState::ALL {
             states.push((state, planned.memory(&Setting { state, ..setting }, STATES_ON.bytes)?));
         }
         let mut profiles = Vec::new();
         for profile in PROFILES {
-            profiles.push((profile, Fit::of(planned, &setting, profile)?));
+            let own = planned.setting_on(profile.bytes)?;
+            let is_auto = planned.recipe.train.recomputation().is_none();
+            let chosen = is_auto.then(|| again(own.recompute, layers));
+            profiles.push((profile, Fit::of(planned, &own, profile)?, chosen));
         }
-        Ok(Self { setting, states, profiles })
+        Ok(Self { setting, again: again(setting.recompute, layers), states, profiles })
     }
 
     fn json(&self) -> serde_json::Value {
@@ -134,11 +139,12 @@ impl Gpus {
         let profiles: Vec<_> = self
             .profiles
             .iter()
-            .map(|(gpu, fits)| {
+            .map(|(gpu, fits, chosen)| {
                 json!({
                     "gpu": gpu.name,
                     "bytes": gpu.bytes,
                     "fits": matches!(fits, Fit::Fits),
+                    "auto": chosen,
                     "nearest": fits.json(),
                 })
             })
@@ -154,17 +160,17 @@ impl Gpus {
     }
 
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
-        let Setting { state: own, rows, recompute, .. } = self.setting;
-        let again = match recompute.what {
-            Recompute::None => "nothing".to_owned(),
-            what => what.name().to_owned(),
-        };
-        let gpu = STATES_ON;
+        let Setting { state: own, rows, .. } = self.setting;
+        let (again, gpu) = (&self.again, STATES_ON);
         out.line(format!(
-            "on a GPU         by state, on an {} ({}), {}, {again} computed again; * is the recipe's",
+            "on a GPU         by state, on an {} ({}), {}, {again} computed again{}; * is the recipe's",
             gpu.name,
             bytes(gpu.bytes as f64),
             Count(rows, "row"),
+            match &self.profiles[0] {
+                (.., Some(_)) => ", the most that `auto` does",
+                _ => "",
+            },
         ))?;
         for (state, m) in &self.states {
             let mark = if *state == own { "*" } else { " " };
@@ -185,8 +191,11 @@ impl Gpus {
             ))?;
         }
         out.line(format!("cards            with the state {}:", own.name()))?;
-        for (gpu, fits) in &self.profiles {
-            let told = fits.words();
+        for (gpu, fits, chosen) in &self.profiles {
+            let told = match (fits, chosen) {
+                (Fit::Fits, Some(again)) => format!("fits with {again} computed again"),
+                _ => fits.words(),
+            };
             out.line(format!("  {:<9} {:<9} {told}", gpu.name, bytes(gpu.bytes as f64)))?;
         }
         Ok(())
@@ -197,6 +206,8 @@ impl Gpus {
 struct GpuStep {
     gpu: GpuProfile,
     setting: Setting,
+    /// Layers of the model.
+    layers: usize,
     memory: MemoryEstimate,
     /// Of a step, by name: how many, and their bytes; the largest first.
     activations: Vec<(&'static str, usize, u64)>,
@@ -210,7 +221,7 @@ struct GpuStep {
 impl GpuStep {
     fn of(planned: &Planned<'_>, gpu: GpuProfile) -> Result<Self, Failure> {
         let Planned { recipe, config, attention } = *planned;
-        let setting = Setting::of(recipe);
+        let (setting, layers) = (planned.setting_on(gpu.bytes)?, config.num_hidden_layers);
         let (rows, len) = (setting.rows, recipe.data.len);
         let profile = Profile::named(gpu.name).map_err(Failure::usage)?;
         let mut activations: Vec<(&str, usize, u64)> = Vec::new();
@@ -244,11 +255,11 @@ impl GpuStep {
         let memory = planned.memory(&setting, gpu.bytes)?;
         let fit = Fit::of(planned, &setting, gpu)?;
         let save_copy = planned.save_copy(&setting)?;
-        Ok(Self { gpu, setting, memory, activations, save_copy, fit, attention: plans })
+        Ok(Self { gpu, setting, layers, memory, activations, save_copy, fit, attention: plans })
     }
 
     fn json(&self) -> serde_json::Value {
-        let Self { gpu, setting, memory: m, activations, save_copy, fit, attention } = self;
+        let Self { gpu, setting, layers, memory: m, activations, save_copy, fit, attention } = self;
         let activations: serde_json::Map<_, _> = activations
             .iter()
             .map(|(name, count, bytes)| {
@@ -263,6 +274,7 @@ impl GpuStep {
             "state": setting.state.name(),
             "rows": setting.rows,
             "recompute": setting.recompute.what.name(),
+            "recompute_layers": setting.recompute.layers.min(*layers),
             "offload": setting.recompute.offload.name(),
             "memory": {
                 "weights": m.weights,
@@ -282,7 +294,7 @@ impl GpuStep {
     }
 
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
-        let Self { gpu, setting, memory: m, activations, save_copy, fit, attention } = self;
+        let Self { gpu, setting, layers, memory: m, activations, save_copy, fit, attention } = self;
         out.line(format!(
             "{} with {}: {} of state {}, {}, {} computed again{}",
             gpu.name,
@@ -290,7 +302,7 @@ impl GpuStep {
             Count(setting.rows, "row"),
             setting.state.name(),
             if setting.in_backward { "updated in the backward pass" } else { "updated at the end" },
-            setting.recompute.what.name(),
+            again(setting.recompute, *layers),
             match setting.recompute.offload {
                 Offload::None => "",
                 Offload::LayerInputs => ", inputs of layers in the host's memory",
@@ -336,6 +348,15 @@ impl GpuStep {
             out.text(plan)?;
         }
         Ok(())
+    }
+}
+
+/// What is computed again, in words.
+fn again(recompute: Recomputation, of: usize) -> String {
+    match recompute {
+        Recomputation { what: Recompute::None, .. } => "nothing".to_owned(),
+        Recomputation { what, layers, .. } if layers >= of => what.name().to_owned(),
+        Recomputation { what, layers, .. } => format!("{} in {layers} of {of} layers", what.name()),
     }
 }
 

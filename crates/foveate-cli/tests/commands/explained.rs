@@ -317,6 +317,10 @@ fn memory_of_a_recipe_names_its_card_its_rows_and_its_state() {
     {
         assert!(other.contains(line), "{line}: {other}");
     }
+    let auto = of(&["train.recompute=auto"]);
+    let most = "full computed again, the most that `auto` does; ";
+    assert!(auto.contains(most) && !plain.contains("auto"), "{auto}");
+    assert!(auto.contains("H200      140.4 GiB fits with nothing computed again\n"), "{auto}");
 }
 
 #[test]
@@ -326,7 +330,7 @@ fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
     let (code, out, err) = run(&line);
     assert_eq!(code, Some(0), "{err}");
     for part in [
-        "RTX 4090 with",
+        "RTX 4090 with 24.0 GiB: 4 rows of state exact, updated at the end, nothing computed again",
         "weights, masters",
         "gate and up",
         "in all",
