@@ -152,15 +152,16 @@ impl CudaBatch {
         let order = if recorded.is_some() { order.padded() } else { order };
         let words = order.words();
         let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();
-        let mut bytes = Vec::new();
-        let mut starts = [0; 4];
         let arrays = [&tokens, batch.labels, batch.documents, batch.positions, &words];
+        // The step's thread does this, so no array has a copy of its own in between.
+        let mut bytes = Vec::with_capacity(arrays.iter().map(|a| size_of_val(*a) + ALIGN).sum());
+        let mut starts = [0; 4];
         for (i, array) in arrays.into_iter().enumerate() {
             bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
             if i > 0 {
                 starts[i - 1] = bytes.len();
             }
-            bytes.extend(foveate_gpu::abi::array_bytes(array));
+            bytes.extend_from_slice(bytemuck::cast_slice(array));
         }
         let most = starts[3] + 4 * TokenOrder::most_words(tokens.len());
         let place = recorded.and_then(|places| places.of(most));
