@@ -14,12 +14,27 @@
 
 typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 
+// A bit for each score of a lane.
+struct ScoreBits {
+    u32 words[ceil_div(WARPS_S.rows * WARPS_S.columns * 4, 32)] = {};
+
+    __device__ static constexpr int number(int m, int n, int i) { return (m * WARPS_S.columns + n) * 4 + i; }
+    __device__ void set(int m, int n, int i) { words[number(m, n, i) / 32] |= 1u << number(m, n, i) % 32; }
+    __device__ void set_all_but(const ScoreBits& others) {
+        #pragma unroll
+        for (int i = 0; i < int(sizeof(words) / 4); ++i) words[i] |= ~others.words[i];
+    }
+    __device__ bool has(int m, int n, int i) const { return words[number(m, n, i) / 32] >> number(m, n, i) % 32 & 1; }
+};
+
 // The tile: its queries query .. query + queries and keys key .. key + keys.
 struct ScoreTile {
     Place place;
     int query, queries;
     int key, keys;
     bool evaluate;      // whether the mask is evaluated in it
+    bool has_bits;      // or `visible` is the mask's values in it
+    ScoreBits visible;
 };
 
 // ---- places of scores ----
@@ -69,15 +84,6 @@ constexpr bool SCORES_IN_LOOP = is_long(WARPS_S.rows * WARPS_S.columns * 4, SCOR
 
 // A loop leaves no number of its own to the bits of an entry.
 constexpr bool USES_HIDDEN = HIDES_FIRST && !SCORES_IN_LOOP;
-
-// A bit for each score of a lane.
-struct ScoreBits {
-    u32 words[ceil_div(WARPS_S.rows * WARPS_S.columns * 4, 32)] = {};
-
-    __device__ static constexpr int number(int m, int n, int i) { return (m * WARPS_S.columns + n) * 4 + i; }
-    __device__ void set(int m, int n, int i) { words[number(m, n, i) / 32] |= 1u << number(m, n, i) % 32; }
-    __device__ bool has(int m, int n, int i) const { return words[number(m, n, i) / 32] >> number(m, n, i) % 32 & 1; }
-};
 
 // row_weight_sum of the rows of a tile, from query `first` on.
 __device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
@@ -200,6 +206,13 @@ struct Scores {
         if (FV_MASK && c.evaluate) f([&](Spot at) { return fv_mask(mods, c.place, c.query + at.query, c.key + at.key); });
     }
 
+    __device__ void hide(int m, int n, int i) {
+        g[m][n][i] = 0.f;
+#if FV_DSCORE
+        weight[m][n][i] = 0.f;
+#endif
+    }
+
     // From S, or from what subtract<POWERS> made of it, to P, of columns from .. to of accumulators (of all of them where
     // SCORES_IN_LOOP). `lse` is lse_of() of each of their queries, and `lse_at` the smem address of that of the lane's first.
     template <int POWERS = -1>
@@ -213,6 +226,8 @@ struct Scores {
                     if (n >= from && n < to && !holds(lane + Spot::step(m, n, i))) hidden.set(m, n, i);
                 });
             });
+        if constexpr (FV_MASK_BITS && USES_HIDDEN)
+            if (c.has_bits) hidden.set_all_but(c.visible);
         [[maybe_unused]] bool has_huge_lse = false;
         if constexpr (HAS_ROW_WEIGHT_SUM)
             #pragma unroll
@@ -278,13 +293,14 @@ struct Scores {
         if constexpr (!USES_HIDDEN)
             for_each_condition(mods, c, [&](auto holds) {
                 for_each_score([&](int m, int n, int i) {
-                    if (n < from || n >= to || holds(lane + Spot::step(m, n, i))) return;
-                    g[m][n][i] = 0.f;
-#if FV_DSCORE
-                    weight[m][n][i] = 0.f;
-#endif
+                    if (n >= from && n < to && !holds(lane + Spot::step(m, n, i))) hide(m, n, i);
                 });
             });
+        if constexpr (FV_MASK_BITS && !USES_HIDDEN)
+            if (c.has_bits)
+                for_each_score([&](int m, int n, int i) {
+                    if (n >= from && n < to && !c.visible.has(m, n, i)) hide(m, n, i);
+                });
 #if FV_DROPOUT
         // Four at a time: the hashes of all scores at once would spill.
         constexpr int COUNT = WARPS_S.rows * WARPS_S.columns * 4;

@@ -15,6 +15,8 @@
 //
 // Where a row has more runs than the list's capacity, the runs with the narrowest gaps are joined. A joined
 // run is partial, so the mask is evaluated there and the result stays exact.
+//
+// fv_mask_bits reads the runs and writes the mask of their partial tiles, a bit a pair, as Hopper's consumers read it.
 
 constexpr int LIST_WARPS = 8;
 constexpr unsigned ALL_LANES = 0xffffffff;
@@ -315,3 +317,53 @@ fv_dq_ranks(const __grid_constant__ BlockListsParams p) {
         before += __popc(all);
     }
 }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+// The mask bits of partial tiles, in the order in which accumulators of Hopper's consumers have their pairs: rows of them
+// are positions of the list's own axis, 16 a warp. A tile stands at its slot, [warps][lanes][mask_words(side)]; bit j of a lane
+// is that of its j-th number, and false for what the sequence has not got. Runs of a row get slots in order, as long as all
+// of a run's tiles find room. CTAs along z share a row.
+extern "C" __global__ void __launch_bounds__(LIST_WARPS * 32)
+fv_mask_bits(const __grid_constant__ BlockListsParams p, const __grid_constant__ Mods mods) {
+    const int lane = threadIdx.x % 32, head = blockIdx.y;
+    const int turn = blockIdx.z * LIST_WARPS + threadIdx.x / 32, turns = gridDim.z * LIST_WARPS;
+    const Tile tile = p.tiles[blockIdx.x];
+    const Sequence s = p.sequences[tile.sequence];
+    const Place place = {s.b, head, head / p.group, s.q_len, s.k_len};
+    const int of_row = p.of_keys ? p.tile_kv : p.tile_q, rows = p.of_keys ? s.k_len : s.q_len;
+    const int side = p.of_keys ? p.tile_q : p.tile_kv, length = p.of_keys ? s.q_len : s.k_len;
+    const int warps = of_row / 16, words = mask_words(side);
+    const int strips = strips_of(p), kind_bits = strips == 1 ? 1 : 2 * strips, warps_of_strip = warps / strips;
+    const i64 row = s.first_row + tile.tile + i64(head) * p.head_stride;
+    int next = 0, passed = 0;           // slots that are taken, warps' parts before the run
+    for (int i = 0; i < p.counts[row]; ++i) {
+        const Run run = p.runs[row * p.capacity + i];
+        const int kind = run.count_kind & ((1 << kind_bits) - 1), tiles = int(unsigned(run.count_kind) >> kind_bits);
+        const bool partial = strips == 1 ? kind : kind & 0xaaaaaaaa;
+        const bool fits = partial && tiles <= p.row_slots - next;
+        const i64 slot = row * p.row_slots + next;
+        if (turn == 0 && lane == 0) p.mask_slots[row * p.capacity + i] = fits ? int(slot) : NO_SLOTS;
+        if (!fits) continue;
+        for (int part = (turn + turns - passed % turns) % turns; part < tiles * warps; part += turns) {
+            const int warp = part % warps, column = run.first + part / warps;
+            // Nobody reads a cell that is not live.
+            if (strips > 1 && !(kind >> 2 * (warp / warps_of_strip) & 1)) continue;
+            const int down = tile.tile * of_row + warp * 16 + lane / 4, across = column * side + lane % 4 * 2;
+            u32* const to = p.mask_bits + ((slot * warps + i64(part)) * 32 + lane) * words;
+            for (int word = 0; word < words; ++word) {
+                u32 bits = 0;
+                const int numbers = min(32, side / 2 - word * 32);
+                #pragma unroll 4
+                for (int j = 0; j < numbers; ++j) {
+                    const int number = word * 32 + j, a = down + number % 4 / 2 * 8, b = across + number / 4 * 8 + number % 2;
+                    const bool is = a < rows && b < length && (p.of_keys ? fv_mask(mods, place, b, a) : fv_mask(mods, place, a, b));
+                    bits |= u32(is) << j;
+                }
+                to[word] = bits;
+            }
+        }
+        next += tiles;
+        passed += tiles * warps;
+    }
+}
+#endif

@@ -107,6 +107,9 @@ struct PersistentParams {
     // Of e4m3 operands.
     int packed;                                  // sequences lie one after another, and values so: see first_value
     HeadView q_scale, k_scale, v_scale;
+    // With FV_MASK_BITS: what fv_mask_bits writes. Without lists of the device mask_slots is null.
+    const u32* mask_bits;
+    const int* mask_slots;
 };
 
 struct BackwardParams {
@@ -197,4 +200,13 @@ struct BlockListsParams {
     // Of fv_dq_ranks, which reads counts and runs.
     int columns;                 // tiles of the longest row
     int* ranks;                  // [rows, columns] BackwardParams::dq_ranks to be written, where a tile is live
+    // Of fv_mask_bits, which reads them, too.
+    int row_slots;               // tiles of a row that there is room for
+    u32* mask_bits;              // [rows, row_slots] tiles to be written; see fv_mask_bits
+    int* mask_slots;             // [rows, capacity] to be written: the slot of a run's first tile, or NO_SLOTS
 };
+
+// Of a run whose tiles have no mask bits: negative as far as a run goes.
+constexpr int NO_SLOTS = -(1 << 30);
+// Words of mask bits of a lane, of accumulators that have so many keys, or queries, across.
+__device__ constexpr int mask_words(int across) { return (across + 63) / 64; }

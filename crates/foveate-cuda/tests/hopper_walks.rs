@@ -49,13 +49,15 @@ int main() {
         for (Tile& tile : tiles) tile.sequence = number(), tile.tile = number();
         p.sequences = sequences.data(), p.tiles = tiles.data(), p.tile_count = tiles.size();
         p.lists.counts = counts.data(), p.lists.runs = runs.data();
+        std::vector<int> slots(runs.size());
+        for (size_t i = 0; i < slots.size(); ++i) slots[i] = slot_of(i);
         for (int number = 0; number < p.tile_count * int(KeysItem::all_heads(p)); ++number) {
             const KeysItem item = KeysItem::number(p, number);
             const Tile tile = p.tiles[item.tile];
             std::printf(\"%d %d %d: \", tile.sequence, tile.tile, int(item.heads));
-            LiveQueries queries = {p, tile, int(item.heads) * ITEM_HEADS};
+            LiveQueries queries = {p, slots.data(), tile, int(item.heads) * ITEM_HEADS};
             while (queries.next())
-                std::printf(\"%d %d %d %d %d \", queries.sequence, queries.member, queries.tile, int(queries.evaluates), rank(queries));
+                std::printf(\"%d %d %d %d %d %d \", queries.sequence, queries.member, queries.tile, int(queries.evaluates), rank(queries), std::max(queries.slot, -1));
             std::printf(\"\\n\");
         }
     }
@@ -83,14 +85,26 @@ int main() {
         }
         p.lists.runs = runs.data();
         LiveKeys keys(p, sequence, tile, 1, count, count == 0 ? Run{} : runs.back());
+        std::vector<int> slots(runs.size());
+        for (int i = 0; i < count; ++i) slots[slots.size() - count + i] = slot_of(i);
+        if (FV_MASK && count > 0) keys.take_slots(p, slots.data(), slots.back());
         while (keys.next()) {
-            std::printf(\"%d \", keys.tile);
+            std::printf(\"%d %d \", keys.tile, std::max(keys.slot(), -1));
             for (int c = 0; c < CONSUMERS; ++c) std::printf(\"%u \", Step::cell(keys.cells << Step::CELLS, c));
         }
         std::printf(\"\\n\");
     }
 }
 ";
+
+/// Where the mask bits of a run's first tile are, by its number: of every third run nowhere.
+const SLOT_OF: &str =
+    "static int slot_of(size_t run) { return run % 3 == 0 ? NO_SLOTS : int(run) * 100; }";
+
+/// The same of the tile that is the `offset`-th of run `run`, or -1.
+fn slot_of(run: usize, offset: usize) -> i64 {
+    if run.is_multiple_of(3) { -1 } else { (run * 100 + offset) as i64 }
+}
 
 /// A struct of the kernels, as text.
 fn declaration<'a>(file: &'a str, name: &str) -> &'a str {
@@ -134,12 +148,13 @@ fn printed(walk: Walk, input: &str) -> Option<String> {
         ("BN", TILE_KV),
         ("ORDERED_DQ", ordered.into()),
         ("SPLIT_GQA", split.into()),
+        ("MASK_BITS", mask.into()),
     ];
     let rank = match ordered {
         true => "static int rank(const LiveQueries& queries) { return queries.rank(); }",
         false => "static int rank(const LiveQueries&) { return 0; }",
     };
-    output(&macros, &[PARAMS, declarations(), rank, MAIN].join("\n"), input)
+    output(&macros, &[PARAMS, SLOT_OF, declarations(), rank, MAIN].join("\n"), input)
 }
 
 /// What a program with these macros prints; nothing without a host compiler.
@@ -162,8 +177,11 @@ fn output(macros: &[(&str, usize)], code: &str, input: &str) -> Option<String> {
 type Run = (usize, usize, bool);
 
 /// An item's step: the sequence, of those that share keys; the head, of the item's; the tile of queries;
-/// whether the mask is evaluated; and how many tiles of keys add to it before.
-type Step = (usize, usize, usize, bool, usize);
+/// whether the mask is evaluated; how many tiles of keys add to it before; and the slot of its mask bits.
+type Step = (usize, usize, usize, bool, usize, i64);
+
+/// A tile of queries, whether the mask is evaluated there, and the slot of its mask bits.
+type Live = (usize, bool, i64);
 
 struct Problem {
     heads_kv: usize,
@@ -234,17 +252,18 @@ impl Problem {
         turns.flat_map(of_turn).collect()
     }
 
-    /// Tiles of queries that see a tile of keys, in order, and whether the mask is evaluated there.
-    fn live(&self, mask: bool, sequence: usize, tile: usize, head: usize) -> Vec<(usize, bool)> {
+    /// Tiles of queries that see a tile of keys, in order.
+    fn live(&self, mask: bool, sequence: usize, tile: usize, head: usize) -> Vec<Live> {
         if !mask {
-            return (0..self.lens[sequence][0].div_ceil(TILE_Q)).map(|i| (i, false)).collect();
+            return (0..self.lens[sequence][0].div_ceil(TILE_Q)).map(|i| (i, false, -1)).collect();
         }
         let row =
             self.first_row(sequence) + tile + if self.by_head { head * self.rows() } else { 0 };
-        let of_run = |&(start, count, evaluates): &Run| {
-            (start..start + count).map(move |i| (i, evaluates)).collect::<Vec<_>>()
+        let of_run = |(number, &(start, count, evaluates)): (usize, &Run)| {
+            let slot = move |i| slot_of(row * LONGEST_ROW + number, i);
+            (0..count).map(move |i| (start + i, evaluates, slot(i))).collect::<Vec<_>>()
         };
-        self.runs[row].iter().flat_map(of_run).collect()
+        self.runs[row].iter().enumerate().flat_map(of_run).collect()
     }
 
     /// Tiles of keys before `tile` that tile `i` of queries sees.
@@ -305,12 +324,12 @@ impl Problem {
                     if ordered {
                         live.reverse();
                     }
-                    of_sequence.extend(live.into_iter().map(|(at, evaluates)| {
+                    of_sequence.extend(live.into_iter().map(|(at, evaluates, slot)| {
                         let rank = match ordered {
                             true => self.rank(mask, first + i, tile, head, at),
                             false => 0,
                         };
-                        (i, member, at, evaluates, rank)
+                        (i, member, at, evaluates, rank, slot)
                     }));
                 }
                 // One tile of each head in turn.
@@ -355,9 +374,9 @@ fn items_of_keys_walk_every_live_tile_of_queries_of_every_head_and_sequence() {
             let items = problem.items(walk).into_iter().zip(problem.steps(walk));
             for (item, ((sequence, tile, heads), steps)) in items.enumerate() {
                 let mut line = format!("{sequence} {tile} {heads}: ");
-                for (i, member, at, evaluates, rank) in steps {
+                for (i, member, at, evaluates, rank, slot) in steps {
                     let evaluates = u8::from(evaluates);
-                    write!(line, "{i} {member} {at} {evaluates} {rank} ").unwrap();
+                    write!(line, "{i} {member} {at} {evaluates} {rank} {slot} ").unwrap();
                 }
                 let at = format!("{walk:?}, problem {number}, item {item}");
                 assert_eq!(lines.next(), Some(&line[..]), "{at}");
@@ -401,9 +420,10 @@ fn items_of_queries_walk_their_runs_from_the_last_tile_with_a_cell_for_each_cons
                 runs = vec![(0, k_len.div_ceil(TILE_KV), cells)];
             }
             let mut line = String::new();
-            for (start, count, cells) in runs.iter().rev() {
-                for tile in (*start..start + count).rev() {
-                    write!(line, "{tile} ").unwrap();
+            for (number, (start, count, cells)) in runs.iter().enumerate().rev() {
+                for i in (0..*count).rev() {
+                    let slot = if mask { slot_of(number, i) } else { -1 };
+                    write!(line, "{} {slot} ", start + i).unwrap();
                     for [live, evaluates] in cells {
                         write!(line, "{} ", u8::from(*live) + 2 * u8::from(*evaluates)).unwrap();
                     }
@@ -416,11 +436,13 @@ fn items_of_queries_walk_their_runs_from_the_last_tile_with_a_cell_for_each_cons
             ("MASK", mask.into()),
             ("BM", tile_q),
             ("BN", TILE_KV),
+            ("MASK_BITS", mask.into()),
             ("CONSUMERS", consumers),
         ];
         let structs = ["Cells", "Step", "LiveKeys"].map(|name| declaration(FORWARD, name));
         let constants = "constexpr int CONSUMERS = FV_CONSUMERS;\n";
-        let code = [&[PARAMS, constants][..], &structs, &[FORWARD_MAIN]].concat().join("\n");
+        let code =
+            [&[PARAMS, SLOT_OF, constants][..], &structs, &[FORWARD_MAIN]].concat().join("\n");
         let Some(text) = output(&macros, &code, &input) else { return };
         assert_eq!(text.lines().collect::<Vec<_>>(), wanted, "{consumers} consumers, mask {mask}");
     }
@@ -450,7 +472,7 @@ fn ctas_that_wait_for_their_rank_never_wait_for_each_other() {
             let mut can_go = Vec::new();
             for (number, (item, step)) in ctas.iter().enumerate().filter(|(_, c)| c.0 < items.len())
             {
-                let Some(&(i, member, at, _, rank)) = steps[*item].get(*step) else {
+                let Some(&(i, member, at, _, rank, _)) = steps[*item].get(*step) else {
                     can_go.push((number, None));
                     continue;
                 };

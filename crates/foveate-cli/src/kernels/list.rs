@@ -48,6 +48,8 @@ enum Variant {
     Deterministic,
     /// Hopper's backward with gradients of keys for each query head, and with sums in a fixed order or not.
     ByQueryHeads { deterministic: bool },
+    /// A mask whose bits Hopper's kernels read, since its evaluation takes long; with sums in a fixed order or not.
+    LongMask { deterministic: bool },
     /// The keys of a tile in several KV splits.
     Split,
     /// Keys in pages.
@@ -88,6 +90,9 @@ pub struct ListedKernel {
     /// What the planner chooses where few queries see a key, and not else.
     sparse: bool,
 }
+
+/// Instructions of a mask of which bits are made.
+const LONG_MASK: usize = 100;
 
 /// What the planner chooses, and in place of what adds dq in order.
 type Choices = (Choice, Option<Choice>);
@@ -232,12 +237,18 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
         let variant = |&(mods, deterministic)| (mods, ByQueryHeads { deterministic });
         mods.iter().filter(|_| has_hopper).map(variant).collect::<Vec<_>>()
     };
+    let long_masks = |mods: &[(Kind, bool)]| {
+        let variant = |&(mods, deterministic)| (mods, LongMask { deterministic });
+        mods.iter().filter(|_| has_hopper).map(variant).collect::<Vec<_>>()
+    };
     if few {
         return match (dtype, dims) {
             (Elem::E4m3, (128, 128)) => long(&[Plain, Mask]),
             (Elem::Bf16, (128, 128)) => {
                 let more = [(Plain, Queries(1)), (Mask, Checked), (Plain, Sink)];
-                [every, more.to_vec(), by_query_heads(&[(Mask, true)])].concat()
+                let of_hopper =
+                    [by_query_heads(&[(Mask, true)]), long_masks(&[(Mask, false)])].concat();
+                [every, more.to_vec(), of_hopper].concat()
             }
             (Elem::Bf16, (192, 128)) => [long(&[Learned]), fixed_order(&[Learned])].concat(),
             (Elem::Bf16, (256, 256)) | (Elem::F32, (64, 64)) => long(&[Plain]),
@@ -277,6 +288,13 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
     if dims == (64, 64) && dtype == Elem::Bf16 {
         all.extend([0, 2, 4, 8].map(|bytes| (Plain, Align(bytes))));
         all.push((Mask, Sparse));
+    }
+    if usual && dtype == Elem::Bf16 {
+        let kinds = [(Mask, false), (Mask, true), (CausalScore, false), (CausalAlibi, false)];
+        all.extend(long_masks(&kinds));
+    }
+    if matches!((dtype, dims), (Elem::Bf16, (192, 128) | (256, 256)) | (Elem::E4m3, (128, 128))) {
+        all.extend(long_masks(&[(Mask, false)]));
     }
     if dtype == Elem::Bf16 && (usual || dims == (256, 256)) {
         all.extend(by_query_heads(&[(Plain, false), (Mask, false), (Mask, true)]));
@@ -363,6 +381,9 @@ impl Variant {
             Self::Long | Self::Sparse | Self::Split | Self::Queries(_) => class,
             Self::Deterministic => Class { deterministic: true, ..class },
             Self::ByQueryHeads { deterministic } => Class { deterministic, ..class },
+            Self::LongMask { deterministic } => {
+                Class { deterministic, mask_steps: LONG_MASK, ..class }
+            }
             Self::Paged | Self::PagedQueries(_) => Class { paged: true, ..class },
             Self::PagedRows => Class { paged: true, unmapped: Unmapped::paged(1), ..class },
             Self::Sink => Class { sink: true, ..class },
@@ -383,6 +404,7 @@ fn only(config: Config, profile: &Profile) -> Result<Choice, CudaError> {
         chosen,
         origin: Origin::Model,
         copied: Vec::new(),
+        mask: None,
         others: Vec::new(),
         refused: Vec::new(),
     })
@@ -466,6 +488,7 @@ impl Listed for ListedKernel {
             (!kernel.owns_keys() && config.captures, "captures"),
             (config.kv_split, "split-KV"),
             (config.split_gqa, "by query heads"),
+            (config.mask_bits, "mask bits"),
             (config.pack_gqa, "packed GQA"),
             (config.paged, "paged"),
             (config.copied.any(), "by copies"),

@@ -36,7 +36,8 @@
 //
 // Nothing that ptxas cannot follow may stand between the start of a product and the wait for it (see forward.cu), so
 // the first step of an item, and one whose mask is evaluated or whose score is not plain arithmetic (FV_OVERLAP),
-// waits for all products before P.
+// waits for all products before P. The mask of a step by mask bits (FV_MASK_BITS) is a word or two of each thread, read
+// before the products: it is as plain as arithmetic.
 //
 // What is slow beside products, and so is done before or after them: an access of smem waits until the products
 // that were started before it have been issued; a fence for the copy engine waits for the thread's stores.
@@ -217,8 +218,10 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     // With a derivative the weights themselves are an operand only, and rounded at once.
     constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
     auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
+    bool has_bits = false;                     // of a step: `visible` is its mask
+    ScoreBits visible;
     auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates, int from = 0, int to = N) {
-        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates, from, to);
+        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates, from, to, has_bits, visible);
         if (NARROWS_FIRST)
             #pragma unroll
             for (int n = 0; n < N; ++n) narrow_weights(n);
@@ -320,12 +323,18 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         #pragma unroll 1
         while (!empty) {
             const Step& step = step_in(shared, place.now());
-            const int together = uniform(kind | stage.stage << 8 | (number & 1) << 16);
-            kind = together & 0xff;
-            stage.stage = together >> 8 & 0xff;
-            const int parity = together >> 16;
+            const int together = uniform(kind | stage.stage << 6 | (number & 1) << 8);
+            kind = together & Step::KINDS;
+            stage.stage = together >> 6 & 3;
+            const int parity = together >> 8 & 1;
+            has_bits = FV_MASK_BITS && kind & Step::BITS;
+            if (has_bits) {
+                const u32* const from = persistent.mask_bits + (i64(together / Step::SLOT) * (128 * CONSUMERS) + thread - 128) * mask_words(FV_BM);
+                #pragma unroll
+                for (int i = 0; i < mask_words(FV_BM); ++i) visible.words[i] = __ldg(from + i);
+            }
             float lse[QUERIES_HELD];
-            if (FV_OVERLAP && (kind & ~Step::LAST) == 0) {
+            if (FV_OVERLAP && (kind & ~(Step::LAST | Step::BITS)) == 0) {
                 start_s(stage);
                 start_pending(stage.before(), 1 - parity);
                 if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity), 0, SUBTRACTS_FIRST ? 2 * FIRST_POWERS : QUERIES_HELD);

@@ -19,6 +19,9 @@ struct KeysItem {
     }
 };
 
+// Slots of mask bits, of each run; null where there are none.
+__device__ const int* mask_slots_of(const PersistentParams& persistent) { return FV_MASK_BITS ? persistent.mask_slots : nullptr; }
+
 #if FV_ORDERED_DQ
 // Iterates over the live tiles of queries of an item, from the last to the first: of every sequence that reads its keys,
 // and of every query head of the item, one tile of each in turn where the mask does not tell heads apart. All items
@@ -26,6 +29,7 @@ struct KeysItem {
 // dq_accum after them without having to wait for long.
 struct LiveQueries {
     const BackwardParams& p;
+    const int* const mask_slots;
     const Tile keys;
     const int first_head;
     int sequence = -1, member = ITEM_HEADS - 1;    // of those that read the keys, and of the heads
@@ -33,6 +37,7 @@ struct LiveQueries {
     int runs = 0;                       // that remain
     int tile = 0, first = 0;            // remaining tiles of the current run
     bool evaluates = false;
+    int slot = NO_SLOTS;                // of the mask bits of the tile, negative without
 
     // Whether heads have lists of their own.
     __device__ bool by_head() const { return FV_MASK && p.lists.head_stride != 0; }
@@ -43,12 +48,14 @@ struct LiveQueries {
             member = 0;
         }
         --tile;
+        --slot;
         while (tile < first) {
             if (FV_MASK && runs > 0) {
                 const Run run = p.lists.runs[row * p.lists.capacity + --runs];
                 first = run.first;
                 tile = first + (run.count_kind >> 1) - 1;
                 evaluates = run.count_kind & 1;
+                if (FV_MASK_BITS && mask_slots) slot = mask_slots[row * p.lists.capacity + runs] + tile - first;
                 continue;
             }
             if (!by_head() || ++member == ITEM_HEADS) {
@@ -77,6 +84,7 @@ struct LiveQueries {
 // heads.
 struct LiveQueries {
     const BackwardParams& p;
+    const int* const mask_slots;
     const Tile keys;
     const int first_head;
     int sequence = 0, member = -1;      // of those that read the keys, and of the heads
@@ -84,9 +92,11 @@ struct LiveQueries {
     int runs = 0;
     int tile = -1, end = 0;             // remaining tiles of the current run
     bool evaluates = false;
+    int slot = NO_SLOTS;                // of the mask bits of the tile, negative without
 
     __device__ bool next() {
         ++tile;
+        ++slot;
         while (tile == end) {
             if (runs == 0) {
                 if (++member == ITEM_HEADS) {
@@ -108,6 +118,7 @@ struct LiveQueries {
                 tile = at->first;
                 end = tile + (count_kind >> 1);
                 evaluates = count_kind & 1;
+                if (FV_MASK_BITS && mask_slots) slot = mask_slots[at - p.lists.runs];
                 ++at;
             }
         }
@@ -143,7 +154,7 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
         step.keys = min(own.k_len - step.key, FV_BN);
         step.k_batch = own.k_batch;
         step.k_row = own.k_start + step.key;
-        LiveQueries queries = {p, tile, step.head};
+        LiveQueries queries = {p, mask_slots_of(persistent), tile, step.head};
         bool more = queries.next();
         if (!more) {
             step.kind = Step::EMPTY | Step::FIRST | Step::LAST;
@@ -166,9 +177,11 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
 #else
             step.dq = (i64(step.head) * p.sum_rows + s.sum_row + step.query) * FV_DP;
 #endif
-            const bool evaluates = queries.evaluates || step.queries < FV_BM || step.keys < FV_BN;
+            const bool cut = step.queries < FV_BM || step.keys < FV_BN;
+            const bool has_bits = FV_MASK_BITS && queries.evaluates && queries.slot >= 0 && !cut;
+            const int of_mask = has_bits ? Step::BITS + queries.slot * Step::SLOT : queries.evaluates || cut ? Step::EVALUATES : 0;
             more = queries.next();
-            step.kind = (evaluates ? Step::EVALUATES : 0) + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST);
+            step.kind = of_mask + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST);
             ring.announce(step);
         }
     }

@@ -5,7 +5,7 @@
 
 // A tile of queries against a tile of keys, 64 bytes in smem.
 struct Step {
-    int kind;                   // the sum of the constants below
+    int kind;                   // the sum of the constants below, and with BITS the slot of its mask bits times SLOT
     int query, queries;         // the first query of its sequence, and how many there are from it on
     int q_batch, q_row;         // where that is
     int head, b, q_len, k_len;
@@ -23,6 +23,8 @@ struct Step {
     static constexpr int LAST = 4;       // of its item
     static constexpr int EMPTY = 8;      // the item has no step at all
     static constexpr int STOP = 16;      // there is no item any more
+    static constexpr int BITS = 32;      // the mask has bits
+    static constexpr int KINDS = 63, SLOT = 1 << 9;
 };
 static_assert(sizeof(Step) == 64, "a place of the ring");
 
@@ -217,9 +219,11 @@ __device__ float sign_of_weights(const Scores& scores, int columns = WARPS_S.col
 // stands at `lse_at` too, for rows whose weights need it again.
 template <int POWERS = -1>
 __device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& mods, const Step& step, const float (&lse)[QUERIES_HELD],
-                          u32 lse_at, bool evaluates, int from = 0, int to = WARPS_S.columns) {
+                          u32 lse_at, bool evaluates, int from = 0, int to = WARPS_S.columns, bool has_bits = false,
+                          const ScoreBits& visible = {}) {
     const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
-    const ScoreTile tile = {of, step.query, evaluates ? step.queries : FV_BM, step.key, evaluates ? step.keys : FV_BN, evaluates};
+    const int queries = evaluates ? step.queries : FV_BM, keys = evaluates ? step.keys : FV_BN;
+    const ScoreTile tile = {of, step.query, queries, step.key, keys, evaluates, has_bits, visible};
     const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
     scores.compute_p<POWERS>(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row, from, to);
 }

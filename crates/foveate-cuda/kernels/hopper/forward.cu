@@ -20,7 +20,8 @@
 // instruction. So a step is one of two pieces of code. `overlapped`: the score function runs beside P V, if it
 // is plain arithmetic (FV_OVERLAP). `waiting`: both products come first. It evaluates the mask, may
 // call anything, and finishes the tile before when a new one begins. A consumer passes over a step whose keys
-// none of its rows sees: it has only the product P V of the step before, if that one was no such step.
+// none of its rows sees: it has only the product P V of the step before, if that one was no such step. Where the
+// mask has bits (FV_MASK_BITS), a load and a selection for each score take the place of its evaluation, in either piece.
 //
 // Softmax as in the portable family: see portable/forward.cu.
 
@@ -172,6 +173,22 @@ __device__ void score(float (&s)[N][4], float scale, const Mods& mods, const Ite
     }
 }
 
+// The mask of this lane's scores of a step, as fv_mask_bits leaves it.
+struct MaskBits {
+    u32 words[mask_words(FV_BN)];
+
+    __device__ void read(const u32* all, int slot) {
+        const u32* const from = all + (i64(slot) * (128 * CONSUMERS) + threadIdx.x - 128) * mask_words(FV_BN);
+        #pragma unroll
+        for (int i = 0; i < mask_words(FV_BN); ++i) words[i] = __ldg(from + i);
+    }
+    __device__ void hide(float (&s)[N][4]) const {
+        #pragma unroll
+        for (int j = 0; j < N * 4; ++j)
+            if (!(words[j / 32] >> j % 32 & 1)) s[j / 4][j % 4] = -infinity();
+    }
+};
+
 // Weights of keys that dropout drops become 0, after they were summed.
 __device__ void drop(float (&s)[N][4], const Mods& mods, const ItemRows& rows, int key0) {
     const int first = key0 + threadIdx.x % 4 * 2, query0 = rows.query();
@@ -298,10 +315,13 @@ __device__ void schedule(const ForwardParams& p, const PersistentParams& persist
         const Sequence& sequence = p.sequences[tile.sequence];
         int runs = 0;
         Run last_run = {};
+        [[maybe_unused]] int last_slot = NO_SLOTS;
         if constexpr (FV_MASK) {
             const int row = sequence.first_row + tile.tile + work.head * p.lists.head_stride;
+            const i64 at = i64(row) * p.lists.capacity;
             runs = p.lists.counts[row];
-            if (runs > 0) last_run = p.lists.runs[i64(row) * p.lists.capacity + runs - 1];
+            if (runs > 0) last_run = p.lists.runs[at + runs - 1];
+            if (FV_MASK_BITS && runs > 0 && persistent.mask_slots) last_slot = persistent.mask_slots[at + runs - 1];
         }
         if (FV_MASK ? runs == 0 : sequence.k_len == 0) {
             finish_empty(p, sequence, tile.tile, work.head);
@@ -319,6 +339,9 @@ __device__ void schedule(const ForwardParams& p, const PersistentParams& persist
 #if FV_DTYPE == 3
         item.scales = row_scales(p, persistent, sequence.b, work.head);
 #endif
+#if FV_MASK_BITS
+        item.last_slot = last_slot;
+#endif
         barriers.item_full(ring.stage).arrive_warp();
         ring.advance();
     }
@@ -334,7 +357,8 @@ struct Copies {
     char* const shared;
     const Barriers barriers;
 
-    // Calls `each(item, key, kind)` for the live tiles of keys of all items: the first key, and the kind of step.
+    // Calls `each(item, key, kind, slot)` for the live tiles of keys of all items: the first key, the kind of step, and the
+    // slot of its mask bits where it has some.
     template <typename F>
     __device__ void for_each_tile(F each) const {
         Ring<ITEMS> ring;
@@ -344,13 +368,18 @@ struct Copies {
             const Item& item = *reinterpret_cast<const Item*>(shared + AT_ITEMS + ITEM_BYTES * ring.stage);
             if (item.stop) return;
             LiveKeys keys(p, item.sequence, item.tile, item.head, item.runs, item.last_run);
+#if FV_MASK_BITS
+            if (persistent.mask_slots) keys.take_slots(p, persistent.mask_slots, item.last_slot);
+#endif
             bool more = keys.next();
             #pragma unroll 1
             for (bool first = true; more; first = false) {
                 const int key = keys.tile * FV_BN;
                 const u32 cells = keys.cells << Step::CELLS;
+                const int slot = keys.slot();
+                const u32 bits = FV_MASK_BITS && slot >= 0 ? Step::BITS : 0;
                 more = keys.next();
-                each(item, key, cells + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST));
+                each(item, key, cells + bits + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST), slot);
             }
             if constexpr (BY_WARP) barriers.item_empty(ring.stage).arrive_warp();
             else barriers.item_empty(ring.stage).arrive();
@@ -374,10 +403,10 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
         if constexpr (COPIED_K) barriers.k_full(k.stage).arrive();
         else barriers.k_full(k.stage).arrive_expecting(bytes);
     };
-    copies.for_each_tile([&](const Item& item, int key, u32 kind) {
+    copies.for_each_tile([&](const Item& item, int key, u32 kind, int slot) {
         const int live = item.sequence.k_len - key, group = item.head / FV_GROUP;
         keys.copy(item.sequence, group, key, copies.base + AT_K + k.stage * K_BYTES, barriers.k_full(k.stage), leads,
-                  [&] { announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live}, K_BYTES); });
+                  [&] { announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live, slot}, K_BYTES); });
         k.advance();
         if (!(kind & Step::FIRST)) return;
         #pragma unroll 1
@@ -400,7 +429,7 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
         }
         q.advance();
     });
-    announce({0, Step::STOP, 0}, 0);
+    announce({0, Step::STOP, 0, 0}, 0);
     if constexpr (COPIED_K) barriers.k_full(k.stage).arrive_after_copies();
     if constexpr (COPIED_Q || COPIED_K) wait_copies();
 }
@@ -413,7 +442,7 @@ __device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
     [[maybe_unused]] const Values values = {p, p.v, map_v, persistent.v_head, persistent.v_batch, persistent.box_keys};
     const bool leads = !BY_WARP || threadIdx.x % 32 == 0;
     Ring<FV_STAGES> v;
-    copies.for_each_tile([&](const Item& item, int key, u32) {
+    copies.for_each_tile([&](const Item& item, int key, u32, int) {
         const CopyBarrier full = barriers.v_full(v.stage);
         const int group = item.head / FV_GROUP;
         const u32 target = copies.base + AT_V + v.stage * V_BYTES;
@@ -492,6 +521,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         step.kind = __reduce_or_sync(~0u, step.kind | before);
         const u32 cell = Step::cell(step.kind, consumer);
         const bool sees = cell & Cells::LIVE, has_weights = step.kind & WEIGHTS;
+        const bool has_bits = FV_MASK_BITS && step.kind & Step::BITS && cell == (Cells::LIVE | Cells::EVALUATES);
+        MaskBits bits;
+        if (has_bits) bits.read(persistent.mask_bits, step.slot);
         if (step.kind & Step::FIRST) {
             q.advance();
             barriers.q_full(q.stage, consumer).wait(q.round);
@@ -514,7 +546,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         await_turn();
         pin(s);
         pin(out);
-        if (FV_OVERLAP && cell == Cells::LIVE && has_weights && !(step.kind & Step::FIRST)) {
+        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST)) {
             product_fence();
             start_qk(s, queries, keys);
             product_commit();
@@ -525,6 +557,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             pin(s);
             release_keys();
             score<false>(s, scale(), mods, rows, step.key, softmax.unscaled);
+            if (has_bits) bits.hide(s);
             rescales = softmax.weigh(s, rescale);
             keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);
             product_wait<0>();
@@ -577,8 +610,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
             }
             if (sees) {
-                if (cell & Cells::EVALUATES) score<true>(s, scale(), mods, rows, step.key, softmax.unscaled);
+                if (cell & Cells::EVALUATES && !has_bits) score<true>(s, scale(), mods, rows, step.key, softmax.unscaled);
                 else score<false>(s, scale(), mods, rows, step.key, softmax.unscaled);
+                if (has_bits) bits.hide(s);
                 rescales = softmax.weigh(s, rescale);
             }
         }

@@ -21,7 +21,7 @@ constexpr int END_BYTES = 1024, SMEM_LIMIT = 232448;
 constexpr int Q_STAGES = 2 * CONSUMERS * Q_BYTES + FV_STAGES * (K_BYTES + V_BYTES) + END_BYTES <= SMEM_LIMIT ? 2 : 1;
 constexpr int ITEMS = 3;                                   // the item that is finished, the one at work, and those taken ahead
 constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES, AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
-constexpr int ITEM_BYTES = FV_DTYPE == 3 ? 80 : 64;
+constexpr int ITEM_BYTES = FV_DTYPE == 3 || FV_MASK_BITS ? 80 : 64;
 constexpr int AT_STEPS = AT_ITEMS + ITEM_BYTES * ITEMS, AT_BARRIERS = AT_STEPS + 16 * FV_STAGES;
 constexpr int SHARED_BYTES = AT_ITEMS + END_BYTES;
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
@@ -55,6 +55,9 @@ struct Item {
 #if FV_DTYPE == 3
     RowScales scales;
 #endif
+#if FV_MASK_BITS
+    int last_slot;              // that of the last run's first tile
+#endif
 };
 static_assert(sizeof(Item) <= ITEM_BYTES, "a place of the ring");
 
@@ -62,7 +65,7 @@ static_assert(sizeof(Item) <= ITEM_BYTES, "a place of the ring");
 // for all of them.
 struct Cells {
     static constexpr u32 LIVE = 1;       // the consumer multiplies
-    static constexpr u32 EVALUATES = 2;  // it evaluates the mask, or keys are cut off at the end of the sequence
+    static constexpr u32 EVALUATES = 2;  // the mask cuts it, or the end of the sequence does: by mask bits or by evaluation
     static constexpr int BITS = 2, ALL_BITS = CONSUMERS * BITS;
     // Of a run in memory, where a tile of one cell is live and has one bit.
     static constexpr int RUN_BITS = CONSUMERS == 1 ? 1 : ALL_BITS;
@@ -84,11 +87,13 @@ struct Step {
     int key;                    // the first key
     u32 kind;                   // the sum of the constants below, and from CELLS on the cells
     int live;                   // keys of the sequence from there on
+    int slot;                   // of its mask bits
 
     static constexpr u32 FIRST = 1;      // of its item: Q is another one, and the item before is finished
     static constexpr u32 LAST = 2;       // of its item: Q is free after it
     static constexpr u32 STOP = 4;       // there is no item after the one before; no K, no V, no Q
-    static constexpr int CELLS = 3;
+    static constexpr u32 BITS = 8;       // cells that the mask cuts have mask bits
+    static constexpr int CELLS = 3 + FV_MASK_BITS;
 
     // What a consumer makes of it.
     __device__ static u32 cell(u32 kind, int consumer) { return kind >> (CELLS + consumer * Cells::BITS) & ((1 << Cells::BITS) - 1); }
@@ -147,6 +152,8 @@ static_assert(ITEM_BYTES * ITEMS + 16 * FV_STAGES + 8 * (4 * FV_STAGES + 2 * Q_S
 struct LiveKeys {
     const Run* runs;
     Run ahead;
+    const int* slots = nullptr;         // of runs, where the tiles that the mask cuts have mask bits
+    int slot_ahead = NO_SLOTS, run_slot = NO_SLOTS;
     int left;                           // runs after the current one
     int tile, first;                    // the current run: the tile of the current step, and its first one
     u32 cells;
@@ -165,17 +172,30 @@ struct LiveKeys {
         }
     }
 
+    // Runs have slots of mask bits, this one the last of them.
+    __device__ void take_slots(const ForwardParams& p, const int* mask_slots, int last) {
+        slots = mask_slots + (runs - p.lists.runs);
+        slot_ahead = last;
+    }
+
     __device__ bool next() {
         while (tile == first) {
             if (!FV_MASK || left == 0) return false;
             first = ahead.first;
             tile = first + Cells::tiles(ahead);
             cells = Cells::of(ahead);
-            if (--left > 0) ahead = runs[left - 1];
+            run_slot = slot_ahead;
+            if (--left > 0) {
+                ahead = runs[left - 1];
+                if (slots) slot_ahead = slots[left - 1];
+            }
         }
         --tile;
         return true;
     }
+
+    // The slot of the current tile, negative without one.
+    __device__ int slot() const { return run_slot + tile - first; }
 };
 
 // The same of a row that is computed key by key.

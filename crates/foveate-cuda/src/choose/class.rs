@@ -7,7 +7,7 @@ use foveate_problem::{Dims, Spec};
 
 use foveate_gpu::tma::MapRefusal;
 
-use crate::compile::codegen::is_one;
+use crate::compile::codegen::{is_one, mask_steps};
 use crate::compile::config::{Config, Copied, Count, Elem, Family, Kernel, Tiles};
 
 /// Rows of a box of a tensor map are a multiple of so many, those of the swizzle.
@@ -34,6 +34,8 @@ pub struct Class {
     pub align: usize,
     /// A mask decides.
     pub mask: bool,
+    /// About how many instructions its evaluation takes for one pair.
+    pub mask_steps: usize,
     /// Scores are modified.
     pub score: bool,
     /// The modified score's derivative is not constant 1.
@@ -129,6 +131,7 @@ impl Class {
             group,
             align: 16,
             mask: false,
+            mask_steps: 0,
             score: false,
             dscore: false,
             dropout: false,
@@ -148,6 +151,7 @@ impl Class {
     pub fn of(spec: &Spec, dtype: Elem, dims: &Dims, gradient: Option<&ScoreGradient>) -> Self {
         Self {
             mask: spec.mask.is_some(),
+            mask_steps: spec.mask.as_ref().map_or(0, mask_steps),
             by_head: spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
             score: spec.score.is_some(),
             dscore: gradient.is_some_and(|g| !is_one(g.program(), g.program().roots()[0])),
@@ -199,6 +203,24 @@ impl Class {
     /// to a key/value head.
     pub(crate) fn can_split_gqa(&self, kernel: Kernel) -> bool {
         kernel.owns_keys() && self.group > 1
+    }
+
+    /// Instructions of a mask for a pair from which on partial tiles of `kernel` on Hopper read its bits, made
+    /// beforehand; `None` where they evaluate every mask. A plain backward of head dims up to 64 has no registers for
+    /// them, and one above 128 does not read them. Measured at head dim 128.
+    pub(crate) fn mask_bits_from(&self, kernel: Kernel) -> Option<usize> {
+        match self.dim.max(self.dim_v) {
+            ..=64 if kernel.shares_keys() => Some(32),
+            65..=Tiles::MOST_DIM_OF_BOTH if kernel.owns_keys() => Some(8),
+            65.. if kernel.shares_keys() => Some(8),
+            _ => None,
+        }
+    }
+
+    /// Whether partial tiles of `kernel` on Hopper read bits of the mask.
+    pub(crate) fn has_mask_bits(&self, kernel: Kernel) -> bool {
+        let from = self.mask_bits_from(kernel);
+        self.mask && from.is_some_and(|from| self.mask_steps >= from)
     }
 
     /// Whether the mask is as sparse as documents along the loop of `kernel`.

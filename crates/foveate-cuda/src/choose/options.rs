@@ -27,6 +27,8 @@ pub struct TileOptions {
     pub ordered_dq: Option<bool>,
     /// Hopper's backward: whether every query head has items of its own, whose dk and dv are added up.
     pub split_gqa: Option<bool>,
+    /// Hopper: whether partial tiles read bits of the mask that are made beforehand, in place of its evaluation.
+    pub mask_bits: Option<bool>,
 }
 
 /// What a user asks of kernels. It is honoured, or refused with the numbers.
@@ -83,6 +85,11 @@ impl KernelOptions {
                 "there is no kernel option `{name}`; only the backward has {field}"
             ));
         }
+        if field == "mask_bits" && name.starts_with("backward_dq.") {
+            return Err(format!(
+                "there is no kernel option `{name}`; forward and backward have {field}"
+            ));
+        }
         match field {
             "family" => {
                 of.family = Some(Family::named(value).ok_or_else(|| {
@@ -93,6 +100,7 @@ impl KernelOptions {
             "overlap" => of.overlap = Some(truth(name, value)?),
             "ordered_dq" => of.ordered_dq = Some(truth(name, value)?),
             "split_gqa" => of.split_gqa = Some(truth(name, value)?),
+            "mask_bits" => of.mask_bits = Some(truth(name, value)?),
             "consumers" => of.consumers = Some(number(name, value)?),
             "tile_q" => of.tile_q = Some(number(name, value)?),
             "tile_kv" => of.tile_kv = Some(number(name, value)?),
@@ -131,7 +139,7 @@ impl TileOptions {
 
     /// Whether what is asked for is the Hopper family's alone.
     pub(super) fn is_of_hopper(&self) -> bool {
-        let asked = [self.overlap, self.ordered_dq, self.split_gqa];
+        let asked = [self.overlap, self.ordered_dq, self.split_gqa, self.mask_bits];
         asked.contains(&Some(true)) || self.consumers.is_some()
     }
 
@@ -155,13 +163,18 @@ impl TileOptions {
 
     /// Asks for these.
     pub fn exactly(tiles: Tiles) -> Self {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa } =
-            tiles;
-        let family = Some(family);
-        let [tile_q, tile_kv, warps, stages] = [tile_q, tile_kv, warps, stages].map(Some);
-        let [overlap, ordered_dq, split_gqa] = [overlap, ordered_dq, split_gqa].map(Some);
-        let consumers = None;
-        Self { family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq, split_gqa }
+        Self {
+            family: Some(tiles.family),
+            tile_q: Some(tiles.tile_q),
+            tile_kv: Some(tiles.tile_kv),
+            warps: Some(tiles.warps),
+            stages: Some(tiles.stages),
+            consumers: None,
+            overlap: Some(tiles.overlap),
+            ordered_dq: Some(tiles.ordered_dq),
+            split_gqa: Some(tiles.split_gqa),
+            mask_bits: Some(tiles.mask_bits),
+        }
     }
 }
 
@@ -178,6 +191,7 @@ impl fmt::Display for TileOptions {
             ("overlap", self.overlap.map(|overlaps| overlaps.to_string())),
             ("ordered_dq", self.ordered_dq.map(|ordered| ordered.to_string())),
             ("split_gqa", self.split_gqa.map(|split| split.to_string())),
+            ("mask_bits", self.mask_bits.map(|bits| bits.to_string())),
         ];
         let given =
             parts.iter().filter_map(|(name, value)| Some(format!("{name} {}", value.as_ref()?)));
@@ -196,6 +210,7 @@ fn truth(name: &str, value: &str) -> Result<bool, String> {
 fn unknown(name: &str) -> String {
     format!(
         "there is no kernel option `{name}`; there are kv_splits and, after forward., backward. or \
-         backward_dq., family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq, split_gqa"
+         backward_dq., family, tile_q, tile_kv, warps, stages, consumers, overlap, ordered_dq, split_gqa, \
+         mask_bits"
     )
 }

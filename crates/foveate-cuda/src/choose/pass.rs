@@ -201,9 +201,10 @@ mod tests {
     use crate::compile::source::source;
 
     /// What a plan queues before the launches of a pass, where a launch needs its results.
-    const HELPERS: [Entry; 5] = [
+    const HELPERS: [Entry; 6] = [
         Entry::BlockLists,
         Entry::DqRanks,
+        Entry::MaskBits,
         Entry::RangeTable,
         Entry::Sequences,
         Entry::TransposeValues,

@@ -14,7 +14,7 @@ use super::pass::Pass;
 use super::records::Record;
 use super::{model, table};
 use crate::compile::Candidate;
-use crate::compile::config::{Config, Elem, Family, HeadDims, Kernel, Tiles, TilesOf};
+use crate::compile::config::{Config, Count, Elem, Family, HeadDims, Kernel, Tiles, TilesOf};
 use crate::compile::resources::{Refusal, Resources, Warps, hopper};
 use crate::error::CudaError;
 use foveate_gpu::hopper::Need;
@@ -65,6 +65,8 @@ pub struct Choice {
     pub origin: Origin,
     /// Why it copies operands row by row, where it does.
     pub copied: Vec<String>,
+    /// How partial tiles get the mask, and why, where the family can read its bits.
+    pub mask: Option<String>,
     /// What would run too, the best first.
     pub others: Vec<Candidate>,
     /// What cannot.
@@ -263,6 +265,7 @@ pub fn choose(
             Some(true) => "overlap of its own",
             _ if asked.consumers.is_some() => "consumers",
             _ if asked.split_gqa == Some(true) => "gradients of keys for each query head",
+            _ if asked.mask_bits == Some(true) => "mask bits",
             _ => "fixed order for dq",
         };
         let reason = format!("portable: it has no {what}; leave the option out");
@@ -307,7 +310,8 @@ pub fn choose(
         }
     };
     let unrecorded = first.unwrap_or(0);
-    let (at, origin) = match (at(recorded.map(|record| record.tiles)), first) {
+    let recorded_tiles = recorded.map(|record| with_mask_bits(record.tiles, class, kernel, &asked));
+    let (at, origin) = match (at(recorded_tiles), first) {
         (Some(at), _) => (at, Origin::Record),
         (None, Some(at)) => (at, Origin::Table),
         (None, None) => (0, Origin::Model),
@@ -328,15 +332,33 @@ pub fn choose(
         true => class.unmapped.iter().map(|of| of.reason.clone()).collect(),
         false => Vec::new(),
     };
-    Ok(Choice { chosen, origin, copied, others: fitting, refused })
+    let mask = told_of_mask(class, &chosen.config, &asked);
+    Ok(Choice { chosen, origin, copied, mask, others: fitting, refused })
+}
+
+/// How partial tiles of a kernel of the Hopper family get the mask, and why.
+fn told_of_mask(class: &Class, config: &Config, asked: &TileOptions) -> Option<String> {
+    let told = config.family == Family::Hopper && config.mask && !config.kernel.makes_dq_alone();
+    let how = if config.mask_bits { "partial by mask bits" } else { "partial by evaluation" };
+    let steps = Count(class.mask_steps, "instruction");
+    let why = match (asked.mask_bits, class.mask_bits_from(config.kernel)) {
+        (Some(_), _) => "as asked for".to_owned(),
+        (None, Some(from)) => {
+            format!("the mask takes {steps} a pair, and bits are made from {from} on")
+        }
+        (None, None) => "its kernel of this head dim reads no bits".to_owned(),
+    };
+    told.then(|| format!("{how}: {why}"))
 }
 
 /// What runs in place of a Hopper kernel that is not as planned was measured, too: the `portable`
-/// choice, and before that what waits for its products where the assembler serialises `chosen`.
+/// choice, and before that what waits for its products where the assembler serialises `chosen`. First comes what
+/// evaluates the mask where `chosen` reads its bits.
 fn put_measured_first(others: &mut [Candidate], chosen: &Config, portable: Option<Tiles>) {
     let waiting = table::waits_rather_than_portable(chosen)
         .then(|| Tiles { overlap: false, ..Tiles::of(chosen) });
-    for tiles in [portable, waiting] {
+    let evaluating = chosen.mask_bits.then(|| Tiles { mask_bits: false, ..Tiles::of(chosen) });
+    for tiles in [portable, waiting, evaluating] {
         if let Some(at) = others.iter().position(|c| tiles == Some(Tiles::of(&c.config))) {
             others[..=at].rotate_right(1);
         }
@@ -357,7 +379,13 @@ fn measured_of_hopper(
     let whole = class.config(kernel, tiles);
     let split_gqa =
         asked.split_gqa.unwrap_or_else(|| model::splits_gqa(profile, &whole, class, sizes));
-    Some(Tiles { ordered_dq, split_gqa, ..tiles })
+    Some(with_mask_bits(Tiles { ordered_dq, split_gqa, ..tiles }, class, kernel, asked))
+}
+
+/// Tiles of a table or a record, which they are in whatever the mask costs, with its bits or without.
+fn with_mask_bits(tiles: Tiles, class: &Class, kernel: Kernel, asked: &TileOptions) -> Tiles {
+    let wanted = asked.mask_bits.unwrap_or_else(|| class.has_mask_bits(kernel));
+    Tiles { mask_bits: tiles.family == Family::Hopper && class.mask && wanted, ..tiles }
 }
 
 impl Choice {
@@ -377,7 +405,12 @@ impl Choice {
         let best = all().map(|c| c.modelled_us).fold(f64::INFINITY, f64::min);
         let known = all().any(|c| c.config.family == Family::Hopper);
         let near = move |c: &&Candidate| !known || c.modelled_us <= FAR_BEHIND * best;
-        std::iter::once(&self.chosen).chain(self.others.iter().filter(near)).take(count.max(1))
+        // Of the mask's bits not time but its cost decides.
+        let bits = self.chosen.config.mask_bits;
+        let alike =
+            move |c: &&Candidate| c.config.mask_bits == bits || c.config.family == Family::Portable;
+        let others = self.others.iter().filter(near).filter(alike);
+        std::iter::once(&self.chosen).chain(others).take(count.max(1))
     }
 }
 
@@ -487,6 +520,19 @@ fn hopper_candidates(
         given.map_or_else(|| usual.to_vec(), |value| vec![value])
     };
     let overlaps = asked.overlap.map_or(vec![true, false], |value| vec![value]);
+    let bits = match asked.mask_bits {
+        // Without a mask it says nothing.
+        Some(bits) => vec![bits && class.mask],
+        None if class.has_mask_bits(kernel) => vec![true, false],
+        None => vec![false],
+    };
+    let variants = |tiles: Tiles| -> Vec<Tiles> {
+        let of = |mask_bits: bool| {
+            let of = move |overlap: &bool| Tiles { overlap: *overlap, mask_bits, ..tiles };
+            overlaps.iter().map(of).collect::<Vec<_>>()
+        };
+        bits.iter().flat_map(|bits| of(*bits)).collect()
+    };
     if kernel.owns_keys() {
         let mut usual = Tiles::hopper_backward(64, 2);
         let wide = usual.are_wide_backward(kernel, class.dim.max(class.dim_v));
@@ -512,7 +558,7 @@ fn hopper_candidates(
                 let tiles = Tiles::hopper_backward(tile_q, stages);
                 for split_gqa in splits.clone() {
                     let tiles = Tiles { warps, tile_kv, ordered_dq, split_gqa, ..tiles };
-                    all.extend(overlaps.iter().map(|overlap| Tiles { overlap: *overlap, ..tiles }));
+                    all.extend(variants(tiles));
                 }
             }
         }
@@ -538,8 +584,7 @@ fn hopper_candidates(
     for side in sides {
         for tile_kv in pick(asked.tile_kv, keys) {
             for stages in pick(asked.stages, &[2, 3, 4]) {
-                let tiles = |overlap: &bool| Tiles { tile_kv, stages, overlap: *overlap, ..side };
-                all.extend(overlaps.iter().map(tiles));
+                all.extend(variants(Tiles { tile_kv, stages, ..side }));
             }
         }
     }

@@ -77,6 +77,9 @@ impl Choice {
         }
         writeln!(f)?;
         self.write_copies(f)?;
+        if let Some(mask) = &self.mask {
+            writeln!(f, "  mask       {mask}")?;
+        }
         let by = match occupancy.limit {
             Limit::Shared => "shared memory",
             Limit::Registers => "registers",

@@ -226,6 +226,25 @@ pub(crate) fn run_capacity(longest: usize, rows: usize) -> usize {
     longest.min(capacity.clamp(8, 256)).max(1)
 }
 
+/// Bytes that the mask bits of all rows may take.
+const MASK_BYTES: usize = 64 << 20;
+
+/// Bytes of the mask bits of a tile, whole words of each of the threads that own its side on `axis`, and how many
+/// tiles there is memory for in each of `rows` rows of at most `longest`.
+pub(crate) fn mask_slots(
+    axis: Axis,
+    tile: TileSize,
+    longest: usize,
+    rows: usize,
+) -> (usize, usize) {
+    let (own, across) = match axis {
+        Axis::Queries => (tile.q, tile.kv),
+        Axis::Keys => (tile.kv, tile.q),
+    };
+    let tile_bytes = own / 16 * 32 * across.div_ceil(64) * 4;
+    (tile_bytes, longest.min(MASK_BYTES / tile_bytes / rows.max(1)))
+}
+
 /// Tiles of `side` rows that `count` sequences of together `rows` rows have at most, none longer than
 /// `longest`.
 pub(crate) fn most_tiles(count: usize, rows: usize, longest: usize, side: usize) -> usize {

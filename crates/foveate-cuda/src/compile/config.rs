@@ -244,6 +244,8 @@ pub struct Config {
     pub separate_dq: bool,
     /// Hopper: the backward adds dq in a fixed order, that of the tiles of keys. `FV_ORDERED_DQ`
     pub ordered_dq: bool,
+    /// Hopper: partial tiles read the mask's bits, made beforehand, where there is room for them. `FV_MASK_BITS`
+    pub mask_bits: bool,
     /// A captured index outside its axis is reported. `FV_CHECKED`
     pub checked: bool,
 }
@@ -281,15 +283,17 @@ impl Config {
             deterministic: false,
             separate_dq: false,
             ordered_dq: false,
+            mask_bits: false,
             checked: false,
         }
     }
 
     /// The same kernel with other tiles.
     pub(crate) fn tiled(self, tiles: Tiles) -> Self {
-        let Tiles { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa } =
-            tiles;
-        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa, ..self }
+        let Tiles { family, tile_q, tile_kv, warps, stages, .. } = tiles;
+        let Tiles { overlap, ordered_dq, split_gqa, mask_bits, .. } = tiles;
+        let of_family = Self { family, overlap, ordered_dq, split_gqa, mask_bits, ..self };
+        Self { tile_q, tile_kv, warps, stages, ..of_family }
     }
 
     /// The kernel that makes range tables of captured buffers.
@@ -356,7 +360,7 @@ impl Config {
     }
 
     /// The macros and their values, in the order they are printed.
-    pub fn macros(&self) -> [(&'static str, usize); 28] {
+    pub fn macros(&self) -> [(&'static str, usize); 29] {
         [
             ("FV_DTYPE", self.dtype.number()),
             ("FV_OUT_DTYPE", self.out_dtype.number()),
@@ -385,6 +389,7 @@ impl Config {
             ("FV_COPIED", self.copied.bits()),
             ("FV_SEPARATE_DQ", self.separate_dq.into()),
             ("FV_ORDERED_DQ", self.ordered_dq.into()),
+            ("FV_MASK_BITS", self.mask_bits.into()),
             ("FV_CHECKED", self.checked.into()),
         ]
     }
@@ -411,6 +416,7 @@ impl Entry {
             | Self::GroupSums
             | Self::BlockLists
             | Self::DqRanks
+            | Self::MaskBits
             | Self::RangeTable
             | Self::Sequences
             | Self::TransposeValues => config,
@@ -474,13 +480,16 @@ pub struct Tiles {
     pub ordered_dq: bool,
     /// See [`Config::split_gqa`].
     pub split_gqa: bool,
+    /// See [`Config::mask_bits`]. A record is of tiles whatever the mask costs, and does not have it.
+    #[serde(skip)]
+    pub mask_bits: bool,
 }
 
 impl Tiles {
     /// Tiles of the portable family.
     pub const fn portable(tile_q: usize, tile_kv: usize, warps: usize, stages: usize) -> Self {
-        let (family, [overlap, ordered_dq, split_gqa]) = (Family::Portable, [false; 3]);
-        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa }
+        let (family, [overlap, ordered_dq, split_gqa, mask_bits]) = (Family::Portable, [false; 4]);
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa, mask_bits }
     }
 
     /// Tiles of the Hopper family: 64 queries for each warpgroup that consumes, and one more that
@@ -527,10 +536,9 @@ impl Tiles {
 
     /// Those of a configuration.
     pub fn of(config: &Config) -> Self {
-        let Config {
-            family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa, ..
-        } = *config;
-        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa }
+        let Config { family, tile_q, tile_kv, warps, stages, .. } = *config;
+        let Config { overlap, ordered_dq, split_gqa, mask_bits, .. } = *config;
+        Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa, mask_bits }
     }
 }
 
@@ -545,7 +553,8 @@ impl fmt::Display for TilesOf<'_> {
 
 impl fmt::Display for Tiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { family, tile_q, tile_kv, warps, stages, overlap, ordered_dq, split_gqa } = self;
+        let Self { family, tile_q, tile_kv, warps, stages, overlap, .. } = self;
+        let Self { ordered_dq, split_gqa, mask_bits, .. } = self;
         let (warps, stages) = (Count(*warps, "warp"), Count(*stages, "stage"));
         let (family, overlap) = match (family, overlap) {
             (Family::Portable, _) => ("", ""),
@@ -554,8 +563,9 @@ impl fmt::Display for Tiles {
         };
         let ordered = if *ordered_dq { ", ordered dq" } else { "" };
         let split = if *split_gqa { ", split GQA" } else { "" };
+        let bits = if *mask_bits { ", mask bits" } else { "" };
         f.pad(&format!(
-            "{family}tile {tile_q}x{tile_kv}, {warps}, {stages}{overlap}{ordered}{split}"
+            "{family}tile {tile_q}x{tile_kv}, {warps}, {stages}{overlap}{ordered}{split}{bits}"
         ))
     }
 }

@@ -226,6 +226,8 @@ pub enum Entry {
     BlockLists,
     /// The order of sums of dq, in the file of [`Kernel::BlockLists`].
     DqRanks,
+    /// The mask of partial tiles, a bit a pair, in the same file.
+    MaskBits,
     /// Of [`Kernel::RangeTable`].
     RangeTable,
     /// Of [`Kernel::Sequences`].
@@ -236,7 +238,7 @@ pub enum Entry {
 
 impl Entry {
     /// Every entry point.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Forward,
         Self::Combine,
         Self::Delta,
@@ -249,6 +251,7 @@ impl Entry {
         Self::GroupSums,
         Self::BlockLists,
         Self::DqRanks,
+        Self::MaskBits,
         Self::RangeTable,
         Self::Sequences,
         Self::TransposeValues,
@@ -265,7 +268,7 @@ impl Entry {
             Self::BackwardDq | Self::CaptureSums => Kernel::BackwardDq,
             Self::Dq => Kernel::Dq,
             Self::GroupSums => Kernel::GroupSums,
-            Self::BlockLists | Self::DqRanks => Kernel::BlockLists,
+            Self::BlockLists | Self::DqRanks | Self::MaskBits => Kernel::BlockLists,
             Self::RangeTable => Kernel::RangeTable,
             Self::Sequences => Kernel::Sequences,
             Self::TransposeValues => Kernel::TransposeValues,
@@ -287,6 +290,7 @@ impl Entry {
             Self::GroupSums => "fv_group_sums",
             Self::BlockLists => "fv_block_lists",
             Self::DqRanks => "fv_dq_ranks",
+            Self::MaskBits => "fv_mask_bits",
             Self::RangeTable => "fv_range_table",
             Self::Sequences => "fv_sequences",
             Self::TransposeValues => "fv_transpose_values",

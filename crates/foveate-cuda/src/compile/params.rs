@@ -190,6 +190,10 @@ foveate_gpu::abi_structs! {
         pub k_scale: HeadView,
         /// Scales of values.
         pub v_scale: HeadView,
+        /// u32 `[rows of lists, slots of a row]` tiles: the mask of partial tiles, or 0.
+        pub mask_bits: Address,
+        /// i32 `[rows of lists, capacity]`: for each run where its first tile is, negative where it has no bits; or 0.
+        pub mask_slots: Address,
     }
 
     /// Arguments of the kernel that transposes values of e4m3, a CTA for 64 columns of a head.
@@ -367,6 +371,12 @@ foveate_gpu::abi_structs! {
         pub columns: i32,
         /// i32 `[rows, columns]`, `BackwardParams::dq_ranks` to be written.
         pub ranks: Address,
+        /// Tiles of a row that there is room for in `mask_bits`.
+        pub row_slots: i32,
+        /// `PersistentParams::mask_bits` to be written.
+        pub mask_bits: Address,
+        /// `PersistentParams::mask_slots` to be written.
+        pub mask_slots: Address,
     }
 }
 

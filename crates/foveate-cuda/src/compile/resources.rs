@@ -176,7 +176,7 @@ pub fn shared_bytes_of(entry: Entry, kernel: &Resources) -> u32 {
     match entry {
         // An f32 for each of its warps.
         Entry::SinkGradient => 128,
-        Entry::CaptureSums | Entry::DqRanks => 0,
+        Entry::CaptureSums | Entry::DqRanks | Entry::MaskBits => 0,
         Entry::Forward
         | Entry::Combine
         | Entry::Delta

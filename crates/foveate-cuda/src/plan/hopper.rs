@@ -133,8 +133,11 @@ impl CudaPlan {
         let step = |map: usize, axis: usize| {
             maps.get(map).and_then(Option::as_ref).map_or(0, |map| map.steps[axis] as i32)
         };
+        let [mask_bits, mask_slots] = schedule.mask_bits();
         let params = PersistentParams {
             taken: schedule.taken(),
+            mask_bits,
+            mask_slots,
             q_head: step(0, 2),
             q_group: step(0, 3),
             q_batch: step(0, 4),

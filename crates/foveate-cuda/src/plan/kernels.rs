@@ -314,6 +314,17 @@ impl CudaPlan {
         self.beside(Entry::DqRanks, config, &*self.printed_mask(call, tile)?, 0)
     }
 
+    /// The kernel that writes the mask's bits of partial tiles, in the same source, and its mask.
+    pub(super) fn mask_bits_kernel(
+        &self,
+        call: &Call<'_>,
+        tile: TileSize,
+    ) -> Result<(Function, Arc<Printed>), CudaError> {
+        let config = Config::block_lists(BlockListsParams::THREADS, call.checked);
+        let printed = self.printed_mask(call, tile)?;
+        Ok((self.beside(Entry::MaskBits, config, &printed, 0)?, printed))
+    }
+
     /// A kernel that evaluates no mods, and is one for all programs.
     pub(super) fn plain_kernel(&self, config: Config) -> Result<Function, CudaError> {
         let taken = Resources::of(&config).expect("its one configuration can be");

@@ -195,6 +195,7 @@ impl CudaPlan {
                 | Entry::Combine
                 | Entry::BlockLists
                 | Entry::DqRanks
+                | Entry::MaskBits
                 | Entry::RangeTable
                 | Entry::Sequences
                 | Entry::TransposeValues => unreachable!("no launch of a backward"),
@@ -247,6 +248,9 @@ impl<'a> PassLauncher<'a> {
             self.plan.launch_schedule(self.call, &mut self.state, main_loop, axis, tile)?;
         if kernel.config.ordered_dq {
             self.plan.rank_dq(self.call, &mut schedule, tile)?;
+        }
+        if kernel.config.mask_bits {
+            self.plan.make_mask_bits(self.call, &mut self.state, &mut schedule, axis, tile)?;
         }
         Ok(Step { launch: *launch, kernel, schedule })
     }

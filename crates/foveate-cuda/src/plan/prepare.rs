@@ -76,7 +76,11 @@ impl CudaPlan {
         chosen: &KernelPlan,
         launch: &PassLaunch,
     ) -> Result<(), CudaError> {
-        let tile = self.kernel(chosen, launch, call)?.tile();
+        let kernel = self.kernel(chosen, launch, call)?;
+        let tile = kernel.tile();
+        if kernel.config.mask_bits {
+            self.mask_bits_kernel(call, tile)?;
+        }
         if let Some(mask) = self.spec.mask.as_ref().filter(|_| launch.main_loop) {
             let [q, kv] = call.sequences.longest();
             let columns = match launch.axis {

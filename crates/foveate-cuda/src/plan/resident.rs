@@ -23,7 +23,7 @@ use super::kernels::{Printed, queue_kernel};
 use super::report::Report;
 use super::{CudaPlan, push_bounded};
 use crate::choose::schedule::{
-    Axis, Outline, Schedule, TileSize, most_sum_rows, most_tiles, run_capacity,
+    Axis, Outline, Schedule, TileSize, mask_slots, most_sum_rows, most_tiles, run_capacity,
 };
 use crate::compile::config::Config;
 use crate::compile::params::{self, Abi, Address, BlockListsParams, SequencesParams, array_bytes};
@@ -109,6 +109,16 @@ struct DeviceLists {
     /// The order in which tiles of keys add to tiles of queries, once it was asked for:
     /// `BackwardParams::dq_ranks`.
     dq_ranks: Mutex<Option<Arc<Allocation>>>,
+    /// The mask of their partial tiles, once it was asked for.
+    mask_bits: Mutex<Option<Arc<MaskBits>>>,
+}
+
+/// Bits of a mask: `PersistentParams::mask_bits` and `mask_slots`.
+#[derive(Debug)]
+struct MaskBits {
+    _memory: Allocation,
+    bits: Address,
+    slots: Address,
 }
 
 /// The tiles of one launch: their schedule and, under a mask, its block lists.
@@ -118,6 +128,7 @@ pub(super) struct LaunchSchedule {
     /// Whether later calls get the lists, too.
     kept: bool,
     dq_ranks: Option<Arc<Allocation>>,
+    mask_bits: Option<Arc<MaskBits>>,
 }
 
 impl Deref for LaunchSchedule {
@@ -143,6 +154,11 @@ impl LaunchSchedule {
     pub fn dq_ranks(&self) -> (Address, usize) {
         let ranks = self.dq_ranks.as_ref().map_or(0, |ranks| ranks.address());
         (ranks, self.schedule.rows.longest)
+    }
+
+    /// `PersistentParams::mask_bits` and `mask_slots`; nowhere where none were made.
+    pub fn mask_bits(&self) -> [Address; 2] {
+        self.mask_bits.as_ref().map_or([0; 2], |made| [made.bits, made.slots])
     }
 
     /// An offset or an index of a captured buffer that was found to be out of range before.
@@ -223,6 +239,7 @@ impl DeviceSchedule {
                 lists,
                 out_of_range,
                 dq_ranks: Mutex::default(),
+                mask_bits: Mutex::default(),
             });
             lock(&rows.made).push((Contents::new(), lists));
         }
@@ -338,16 +355,21 @@ impl CudaPlan {
     ) -> Result<LaunchSchedule, CudaError> {
         let mask = self.spec.mask.as_ref().filter(|_| main_loop);
         let schedule = self.device_schedule(call, state, mask, axis, tile)?;
-        let Some(mask) = mask else {
-            return Ok(LaunchSchedule { schedule, lists: None, kept: false, dq_ranks: None });
+        let of = |schedule, lists, kept| LaunchSchedule {
+            schedule,
+            lists,
+            kept,
+            dq_ranks: None,
+            mask_bits: None,
         };
+        let Some(mask) = mask else { return Ok(of(schedule, None, false)) };
         let contents = call.contents(mask);
         let found = contents.as_ref().and_then(|contents| {
             let made = lock(&schedule.rows.made);
             made.iter().find(|(of, _)| of == contents).map(|(_, lists)| lists.clone())
         });
         if found.is_some() {
-            return Ok(LaunchSchedule { schedule, lists: found, kept: true, dq_ranks: None });
+            return Ok(of(schedule, found, true));
         }
         if self.forced.lists_on_host {
             return Err(CudaError::argument(
@@ -369,7 +391,7 @@ impl CudaPlan {
             let oldest = push_bounded(&mut lock(&schedule.rows.made), MOST_LISTS, made);
             drop(oldest);
         }
-        Ok(LaunchSchedule { schedule, lists: Some(lists), kept, dq_ranks: None })
+        Ok(of(schedule, Some(lists), kept))
     }
 
     pub(super) fn device_schedule(
@@ -543,7 +565,13 @@ impl CudaPlan {
         let printed =
             self.queue_lists(call, state, schedule, axis, tile, lists, report.address())?;
         let out_of_range = report.noted(self.options.timeout, &printed.source)?;
-        Ok(DeviceLists { _memory: memory, lists, out_of_range, dq_ranks: Mutex::default() })
+        Ok(DeviceLists {
+            _memory: memory,
+            lists,
+            out_of_range,
+            dq_ranks: Mutex::default(),
+            mask_bits: Mutex::default(),
+        })
     }
 
     /// Adds to a schedule of tiles of keys the order in which they add to tiles of queries. Nothing
@@ -579,6 +607,54 @@ impl CudaPlan {
         // Another thread may have made the same meanwhile: whichever is kept, both are on the queue.
         lock(&lists.dq_ranks).get_or_insert_with(|| ranks.clone());
         of.dq_ranks = Some(ranks);
+        Ok(())
+    }
+
+    /// Adds to a schedule the mask of its partial tiles, as far as there is room for it. Nothing waits.
+    /// Lists that the host made have none: their tiles are evaluated.
+    pub(super) fn make_mask_bits(
+        &self,
+        call: &Call<'_>,
+        state: &mut CallState,
+        of: &mut LaunchSchedule,
+        axis: Axis,
+        tile: TileSize,
+    ) -> Result<(), CudaError> {
+        let Some(lists) = &of.lists else { return Ok(()) };
+        of.mask_bits = lock(&lists.mask_bits).clone();
+        let (queue, schedule) = (call.queue, &of.schedule);
+        let rows = &schedule.rows;
+        if of.mask_bits.is_some() || rows.count == 0 {
+            return Ok(());
+        }
+        if of.kept {
+            refuse_made_recorded(queue)?;
+        }
+        let all_rows = rows.per_head * rows.heads;
+        let (tile_bytes, row_slots) = mask_slots(axis, tile, rows.longest, all_rows);
+        let (bit_bytes, slot_bytes) =
+            (tile_bytes * all_rows * row_slots, 4 * all_rows * rows.capacity);
+        let memory = self.weak_pool(queue).take(bit_bytes + slot_bytes)?;
+        let (bits, slots) = (memory.address(), memory.address() + bit_bytes as Address);
+        let params = BlockListsParams {
+            row_slots: count(row_slots)?,
+            mask_bits: bits,
+            mask_slots: slots,
+            ..self.list_params(call, schedule, axis, tile, lists.lists)
+        };
+        let (function, printed) = self.mask_bits_kernel(call, tile)?;
+        // Indices out of range were reported when the lists were made, which evaluates as many.
+        let report = Report::new(queue, call.checked)?;
+        let mods = self.mods_bytes(call, state, &printed, &[], None, report.address())?;
+        let sms = self.engine.profile().sms;
+        let shares = (2 * sms).div_ceil(rows.count * rows.heads).clamp(1, rows.longest.max(1));
+        let grid = [rows.count, rows.heads, shares].map(|n| n as u32);
+        let threads = BlockListsParams::THREADS as u32;
+        queue_kernel(&function, queue, grid, threads, &[&params.bytes(), &mods])?;
+        let made = Arc::new(MaskBits { _memory: memory, bits, slots });
+        // Another thread may have made the same meanwhile: whichever is kept, both are on the queue.
+        lock(&lists.mask_bits).get_or_insert_with(|| made.clone());
+        of.mask_bits = Some(made);
         Ok(())
     }
 

@@ -277,6 +277,36 @@ fn gradients_of_keys_of_query_heads_are_added_up_behind_their_kernel() {
 }
 
 #[test]
+fn mask_bits_are_made_once_behind_the_lists_that_they_are_of() {
+    if !inside("mask_bits_are_made_once_behind_the_lists_that_they_are_of") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let tensors = Tensors::new(&DIMS);
+    let backward = DeviceBackward { d_sink: None, ..tensors.backward_alone() };
+    let mut options = CudaOptions::default();
+    for kernel in ["forward", "backward"] {
+        options.kernels.set(&format!("{kernel}.mask_bits"), "true").unwrap();
+    }
+    options.kernels.set("backward.split_gqa", "false").unwrap();
+    let spec = Spec { mask: Some(masks::causal()), ..PLAIN };
+    let by_bits = plan(&spec, &DIMS, options);
+    let made = |plan: &CudaPlan| {
+        plan.forward_on(&queue, &tensors.forward).unwrap();
+        plan.backward_on(&queue, &backward).unwrap();
+        launches()
+    };
+    let launched = made(&by_bits);
+    let lists = ["fv_block_lists", "fv_mask_bits"];
+    let all = [&lists[..], &["fv_forward", "fv_delta"], &lists, &["fv_backward", "fv_dq"]].concat();
+    assert_eq!(names(&launched), all);
+    // Few rows of tiles are shared by as many CTAs as a row has tiles.
+    let grids = launched.iter().filter(|line| line.starts_with("fv_mask_bits"));
+    assert!(grids.clone().all(|line| !line.contains(", 1] ")), "{launched:?}");
+    assert_eq!(names(&made(&by_bits)), ["fv_forward", "fv_delta", "fv_backward", "fv_dq"]);
+}
+
+#[test]
 fn a_driver_without_tensor_maps_runs_the_portable_family_and_is_named() {
     let name = "a_driver_without_tensor_maps_runs_the_portable_family_and_is_named";
     let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");

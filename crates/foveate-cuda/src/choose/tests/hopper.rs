@@ -1,7 +1,10 @@
 //! Where the Hopper family runs, with which tiles, and what is said where it does not.
 
 use super::*;
+use crate::compile::codegen::mask_steps;
+use crate::compile::config::Config;
 use foveate_gpu::hopper;
+use foveate_mods::{MaskMod, masks};
 
 #[test]
 fn the_hopper_family_runs_long_forwards_of_16_bits_on_capability_9_0_alone() {
@@ -479,4 +482,65 @@ fn consumers_are_asked_for_by_their_number() {
     let family = [("forward.consumers", "2"), ("forward.family", "portable")];
     let portable = said(&family, Kernel::Forward);
     assert!(portable.contains("portable: it has no consumers; leave the option out"), "{portable}");
+}
+
+#[test]
+fn masks_that_take_long_have_bits_and_others_are_evaluated() {
+    let profile = Profile::named("h200").unwrap();
+    let plan = |mask: MaskMod, dim: usize, asked: &[(&str, &str)]| {
+        let mut options = KernelOptions::default();
+        for (name, value) in asked {
+            options.set(name, value).unwrap();
+        }
+        let class = Class {
+            mask: true,
+            mask_steps: mask_steps(&mask),
+            ..Class::new(Elem::Bf16, dim, dim, 1)
+        };
+        KernelPlan::new(&profile, &class, &sizes(2, 16, 16, 8192), true, &options)
+    };
+    const BOTH: [Kernel; 2] = [Kernel::Forward, Kernel::Backward];
+    let bits = |plan: &KernelPlan| BOTH.map(|kernel| plan.config(kernel).unwrap().mask_bits);
+    let neighbours = || masks::neighbourhood(&[128, 64], &[17, 17]).unwrap();
+    for (dim, kernels) in [(64, &BOTH[..1]), (128, &BOTH)] {
+        let found = plan(neighbours(), dim, &[]).unwrap();
+        assert_eq!(bits(&found), [true, kernels.len() > 1], "{dim}");
+        // Where it spills or is serialised, the same that evaluates the mask runs.
+        for &kernel in kernels {
+            let choice = found.choice(kernel);
+            let evaluating = Config { mask_bits: false, ..choice.chosen.config.clone() };
+            assert_eq!(choice.others[0].config, evaluating, "{dim}");
+            let needed = |of: &Candidate| of.resources.needed;
+            assert!(needed(&choice.others[0]) < needed(&choice.chosen), "{dim}");
+            let alike = |c: &Candidate| c.config.mask_bits || c.config.family == Family::Portable;
+            assert!(choice.worth_timing(12).all(alike));
+        }
+        let window = masks::sliding_window(1024).unwrap();
+        assert_eq!(bits(&plan(masks::causal() & window, dim, &[]).unwrap()), [false; 2]);
+    }
+    assert_eq!(bits(&plan(neighbours(), 192, &[]).unwrap()), [true, false]);
+    let documents = || masks::causal() & masks::document_lengths(&[4096; 2]).unwrap();
+    assert_eq!(bits(&plan(documents(), 64, &[]).unwrap()), [false; 2]);
+    assert_eq!(bits(&plan(documents(), 128, &[]).unwrap()), [true; 2]);
+    let said = plan(neighbours(), 128, &[]).unwrap().to_string();
+    assert!(said.contains("  mask       partial by mask bits: the mask takes "), "{said}");
+    let (yes, no) = (("forward.mask_bits", "true"), ("backward.mask_bits", "false"));
+    let asked = plan(masks::causal(), 128, &[yes, no]).unwrap();
+    assert_eq!(bits(&asked), [true, false]);
+    assert!(asked.to_string().contains("  mask       partial by mask bits: as asked for\n"));
+    let refused = |asked: &[(&str, &str)], dim, why: &str| {
+        let said = plan(masks::causal(), dim, asked).unwrap_err().to_string();
+        assert!(said.contains(why), "{said}");
+    };
+    refused(&[yes, ("forward.family", "portable")], 128, "portable: it has no mask bits");
+    let wide = "hopper: mask bits in a backward at head dims above 128";
+    refused(&[("backward.mask_bits", "true")], 192, wide);
+    let said = KernelOptions::default().set("backward_dq.mask_bits", "true").unwrap_err();
+    assert!(said.ends_with("forward and backward have mask_bits"), "{said}");
+    // Without a mask there is nothing to make bits of.
+    let mut options = KernelOptions::default();
+    options.set("forward.mask_bits", "true").unwrap();
+    let plain = Class::new(Elem::Bf16, 128, 128, 1);
+    let found = KernelPlan::new(&profile, &plain, &sizes(2, 16, 16, 8192), false, &options);
+    assert!(!found.unwrap().config(Kernel::Forward).unwrap().mask_bits);
 }

@@ -4,8 +4,9 @@
 //! that a long score does not take the compiler long.
 
 use foveate_mods::ir::{BinaryOp, UnaryOp};
-use foveate_mods::{Node, NodeId, Program};
+use foveate_mods::{MaskMod, Node, NodeId, Program};
 
+use super::needed;
 use super::print::decides;
 
 /// About how many instructions `roots` take, once each. With `fast_math` floats that no integer
@@ -30,6 +31,16 @@ pub(super) fn steps(program: &Program, roots: &[NodeId], fast_math: bool) -> usi
         };
     }
     steps
+}
+
+/// About how many instructions a mask's evaluation takes for one pair: a load is one and what finds its address.
+pub(crate) fn mask_steps(mask: &MaskMod) -> usize {
+    const ADDRESS: usize = 3;
+    let program = mask.program();
+    let needed = needed(program, program.roots());
+    let nodes = program.graph().nodes().iter().zip(needed);
+    let loads = nodes.filter(|(node, needed)| *needed && matches!(node, Node::Load { .. })).count();
+    steps(program, program.roots(), false) + ADDRESS * loads
 }
 
 fn unary_steps(op: UnaryOp) -> usize {

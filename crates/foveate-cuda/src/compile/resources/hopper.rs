@@ -67,7 +67,8 @@ pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
         shared,
         registers: (65_536 / config.threads() / 8 * 8).min(255),
         roles: vec![("producers", producers), ("consumers", limit)],
-        needed,
+        // Words of mask bits are among what is beside: where they are too many, without them there may be enough.
+        needed: needed + mask_words(config),
     })
 }
 
@@ -75,6 +76,13 @@ pub(super) fn resources(config: &Config) -> Result<Resources, Refusal> {
 fn has_many_sums(config: &Config) -> bool {
     let sums = config.padded_dim() / 2 + config.tile_kv * 5 / 4;
     config.kernel.makes_dq_alone() && sums > 200
+}
+
+/// Words of mask bits that a consumer's thread keeps in a step: `mask_words` of the kernels, of a tile of queries in the
+/// backward.
+fn mask_words(config: &Config) -> usize {
+    let across = if config.kernel.owns_keys() { config.tile_q } else { config.tile_kv };
+    if config.mask_bits { across.div_ceil(64) } else { 0 }
 }
 
 /// Numbers that a consumer's thread keeps at once, where there are most.
@@ -151,6 +159,9 @@ fn check(config: &Config) -> Result<(), Refusal> {
     if config.is_wide_backward() {
         if config.captures {
             return family("gradients of captured buffers at head dims above 128");
+        }
+        if config.mask_bits {
+            return family("mask bits in a backward at head dims above 128");
         }
         if warps != 12 || (tile_q, tile_kv) != (64, 64) {
             return shape(format!(

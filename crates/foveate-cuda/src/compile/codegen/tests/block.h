@@ -25,7 +25,7 @@ static std::vector<Meeting> warps;
 static Meeting block;
 static ucontext_t scheduler;
 static Thread* current;
-static Index blockIdx, blockDim;
+static Index blockIdx, blockDim, gridDim;
 static std::function<void()> body;
 
 #define threadIdx (current->index)
@@ -121,6 +121,22 @@ static void run_block(int count, std::function<void()> kernel) {
             for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)                                  \
                 for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x)                              \
                     run_block(count, [&] { kernel(params); });                                  \
+        blockIdx.z = 0;                                                                         \
+        const i64 at = take<i64>(), bytes = take<i64>();                                        \
+        fwrite((const void*)at, 1, size_t(bytes), stdout);                                      \
+    }
+
+// One launch of a kernel with mods whose CTAs along z share the work of one.
+#define LAUNCH_SHARED(kernel, Params, count)                                                    \
+    static void run_shared() {                                                                  \
+        if (take<int>() != int(sizeof(Mods))) abort();                                          \
+        const Mods mods = take<Mods>();                                                         \
+        const Params params = take<Params>();                                                   \
+        gridDim.x = take<int>(), gridDim.y = take<int>(), gridDim.z = take<int>();              \
+        for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)                              \
+            for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)                          \
+                for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)                      \
+                    run_block(count, [&] { kernel(params, mods); });                            \
         blockIdx.z = 0;                                                                         \
         const i64 at = take<i64>(), bytes = take<i64>();                                        \
         fwrite((const void*)at, 1, size_t(bytes), stdout);                                      \

@@ -121,10 +121,11 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
         let source = ModsSource::new(mods, &options()).unwrap();
         text.push_str(&format!(
             "#define fv_block_lists fv_block_lists_{i}\n#define fv_dq_ranks fv_dq_ranks_{i}\n\
+             #define fv_mask_bits fv_mask_bits_{i}\n\
              namespace p{i} {{\nunsigned lives[4096];\n\
              {}{}\nLAUNCH(fv_block_lists, BlockListsParams, 256)\n\
              LAUNCH_PLAIN(fv_dq_ranks, BlockListsParams, 256)\n}}\n\
-             #undef fv_block_lists\n#undef fv_dq_ranks\n",
+             #undef fv_block_lists\n#undef fv_dq_ranks\n#undef fv_mask_bits\n",
             source.text(),
             include_str!("../../../../kernels/block_lists.cu"),
         ));
@@ -163,6 +164,7 @@ fn built(cases: &[Case]) -> Option<Vec<Built>> {
             own_tables: 0,
             columns: case.columns(),
             ranks: arena.put(&vec![0xff; 4 * all * case.columns() as usize]),
+            ..BlockListsParams::default()
         };
         let tables = put_buffers(&mut arena, &source);
         let own_tables = in_shared_memory(&tables, &source);

@@ -2,6 +2,7 @@
 
 mod execute;
 mod lists;
+mod mask_bits;
 mod operations;
 mod ranges;
 mod sequences;
