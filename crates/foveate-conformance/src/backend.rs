@@ -74,8 +74,8 @@ pub fn backends() -> Vec<Box<dyn Backend>> {
 /// The backends on GPU 0: its engine with the tiles it chooses and with small ones that leave most
 /// cases several tiles, made deterministic, with block lists that the host made, with captured
 /// buffers that lie in device memory, and the crate `foveate` on it; on compute capability 9.0 also
-/// with the forward and with the backward of the Hopper family, also deterministic, with dq as the planner
-/// has it and added in order, of problems too small for them to be chosen too.
+/// with the forward and with the backward of the Hopper family, also by mask bits, and deterministic, with dq as the
+/// planner has it and added in order, of problems too small for them to be chosen too.
 ///
 /// # Errors
 /// Why there is no GPU to run on.
@@ -121,7 +121,13 @@ pub fn gpu_backends_that_wait(bounded: bool) -> Result<Vec<Box<dyn Backend>>, St
         Box::new(Public { name: "public, cuda", device: Device::cuda(0) }),
     ];
     if has_hopper {
+        let mut by_bits = [forward.clone(), backward.clone()];
+        by_bits[0].kernels.forward.mask_bits = Some(true);
+        by_bits[1].kernels.backward.mask_bits = Some(true);
+        let [forward_by_bits, backward_by_bits] = by_bits;
         backends.push(cuda("cuda, hopper", forward));
+        backends.push(cuda("cuda, mask bits", forward_by_bits));
+        backends.push(cuda("cuda, mask bits backward", backward_by_bits));
         let fixed_order = CudaOptions { deterministic: true, ..backward.clone() };
         let mut in_order = fixed_order.clone();
         in_order.kernels.backward.ordered_dq = Some(true);
