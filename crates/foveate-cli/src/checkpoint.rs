@@ -84,7 +84,7 @@ fn show(args: &Show, out: &mut Output) -> Result<(), Failure> {
     if args.json {
         return Ok(out.json(&json!(found))?);
     }
-    let Contents { state, sharded, tensors, .. } = &found;
+    let Contents { state, sharded, tensors, elsewhere, .. } = &found;
     match state {
         None => out.line("no state to resume from")?,
         Some(state) => out.line(format!(
@@ -110,6 +110,9 @@ fn show(args: &Show, out: &mut Output) -> Result<(), Failure> {
         Count(files.len(), "file"),
         if *sharded { ", written in ranges by several ranks" } else { "" },
     ))?;
+    for file in elsewhere {
+        out.line(format!("{} {}", file.file, file.why))?;
+    }
     for tensor in tensors {
         let mut ranges: Vec<(&str, Option<[usize; 2]>, usize, usize)> = Vec::new();
         for range in &tensor.ranges {
@@ -127,7 +130,8 @@ fn show(args: &Show, out: &mut Output) -> Result<(), Failure> {
             }
         }
         let places = match &ranges[..] {
-            [(file, ..)] => (*file).to_owned(),
+            [] => "not here".to_owned(),
+            [(file, ..)] if elsewhere.is_empty() => (*file).to_owned(),
             all => {
                 let places = all.iter().map(|(file, columns, from, to)| match columns {
                     None => format!("{from}..{to} {file}"),
@@ -139,7 +143,10 @@ fn show(args: &Show, out: &mut Output) -> Result<(), Failure> {
         out.line(format!("{} {} {:?}  {places}", tensor.name, tensor.dtype, tensor.shape))?;
     }
     if args.verify {
-        out.line("every tensor is what was saved")?;
+        out.line(match elsewhere.is_empty() {
+            true => "every tensor is what was saved",
+            false => "all that is here is what was saved",
+        })?;
     }
     Ok(())
 }

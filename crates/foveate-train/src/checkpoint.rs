@@ -20,7 +20,9 @@
 //! ```
 //!
 //! in the place of `model.safetensors` and `masters.safetensors`. Both kinds are read alike, by any number of
-//! ranks; [`export`] makes the first of the second.
+//! ranks; [`export`] makes the first of the second. Where ranks have several disks, each has the files of its ranks
+//! and all that is no tensor; `layout.json` says which disk has what, and the files of all in one folder are a
+//! checkpoint like any other.
 //!
 //! A checkpoint is written into a folder beside its place, every file is flushed to the disk,
 //! and the folder is renamed: whoever looks finds a whole checkpoint or none, whenever the
@@ -53,16 +55,20 @@ mod export;
 mod families;
 mod layout;
 mod load;
+mod parts;
 mod save;
 mod store;
 
 pub use checksums::Checksums;
 pub use config::{CheckpointConfig, SpecialTexts, read_config, read_tokenizer, special_texts};
 pub(crate) use content::{Content, HostCopy};
-pub use export::{Contents, RangeContents, TensorContents, contents, export};
+pub use export::{Contents, ElsewhereContents, RangeContents, TensorContents, contents, export};
+pub use layout::Disk;
+pub(crate) use layout::FILE as LAYOUT;
 pub use load::{load_state, load_weights};
+pub(crate) use parts::{Part, lacks, needed_files, parts};
 pub use save::save;
-pub(crate) use save::{Save, Written};
+pub(crate) use save::{Save, Written, leads};
 
 const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
@@ -164,14 +170,17 @@ pub fn remove_all(folder: &Path) -> Result<(), TrainError> {
 /// Removes all checkpoints but the newest `keep`, the oldest first.
 fn remove_but(folder: &Path, keep: usize) -> Result<(), TrainError> {
     let all = list(folder);
-    for (step, oldest) in &all[..all.len().saturating_sub(keep)] {
-        // Out of sight first: a process that dies while it removes leaves no half checkpoint.
-        let leaving = folder.join(format!(".writing-{step:06}"));
-        fs::rename(oldest, &leaving)
-            .and_then(|()| fs::remove_dir_all(&leaving))
-            .map_err(|e| TrainError::write(oldest, e))?;
-    }
-    Ok(())
+    let oldest = &all[..all.len().saturating_sub(keep)];
+    oldest.iter().try_for_each(|(step, place)| remove(folder, *step, place))
+}
+
+/// Removes the checkpoint of a step at `place`, under `folder`.
+fn remove(folder: &Path, step: u64, place: &Path) -> Result<(), TrainError> {
+    // Out of sight first: a process that dies while it removes leaves no half checkpoint.
+    let leaving = folder.join(format!(".writing-{step:06}-old"));
+    fs::rename(place, &leaving)
+        .and_then(|()| fs::remove_dir_all(&leaving))
+        .map_err(|e| TrainError::write(place, e))
 }
 
 fn remove_leftovers(folder: &Path) -> io::Result<()> {

@@ -76,6 +76,20 @@ pub struct RunSection {
     /// Whether a GPU records the pass of a batch once and replays it: `auto`, `on` or `off`.
     #[serde(default)]
     pub graphs: GraphsChoice,
+    /// Whether all ranks see one `dir` (`shared`), or those of each host one on its own disk (`local`).
+    #[serde(default)]
+    pub disks: DisksChoice,
+}
+
+/// Where the ranks of several hosts write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DisksChoice {
+    /// To one folder, on a file system that all hosts share.
+    #[default]
+    Shared,
+    /// To a folder of the same name on the disk of each host.
+    Local,
 }
 
 /// Whether the passes of batches are recorded as CUDA graphs.

@@ -6,6 +6,7 @@
 
 mod copies;
 mod counting;
+mod disks;
 mod evaluation;
 mod folder;
 mod mesh_model;
@@ -351,7 +352,7 @@ impl<B: Blocks> Setup<'_, B> {
                 (path, found.map(|m| m.held_out_loss), left)
             }
         };
-        if self.ranks.first() {
+        if self.logs.is_some() {
             let curve = self.folder.curve();
             curve::write_svg(&curve, "loss", &self.records)
                 .map_err(|e| TrainError::write(&curve, e))?;

@@ -29,6 +29,17 @@ pub struct Contents {
     pub sharded: bool,
     /// All tensors, weights first, by name.
     pub tensors: Vec<TensorContents>,
+    /// Files with tensors that are not here, because ranks of other hosts wrote them to disks of their own.
+    pub elsewhere: Vec<ElsewhereContents>,
+}
+
+/// A file of a checkpoint that is on another disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ElsewhereContents {
+    /// The file's name.
+    pub file: String,
+    /// What is in it, who wrote it, and how to bring it.
+    pub why: String,
 }
 
 /// A tensor of a checkpoint.
@@ -40,7 +51,7 @@ pub struct TensorContents {
     pub dtype: String,
     /// Length of each axis.
     pub shape: Vec<usize>,
-    /// Where its elements are.
+    /// Where its elements are, those that are here.
     pub ranges: Vec<RangeContents>,
 }
 
@@ -60,7 +71,8 @@ pub struct RangeContents {
     pub bytes: Range<u64>,
 }
 
-/// Lists what a checkpoint holds. With `read_all` every tensor is read and held to its checksum, where there is one.
+/// Lists what a checkpoint holds, or the part of it that is on this disk. With `read_all` everything that is here is
+/// read and held to its checksum, where there is one.
 ///
 /// # Errors
 /// Names the file, and the tensor, that is missing, damaged or not finite.
@@ -76,13 +88,16 @@ pub fn contents(
     if !sharded && masters_of(folder).iter().all(|file| file.exists()) {
         stores.push(masters(folder, sums.as_ref())?);
     }
-    let mut tensors = Vec::new();
+    let (mut tensors, mut elsewhere) = (Vec::new(), Vec::new());
     for mut store in stores {
+        elsewhere.extend(store.elsewhere().map(|(path, why)| ElsewhereContents {
+            file: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            why: why.to_owned(),
+        }));
         for name in store.names().map(str::to_owned).collect::<Vec<_>>() {
             let shape = store.shape(&name).expect("it is one of the names").to_vec();
             if read_all {
-                let elems = shape.iter().product();
-                store.read(&name, elems, 0..elems, &mut |_| Ok(()))?;
+                store.verify(&name)?;
             }
             let (dtype, found) = store.find(&name)?;
             let range = |Found { path, first, elems, columns, bytes }: Found| {
@@ -94,7 +109,7 @@ pub fn contents(
         }
     }
     let state = folder.join(STATE).exists().then(|| state(folder, sums.as_ref())).transpose()?;
-    Ok(Contents { folder: folder.to_owned(), state, sharded, tensors })
+    Ok(Contents { folder: folder.to_owned(), state, sharded, tensors, elsewhere })
 }
 
 /// Writes the weights of the checkpoint in `folder` to the new folder `to`, in Hugging Face's layout:
@@ -103,7 +118,7 @@ pub fn contents(
 /// absent.
 ///
 /// # Errors
-/// When `to` is there already or cannot be written, a tensor is missing, damaged or not finite, or a value has no
+/// When `to` is there already or cannot be written, a tensor is missing or on another disk, damaged or not finite, or a value has no
 /// finite form in `dtype`.
 pub fn export(
     folder: &Path,
@@ -120,6 +135,7 @@ pub fn export(
         fields.insert(key.to_owned(), dtype.torch_name().into());
     }
     let (store, names) = weights(folder, sums.as_ref())?;
+    store.is_here()?;
     let (mut parameters, mut elems) = (Vec::new(), 0);
     for (name, tensor) in &names {
         let shape = store.shape(tensor).expect("it is one of the names").to_vec();

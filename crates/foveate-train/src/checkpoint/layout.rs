@@ -7,16 +7,19 @@
 //! ```
 //!
 //! A range with `"columns": [8, 16]` is of those columns of the tensor, which is then in version 2: `first`
-//! and `elems` count in the matrix of these columns.
+//! and `elems` count in the matrix of these columns. Version 3 has parts on several disks, and says by
+//! `"disks"` which ranks wrote to which: the files of these ranks are there.
 //!
 //! Elements are counted in the tensor, row-major. A file has a range as a tensor of one axis called `NAME@FIRST`,
 //! with a checksum of its own. Ranges have at most [`PIECE`] elements and are cut at its multiples, so a
 //! rank that needs a part of a tensor reads, and holds to their checksums, the ranges with its part and few others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use foveate::tensor::count::Count;
 use foveate_nn::Parameter;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -26,10 +29,13 @@ use crate::error::TrainError;
 use crate::safetensors::RESTORE;
 
 /// Its name.
-pub(super) const FILE: &str = "layout.json";
+pub(crate) const FILE: &str = "layout.json";
 
-/// The version of the format, and that of one with ranges of columns.
-const VERSIONS: [u32; 2] = [1, 2];
+/// The version of the format, that of one with ranges of columns, and that of one on several disks.
+const VERSIONS: [u32; 3] = [1, 2, 3];
+
+/// The dtype of all tensors.
+pub(super) const DTYPE: &str = "F32";
 
 /// Elements of a range at most: 16 MiB.
 pub(super) const PIECE: usize = 4 << 20;
@@ -68,6 +74,31 @@ pub(super) struct Part {
     pub file: String,
     /// What it holds, in order.
     pub pieces: Vec<Piece>,
+}
+
+/// A disk that has the files of some ranks, where not all ranks write to one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// The host that wrote to it.
+    pub host: String,
+    /// The folder of the run's checkpoints there.
+    pub folder: PathBuf,
+    /// The ranks that wrote to it, in order; the first of them wrote what is no tensor, too.
+    pub ranks: Vec<usize>,
+}
+
+impl fmt::Display for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ranks: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
+        let s = if ranks.len() > 1 { "s" } else { "" };
+        write!(f, "rank{s} {} of host {}", ranks.join(", "), self.host)
+    }
+}
+
+/// The name of a file with ranges of a rank.
+pub(super) fn file_of(rank: usize, number: usize) -> String {
+    format!("part-{rank:05}-{number:05}.safetensors")
 }
 
 /// The name of the tensor of what is kept of a parameter.
@@ -135,6 +166,9 @@ fn runs(parameter: &Parameter, held: &Range<usize>) -> Vec<(usize, Range<usize>,
 #[serde(deny_unknown_fields)]
 pub(super) struct Layout {
     version: u32,
+    /// Where not all ranks wrote to one disk, which did to which.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<Disk>,
     /// By name.
     pub tensors: BTreeMap<String, Tensor>,
 }
@@ -161,18 +195,20 @@ pub(super) struct Stored {
 }
 
 impl Layout {
-    /// That of `parts` of `tensors`, which is at `path`.
+    /// That of `parts` of `tensors`, which is at `path`, on these disks; on one where there are none.
     ///
     /// # Errors
     /// When an element of a tensor is missing or there twice.
     pub fn of(
         tensors: BTreeMap<String, Vec<usize>>,
         parts: Vec<Part>,
+        disks: Vec<Disk>,
         path: &Path,
     ) -> Result<Self, TrainError> {
-        let empty = |shape| Tensor { dtype: "F32".to_owned(), shape, ranges: Vec::new() };
+        let empty = |shape| Tensor { dtype: DTYPE.to_owned(), shape, ranges: Vec::new() };
         let tensors = tensors.into_iter().map(|(name, shape)| (name, empty(shape)));
-        let mut layout = Self { version: VERSIONS[0], tensors: tensors.collect() };
+        let version = VERSIONS[if disks.is_empty() { 0 } else { 2 }];
+        let mut layout = Self { version, disks, tensors: tensors.collect() };
         for Part { file, pieces } in parts {
             for Piece { tensor, first, elems, columns } in pieces {
                 let Some(found) = layout.tensors.get_mut(&tensor) else {
@@ -180,7 +216,7 @@ impl Layout {
                     return Err(TrainError::checkpoint(path, message));
                 };
                 if columns.is_some() {
-                    layout.version = VERSIONS[1];
+                    layout.version = layout.version.max(VERSIONS[1]);
                 }
                 found.ranges.push(Stored { first, elems, file: file.clone(), columns });
             }
@@ -199,9 +235,9 @@ impl Layout {
         let mut layout: Self = serde_json::from_value(json)
             .map_err(|e| refuse(format!("is not the layout of a checkpoint: {e}; {RESTORE}")))?;
         if !VERSIONS.contains(&layout.version) {
-            let (version, [one, other]) = (layout.version, VERSIONS);
+            let (version, [first, .., last]) = (layout.version, VERSIONS);
             let message = format!(
-                "is a layout of version {version}, and {one} and {other} are read; use the foveate that \
+                "is a layout of version {version}, and {first} to {last} are read; use the foveate that \
                  wrote it"
             );
             return Err(refuse(message));
@@ -215,6 +251,45 @@ impl Layout {
         serde_json::to_value(self).expect("plain text and numbers")
     }
 
+    /// The names of all files with ranges.
+    pub fn files(&self) -> BTreeSet<&str> {
+        self.tensors.values().flat_map(|tensor| &tensor.ranges).map(|range| &*range.file).collect()
+    }
+
+    /// That `file` is not in `folder`: which elements are in it, and where it is.
+    pub fn missing(&self, file: &str, folder: &Path) -> String {
+        let ranges = self.tensors.iter().flat_map(|(name, tensor)| {
+            tensor.ranges.iter().filter(|range| range.file == file).map(move |range| (name, range))
+        });
+        let ranges: Vec<_> = ranges.collect();
+        let what = match ranges.first() {
+            None => String::new(),
+            Some((name, Stored { first, elems, .. })) => {
+                let others = match ranges.len() - 1 {
+                    0 => String::new(),
+                    others => format!(" and {}", Count(others, "other range")),
+                };
+                format!(
+                    ", where elements {first}..{} of tensor `{name}`{others} are",
+                    first + elems
+                )
+            }
+        };
+        let rank = file.strip_prefix("part-").and_then(|rest| rest.split('-').next()?.parse().ok());
+        let has = |disk: &&Disk| rank.is_some_and(|rank| disk.ranks.contains(&rank));
+        let Some(disk) = self.disks.iter().find(has) else {
+            return format!("is missing{what}; put it back, or use another checkpoint");
+        };
+        let step = folder.file_name().unwrap_or_default().to_string_lossy();
+        format!(
+            "is missing{what}, by {disk}; bring it here by `rsync -a {}:{}/ {}/`, or use another \
+             checkpoint",
+            disk.host,
+            disk.folder.join(&*step).display(),
+            folder.display()
+        )
+    }
+
     fn check(&self, path: &Path) -> Result<(), TrainError> {
         for (name, Tensor { dtype, shape, ranges }) in &self.tensors {
             let refuse = |message: String| {
@@ -225,8 +300,8 @@ impl Layout {
             let Some(elems) = elems else {
                 return refuse(format!("no memory holds the shape {shape:?}"));
             };
-            if dtype != "F32" {
-                return refuse(format!("F32 is read, not the dtype {dtype},"));
+            if dtype != DTYPE {
+                return refuse(format!("{DTYPE} is read, not the dtype {dtype},"));
             }
             let width = shape.last().copied().unwrap_or(1);
             let mut column = 0;
@@ -309,7 +384,7 @@ mod tests {
         });
         let parts = vec![Part { file: "part".to_owned(), pieces: pieces.collect() }];
         let tensors = [("a".to_owned(), vec![3, 5])].into();
-        Layout::of(tensors, parts, Path::new("layout.json")).map_err(|e| e.to_string())
+        Layout::of(tensors, parts, Vec::new(), Path::new("layout.json")).map_err(|e| e.to_string())
     }
 
     #[test]
@@ -350,7 +425,7 @@ mod tests {
             *json.pointer_mut(at).unwrap() = value;
             Layout::from_json(json, Path::new("layout.json")).unwrap_err().to_string()
         };
-        assert!(told("/version", 3.into()).contains("a layout of version 3, and 1 and 2 are read"));
+        assert!(told("/version", 4.into()).contains("a layout of version 4, and 1 to 3 are read"));
         assert!(told("/tensors/a/dtype", "BF16".into()).contains("not the dtype BF16"));
         let file = told("/tensors/a/ranges/0/file", "../part".into());
         assert!(file.contains("`../part` is not the name of a file here"), "{file}");

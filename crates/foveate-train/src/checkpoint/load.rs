@@ -73,6 +73,7 @@ pub fn load_weights<B: Blocks>(
 ) -> Result<Vec<String>, TrainError> {
     let sums = checksums.of(folder)?;
     let (mut store, names) = weights(folder, sums.as_ref())?;
+    store.is_here()?;
     let tied = model.config().tie_word_embeddings;
     let mut missing: BTreeMap<String, usize> =
         model.parameters().iter().enumerate().map(|(i, p)| (p.name.clone(), i)).collect();
@@ -101,7 +102,7 @@ pub fn load_weights<B: Blocks>(
 }
 
 /// The elements of a parameter that this rank keeps, in order; of columns the rows that they are in.
-fn own<B: Blocks>(model: &Model<B>, parameter: &Parameter) -> Vec<Range<usize>> {
+pub(super) fn own<B: Blocks>(model: &Model<B>, parameter: &Parameter) -> Vec<Range<usize>> {
     let share = model.share();
     if parameter.cut.as_ref().is_some_and(|cut| cut.axis == 1) {
         let pieces = share.pieces(&parameter.place);
@@ -227,6 +228,20 @@ pub fn load_state<B: Blocks>(
         filler.finish(|at, some| model.upload_moment(moment, array, at, some))?;
     }
     Ok((moments, state))
+}
+
+/// What a resume reads of a parameter.
+pub(super) fn kept_of<B: Blocks>(
+    model: &Model<B>,
+    parameter: &Parameter,
+    rule: &Rule,
+) -> impl Iterator<Item = Kept> {
+    let kept = [Kept::Weight, Kept::Moment(Moment::Mean), Kept::Moment(Moment::Square)];
+    let count = match model.layout().trains(&parameter.place) {
+        true => 2 + usize::from(rule.keeps_squares()),
+        false => 1,
+    };
+    kept.into_iter().take(count)
 }
 
 /// The moments that `rule` keeps.

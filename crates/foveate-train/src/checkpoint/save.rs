@@ -5,6 +5,10 @@
 //! several ([`Save::write_part`]), rank 0 also what is no tensor. When all have reported what they wrote,
 //! rank 0 says what is where, and renames the folder ([`Save::commit`]). Whatever dies before, nothing is in
 //! the place.
+//!
+//! Where ranks have several disks ([`Save::on`]), the first rank of each does on it what rank 0 does, and every
+//! disk has what is no tensor, `layout.json` and the checksums of all, the same on each. Older checkpoints are
+//! removed when every disk has the new one ([`Save::publish`], then [`Save::retire`]), so one is whole at all times.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -18,10 +22,10 @@ use serde_json::{Value, json};
 
 use super::checksums::{self, Manifest};
 use super::content::{Carried, Content, Kept, Values};
-use super::layout::{self, Layout, Part, Piece};
+use super::layout::{self, Disk, Layout, Part, Piece};
 use super::{
-    CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint, remove_but, remove_leftovers,
-    unreadable,
+    CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint, list, remove, remove_but,
+    remove_leftovers, unreadable,
 };
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::SaveDtype;
@@ -89,11 +93,22 @@ pub(super) fn save_with<B: Blocks>(
 #[derive(Clone, Debug)]
 pub(crate) struct Save {
     folder: PathBuf,
+    step: u64,
     /// How many checkpoints of a run stay; none where `folder` is no run's.
     keep: Option<usize>,
+    /// The disks of the ranks, where these are several.
+    disks: Vec<Disk>,
     temporary: PathBuf,
     /// Where the checkpoint will be.
     pub place: PathBuf,
+}
+
+/// Whether rank `rank` is the first of those that write to its disk, of `disks`; of all where there are none.
+pub(crate) fn leads(disks: &[Disk], rank: usize) -> bool {
+    match disks.is_empty() {
+        true => rank == 0,
+        false => disks.iter().any(|disk| disk.ranks.first() == Some(&rank)),
+    }
 }
 
 /// What a rank has written.
@@ -111,7 +126,18 @@ impl Save {
     pub fn of(folder: &Path, step: u64, keep: usize) -> Self {
         let temporary = folder.join(format!(".writing-{step:06}"));
         let place = folder.join(format!("step-{step:06}"));
-        Self { folder: folder.to_owned(), keep: Some(keep.max(1)), temporary, place }
+        let (folder, disks) = (folder.to_owned(), Vec::new());
+        Self { folder, step, keep: Some(keep.max(1)), disks, temporary, place }
+    }
+
+    /// The same, each rank on one of `disks`; all on one where there are none.
+    pub fn on(self, disks: &[Disk]) -> Self {
+        Self { disks: disks.to_vec(), ..self }
+    }
+
+    /// Whether rank `rank` is the first of those that write to its disk.
+    pub fn leads(&self, rank: usize) -> bool {
+        leads(&self.disks, rank)
     }
 
     /// One to the new folder `place`, begun.
@@ -134,16 +160,17 @@ impl Save {
         let left = if temporary.exists() { fs::remove_dir_all(&temporary) } else { Ok(()) };
         left.and_then(|()| fs::create_dir_all(&temporary))
             .map_err(|e| TrainError::write(&temporary, e))?;
-        Ok(Self { folder, keep: None, temporary, place: place.to_owned() })
+        let (place, disks) = (place.to_owned(), Vec::new());
+        Ok(Self { folder, step: 0, keep: None, disks, temporary, place })
     }
 
     /// Makes the folder to write to. False where the step is saved already: steps are reproducible, so what
-    /// is here is what would be written.
+    /// is here is what would be written. One of several disks may be the only one that has it, so it is written anew.
     ///
     /// # Errors
     /// When it cannot be made.
     pub fn begin(&self) -> Result<bool, TrainError> {
-        if is_checkpoint(&self.place) {
+        if self.disks.is_empty() && is_checkpoint(&self.place) {
             return Ok(false);
         }
         fs::create_dir_all(&self.folder)
@@ -177,8 +204,8 @@ impl Save {
         Ok(Written { sums: writer.sums, ..Default::default() })
     }
 
-    /// Writes the elements `owned` of the f32 weights and moments, as rank `rank`; rank 0 also writes what is
-    /// no tensor.
+    /// Writes the elements `owned` of the f32 weights and moments, as rank `rank`; the first of a disk also writes
+    /// what is no tensor.
     ///
     /// # Errors
     /// Those of [`Self::write`].
@@ -202,7 +229,7 @@ impl Save {
         (shard_bytes, piece): (usize, usize),
     ) -> Result<Written, TrainError> {
         let mut writer = Writer::to(&self.temporary, create);
-        if rank == 0 {
+        if self.leads(rank) {
             writer.beside(content)?;
         }
         let pieces = layout::pieces(content, owned, piece);
@@ -212,7 +239,7 @@ impl Save {
             if some.is_empty() {
                 continue;
             }
-            let file = format!("part-{rank:05}-{i:05}.safetensors");
+            let file = layout::file_of(rank, i);
             let source = |(piece, kept, start): &(Piece, Kept, usize)| {
                 let (kept, start) = (*kept, *start);
                 let values = move |first, into: &mut [f32]| values.read(kept, start + first, into);
@@ -239,7 +266,7 @@ impl Save {
             if began.elapsed() > VISIBLE {
                 let message = format!(
                     "rank {rank} does not see here what rank 0 writes; give all ranks one run.dir on \
-                     a file system that they share"
+                     a file system that they share, or set run.disks = \"local\""
                 );
                 return Err(TrainErrorKind::Folder { path: self.folder.clone(), message }.into());
             }
@@ -258,13 +285,26 @@ impl Save {
     /// Makes a checkpoint of what all ranks have written, in order of rank, and removes older ones.
     ///
     /// # Errors
-    /// A range of a tensor that is missing or written twice, or a file system that refuses: nothing stays
-    /// of it then.
+    /// Those of [`Self::publish`] and [`Self::retire`].
     pub fn commit(&self, all: Vec<Written>) -> Result<PathBuf, TrainError> {
         self.commit_with(all, &create)
     }
 
     fn commit_with(&self, all: Vec<Written>, create: Create<'_>) -> Result<PathBuf, TrainError> {
+        self.publish_with(all, create)?;
+        self.retire().map(|()| self.place.clone())
+    }
+
+    /// Makes a checkpoint of what all ranks have written, in order of rank; of several disks that of this one.
+    ///
+    /// # Errors
+    /// A range of a tensor that is missing or written twice, or a file system that refuses: nothing stays
+    /// of it then.
+    pub fn publish(&self, all: Vec<Written>) -> Result<(), TrainError> {
+        self.publish_with(all, &create)
+    }
+
+    fn publish_with(&self, all: Vec<Written>, create: Create<'_>) -> Result<(), TrainError> {
         let failed = |e: io::Error| TrainError::write(&self.place, e);
         let sync = |folder: &Path| File::open(folder).and_then(|dir| dir.sync_all());
         let described = self.describe(all, create).and_then(|()| {
@@ -272,13 +312,31 @@ impl Save {
         });
         // An empty folder of another origin gives way; one with files in it is somebody's.
         described
+            .and_then(|()| {
+                // What an attempt left that did not reach every disk.
+                match is_checkpoint(&self.place) && !self.disks.is_empty() {
+                    true => remove(&self.folder, self.step, &self.place),
+                    false => Ok(()),
+                }
+            })
             .and_then(|()| fs::rename(&self.temporary, &self.place).map_err(failed))
             .map_err(|e| self.abandon(e))?;
-        sync(&self.folder).map_err(failed)?;
-        if let Some(keep) = self.keep {
-            remove_but(&self.folder, keep)?;
+        sync(&self.folder).map_err(failed)
+    }
+
+    /// Removes all but the newest checkpoints, as many as are kept; of several disks also parts of later steps: a
+    /// run that had all of them would have gone on from there.
+    ///
+    /// # Errors
+    /// When one cannot be removed.
+    pub fn retire(&self) -> Result<(), TrainError> {
+        let Some(keep) = self.keep else { return Ok(()) };
+        if !self.disks.is_empty() {
+            for (step, later) in list(&self.folder).iter().filter(|(step, _)| *step > self.step) {
+                remove(&self.folder, *step, later)?;
+            }
         }
-        Ok(self.place.clone())
+        remove_but(&self.folder, keep)
     }
 
     /// Writes what is where, and the checksums.
@@ -291,7 +349,8 @@ impl Save {
             parts.extend(written.parts);
         }
         if !tensors.is_empty() {
-            let layout = Layout::of(tensors, parts, &self.temporary.join(layout::FILE))?;
+            let (disks, path) = (self.disks.clone(), self.temporary.join(layout::FILE));
+            let layout = Layout::of(tensors, parts, disks, &path)?;
             let text = writer.json(layout::FILE, &layout.to_json())?;
             writer.sums.add_file(layout::FILE, text.as_bytes());
         }

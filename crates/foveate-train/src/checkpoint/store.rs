@@ -21,6 +21,8 @@ struct File {
     path: PathBuf,
     /// None until something of it is read.
     open: Option<Tensors>,
+    /// That it is not here but on the disk of other ranks, and how to bring it.
+    elsewhere: Option<String>,
 }
 
 /// Where a tensor is.
@@ -60,7 +62,7 @@ impl Store {
         let mut store = Self { files: Vec::new(), sums, tensors: BTreeMap::new() };
         for path in paths {
             let file = store.files.len();
-            store.files.push(File { path, open: None });
+            store.files.push(File { path, open: None, elsewhere: None });
             let tensors = store.open(file)?;
             let named = tensors.names().map(|name| {
                 let shape = tensors.shape(name).expect("it is one of the names").to_vec();
@@ -81,7 +83,8 @@ impl Store {
     /// The tensors that `layout.json` of `folder` says where to find; none where there is no such file.
     ///
     /// # Errors
-    /// When it is not as it was saved, or elements of a tensor are missing or there twice, or a file is not there.
+    /// When it is not as it was saved, or elements of a tensor are missing or there twice, or a file is not there;
+    /// of one on several disks that is an error where something of the file is read.
     pub fn of_layout(folder: &Path, sums: Option<&Manifest>) -> Result<Option<Self>, TrainError> {
         let path = folder.join(layout::FILE);
         if !path.exists() {
@@ -93,30 +96,61 @@ impl Store {
         let layout = Layout::from_json(read_json(&path)?, &path)?;
         let mut files: BTreeMap<String, usize> = BTreeMap::new();
         let mut store = Self { files: Vec::new(), sums: sums.cloned(), tensors: BTreeMap::new() };
-        for (name, tensor) in layout.tensors {
+        for (name, tensor) in &layout.tensors {
             let mut pieces = Vec::new();
-            for layout::Stored { first, elems, file, columns } in tensor.ranges {
+            for &layout::Stored { first, elems, ref file, columns } in &tensor.ranges {
                 let next = files.len();
                 let number = *files.entry(file.clone()).or_insert(next);
                 if number == next {
-                    let path = folder.join(&file);
-                    if !path.exists() {
-                        let message = format!(
-                            "is missing, where elements {first}..{} of tensor `{name}` are; put it \
-                             back, or use another checkpoint",
-                            first + elems
-                        );
-                        return Err(TrainError::checkpoint(&path, message));
+                    let path = folder.join(file);
+                    let elsewhere = (!path.exists()).then(|| layout.missing(file, folder));
+                    if let (Some(message), true) = (&elsewhere, layout.disks.is_empty()) {
+                        return Err(TrainError::checkpoint(&path, message.clone()));
                     }
-                    store.files.push(File { path, open: None });
+                    store.files.push(File { path, open: None, elsewhere });
                 }
                 let piece = layout::Piece { tensor: name.clone(), first, elems, columns };
                 let range = first..first + elems;
                 pieces.push(Piece { range, columns, file: number, name: piece.name() });
             }
-            store.tensors.insert(name, Place { shape: tensor.shape, pieces });
+            store.tensors.insert(name.clone(), Place { shape: tensor.shape.clone(), pieces });
         }
         Ok(Some(store))
+    }
+
+    /// What of its files is on other disks: their names, and how to bring each.
+    pub fn elsewhere(&self) -> impl Iterator<Item = (&Path, &str)> {
+        let files = self.files.iter();
+        files.filter_map(|file| file.elsewhere.as_deref().map(|why| (&*file.path, why)))
+    }
+
+    /// Refuses where something is on other disks.
+    ///
+    /// # Errors
+    /// What is, and how to bring it.
+    pub fn is_here(&self) -> Result<(), TrainError> {
+        match self.elsewhere().next() {
+            Some((path, why)) => Err(TrainError::checkpoint(path, why)),
+            None => Ok(()),
+        }
+    }
+
+    /// The files with elements `range` of a tensor; of columns, those with all that is in the rows.
+    pub fn files_of(&self, name: &str, range: &Range<usize>) -> impl Iterator<Item = &Path> {
+        let place = self.tensors.get(name);
+        let width = place.and_then(|place| place.shape.last().copied()).unwrap_or(1).max(1);
+        let has = move |piece: &&Piece| {
+            let wanted = match piece.columns {
+                None => range.clone(),
+                Some([from, to]) => {
+                    let own = to - from;
+                    range.start / width * own..range.end.div_ceil(width) * own
+                }
+            };
+            piece.range.start < wanted.end && wanted.start < piece.range.end
+        };
+        let pieces = place.map_or(&[][..], |place| &place.pieces);
+        pieces.iter().filter(has).map(|piece| &*self.files[piece.file].path)
     }
 
     /// The names of all tensors.
@@ -129,7 +163,22 @@ impl Store {
         self.tensors.get(name).map(|place| &*place.shape)
     }
 
-    /// The dtype of a tensor that is here, and where its elements are.
+    /// Reads all that is here of a tensor, and holds it to its checksums.
+    ///
+    /// # Errors
+    /// If something is damaged, or has a value that is not finite.
+    pub fn verify(&mut self, name: &str) -> Result<(), TrainError> {
+        let pieces = self.tensors.get(name).map_or(&[][..], |place| &place.pieces);
+        let pieces = pieces.iter().map(|piece| (piece.file, piece.name.clone(), piece.range.len()));
+        for (file, name, elems) in pieces.collect::<Vec<_>>() {
+            if self.files[file].elsewhere.is_none() {
+                self.open(file)?.read_part(&name, elems, 0..elems, &mut |_| Ok(()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The dtype of a tensor, and where its elements that are here are.
     ///
     /// # Errors
     /// When a file cannot be opened or has not what it should have.
@@ -138,6 +187,10 @@ impl Store {
         let pieces = place.iter().map(|p| (p.file, p.name.clone(), p.range.clone(), p.columns));
         let (mut all, mut dtype) = (Vec::new(), String::new());
         for (file, name, Range { start: first, end }, columns) in pieces.collect::<Vec<_>>() {
+            if self.files[file].elsewhere.is_some() {
+                dtype = layout::DTYPE.to_owned();
+                continue;
+            }
             let tensors = self.open(file)?;
             let Some((tag, bytes)) = tensors.place(&name) else {
                 let message = format!("tensor `{name}` is missing");
@@ -234,8 +287,11 @@ impl Store {
     }
 
     fn open(&mut self, file: usize) -> Result<&mut Tensors, TrainError> {
-        let File { path, open } = &mut self.files[file];
+        let File { path, open, elsewhere } = &mut self.files[file];
         if open.is_none() {
+            if let Some(why) = elsewhere {
+                return Err(TrainError::checkpoint(path, why.clone()));
+            }
             let tensors = Tensors::open(path)?;
             *open = Some(match &self.sums {
                 Some(sums) => tensors.verified_by(sums.tensors(path)?),

@@ -58,8 +58,8 @@ impl<'a> Folder<'a> {
     }
 
     /// The checkpoint that a run continues from, `None` for one that starts anew; or why it cannot
-    /// start in this way.
-    pub fn admit(&self, start: Start) -> Result<Option<PathBuf>, TrainError> {
+    /// start in this way. Of several disks it is the `part` here of the newest that is whole.
+    pub fn admit(&self, start: Start, part: Option<&Path>) -> Result<Option<PathBuf>, TrainError> {
         if self.0.exists() && !self.0.is_dir() {
             return Err(self.refusal("is no folder; choose another run.dir".to_owned()));
         }
@@ -68,14 +68,17 @@ impl<'a> Folder<'a> {
         if self.is_busy() {
             return Err(self.busy());
         }
-        self.admit_run(start)
+        self.admit_run(start, part)
     }
 
     /// [`Self::admit`] of a folder that no process is at work on, or this one holds.
-    fn admit_run(&self, start: Start) -> Result<Option<PathBuf>, TrainError> {
+    fn admit_run(&self, start: Start, part: Option<&Path>) -> Result<Option<PathBuf>, TrainError> {
         const OVER: &str = "start over with --start-over, which removes it";
         let refuse = |message: String| Err(self.refusal(message));
-        let last = checkpoint::latest(&self.checkpoints());
+        let last = match (start, part) {
+            (Start::Resume, Some(part)) => Some(part.to_owned()),
+            _ => checkpoint::latest(&self.checkpoints()),
+        };
         let steps = self.records()?.iter().map(Record::step).max().unwrap_or(0);
         match (start, last) {
             (Start::Resume, Some(last)) => Ok(Some(last)),
@@ -148,14 +151,19 @@ impl<'a> Folder<'a> {
     /// Makes the folder, takes it for this process, and removes what is to be started over. What
     /// [`Self::admit`] found, `last`, has to be so still. The folder is this process's for as long
     /// as what is returned lives.
-    pub fn claim(&self, start: Start, last: Option<&Path>) -> Result<Claim, TrainError> {
+    pub fn claim(
+        &self,
+        start: Start,
+        last: Option<&Path>,
+        part: Option<&Path>,
+    ) -> Result<Claim, TrainError> {
         fs::create_dir_all(self.0).map_err(|e| TrainError::write(self.0, e))?;
         let held = File::open(self.0).ok();
         if held.as_ref().is_some_and(|folder| is_held(folder.try_lock())) {
             return Err(self.busy());
         }
         self.check_kinds()?;
-        if self.admit_run(start)?.as_deref() != last {
+        if self.admit_run(start, part)?.as_deref() != last {
             let message = "another process has saved or removed a checkpoint meanwhile; give the \
                            command again";
             return Err(self.refusal(message.to_owned()));

@@ -3,7 +3,7 @@
 //! A save beside the steps copies what this rank writes to host memory, while the steps go on where the device can;
 //! a thread waits for the copy and writes it. At the
 //! end of each step the ranks tell each other whether theirs is done; when all are, they report what they wrote
-//! and rank 0 renames the folder. The next save and the end of the run wait for it, and the last one does not
+//! and rank 0 renames the folder; where ranks have several disks, the first of each. The next save and the end of the run wait for it, and the last one does not
 //! go on beside anything.
 
 use std::path::PathBuf;
@@ -35,8 +35,11 @@ impl<B: Blocks> Setup<'_, B> {
         let beside = beside && self.can_copy(observer)?;
         let (began, ranks, step) = (Instant::now(), self.ranks, self.state.step);
         let save = Save::of(&self.folder.checkpoints(), step, self.recipe.train.keep);
+        let save = save.on(self.disks.all());
         let place = save.place.clone();
-        let begun = ranks.together(if ranks.first() { save.begin() } else { Ok(true) })?;
+        let begins = self.disks.leads() && !self.disks.have(step);
+        let begun = if begins { save.begin() } else { Ok(!self.disks.have(step)) };
+        let begun = ranks.together(begun)?;
         if ranks.bytes_of_first(vec![u8::from(begun)])? != [1] {
             let took = began.elapsed();
             self.tell(&place, step, took, took, observer)?;
@@ -46,6 +49,7 @@ impl<B: Blocks> Setup<'_, B> {
         shared.map_err(|e| self.abandoned(&save, e))?;
         let (rank, count) = (ranks.rank(), ranks.count());
         self.state.choices = self.model.choices();
+        self.disks.alike(ranks, &mut self.state)?;
         let snapshot = Snapshot {
             model: &self.model,
             attention: &self.attention,
@@ -63,7 +67,7 @@ impl<B: Blocks> Setup<'_, B> {
                 1 => save.write(&content, &snapshot),
                 _ => save.write_part(&content, &snapshot, &owned, rank),
             });
-            let place = self.commit(&save, written)?;
+            let place = self.commit(&save, step, written)?;
             let took = began.elapsed();
             self.tell(&place, step, took, took, observer)?;
             return Ok(place);
@@ -162,7 +166,7 @@ impl<B: Blocks> Setup<'_, B> {
         observer.begins("saving");
         let waiting = Instant::now();
         let written = saving.written();
-        let place = self.commit(&saving.save, written)?;
+        let place = self.commit(&saving.save, saving.step, written)?;
         let waited = saving.waited + waiting.elapsed();
         self.tell(&place, saving.step, saving.began.elapsed(), waited, observer)
     }
@@ -184,8 +188,9 @@ impl<B: Blocks> Setup<'_, B> {
 
     /// Makes a checkpoint of what all ranks have written, or of nothing where one of them failed.
     fn commit(
-        &self,
+        &mut self,
         save: &Save,
+        step: u64,
         written: Result<Written, TrainError>,
     ) -> Result<PathBuf, TrainError> {
         let ranks = self.ranks;
@@ -201,15 +206,18 @@ impl<B: Blocks> Setup<'_, B> {
             })
         });
         // All ranks have written what they will.
-        match all.map_err(|e| self.abandoned(save, e))? {
-            all if ranks.first() => ranks.together(save.commit(all)),
-            _ => ranks.together(Ok(save.place.clone())),
-        }
+        let all = all.map_err(|e| self.abandoned(save, e))?;
+        let leads = self.disks.leads();
+        ranks.together(if leads { save.publish(all) } else { Ok(()) })?;
+        // Every disk has it.
+        ranks.together(if leads { save.retire() } else { Ok(()) })?;
+        self.disks.now_have(step);
+        Ok(save.place.clone())
     }
 
     /// Removes what was written, for the sake of `e`.
     fn abandoned(&self, save: &Save, e: TrainError) -> TrainError {
-        if self.ranks.first() { save.abandon(e) } else { e }
+        if self.disks.leads() { save.abandon(e) } else { e }
     }
 
     fn tell(

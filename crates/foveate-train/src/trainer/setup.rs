@@ -21,9 +21,10 @@ use model::{Made, fits, model};
 use resume::{moved, resumed, same_run};
 
 use super::copies::CopyMemory;
+use super::disks::{Disks, Whole};
 use super::folder::{Claim, Folder};
 use super::pending::Pending;
-use super::{Observer, Options, Started, counting};
+use super::{Observer, Options, Start, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::context::{ContextPlanner, Described, RunContext, is_needed};
@@ -51,13 +52,15 @@ pub(super) struct Setup<'a, B: Blocks> {
     pub recipe: &'a Recipe,
     pub folder: Folder<'a>,
     pub ranks: Ranks<'a>,
+    /// Which ranks have the folder on one disk.
+    pub disks: Disks,
     /// Where several ranks have the tokens of a row.
     pub context: Option<RunContext>,
     /// Which tokens each rank has then.
     cuts: Option<Sharding>,
     /// The ranks that hold the same parameters.
     pub replicas: Box<dyn Collectives>,
-    /// Of the rank that writes.
+    /// Of the first rank of each disk.
     pub logs: Option<Logs>,
     pub corpus: Arc<Corpus>,
     /// The documents' numbers of tokens, where something needs them.
@@ -104,7 +107,13 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
-        let mut texts = ranks.together(Texts::read(ranks, recipe, file, &options, observer))?;
+        let mut disks = Disks::found(ranks, recipe)?;
+        let whole = match options.start {
+            Start::Resume => disks.newest(ranks, &Folder::new(&recipe.run.dir).checkpoints())?,
+            Start::New | Start::Over => None,
+        };
+        let texts = Texts::read(ranks, recipe, file, &options, whole.as_ref(), observer);
+        let mut texts = ranks.together(texts)?;
         // Ranks of a host compute on one GPU each.
         let mut alike = recipe.clone();
         alike.run.device = Default::default();
@@ -120,8 +129,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
         ranks.together(carried(ranks, recipe, gpu.is_some()))?;
         texts.counts = counts(ranks, recipe, &texts, observer)?.map(Arc::new);
         let last = texts.last.clone();
-        let (mut run, resolved) =
-            ranks.together(Self::made(ranks, recipe, file, texts, blocks, gpu, observer))?;
+        let made = Self::made((ranks, disks, whole), recipe, file, texts, blocks, gpu, observer);
+        let (mut run, resolved) = ranks.together(made)?;
         let transfers = ranks.together(run.proven_transfers())?;
         ranks.agree(&[
             ("step", run.state.step),
@@ -129,7 +138,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ("transfers of a step", transfers),
         ])?;
         run.agree_on_saves()?;
-        let logs = ranks.first().then(|| run.open(options, last.as_deref(), &resolved));
+        let logs = run.disks.leads().then(|| run.open(options, last.as_deref(), &resolved));
         run.logs = ranks.together(logs.transpose())?;
         run.started.mixed_devices = mixed;
         Ok(run)
@@ -152,7 +161,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
         last: Option<&Path>,
         resolved: &str,
     ) -> Result<Logs, TrainError> {
-        let claim = self.folder.claim(options.start, last)?;
+        let claim =
+            self.folder.claim(options.start, last, last.filter(|_| self.disks.are_several()))?;
         let cache = self.folder.cache();
         if let Some(counts) = &self.counts
             && TokenCounts::read(&cache, &self.corpus).is_none()
@@ -169,7 +179,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
 
     /// The run, without its logs, and the recipe as it is saved.
     fn made(
-        ranks: Ranks<'a>,
+        (ranks, disks, whole): (Ranks<'a>, Disks, Option<Whole>),
         recipe: &'a Recipe,
         file: &Path,
         texts: Texts<'a>,
@@ -203,6 +213,9 @@ impl<'a, B: Blocks> Setup<'a, B> {
             .then(|| CopyMemory::begin(&model, &rule, &ranks.owned(model.layout())));
         let copies = copies.transpose()?;
         observer.begins("making the model");
+        if let (Some(whole), Some(last)) = (&whole, &last) {
+            disks.bring(ranks, whole, last, &model, &rule)?;
+        }
         let (moments, mut state, fresh_buffers) = match &last {
             Some(last) => resumed(steps, last, &mut model, &rule, fingerprint, checksums)?,
             None => begun(origin.as_deref(), recipe, &mut model, fingerprint, checksums)?,
@@ -237,6 +250,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let mut run = Self {
             recipe,
             ranks,
+            disks,
             context,
             cuts,
             replicas: ranks.group(&[MeshAxis::Replicate])?,
@@ -326,6 +340,7 @@ impl<'a> Texts<'a> {
         recipe: &'a Recipe,
         file: &Path,
         options: &Options,
+        whole: Option<&Whole>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
         let &Options { start, checksums, renderer, .. } = options;
@@ -333,8 +348,11 @@ impl<'a> Texts<'a> {
         let place = file.parent().unwrap_or(Path::new(""));
         let folder = Folder::new(&recipe.run.dir);
         folder.check_recipe(file, start)?;
-        let last = folder.admit(start)?;
-        if last.is_some() {
+        let part = whole.map(|whole| whole.place(&folder.checkpoints()));
+        let last = folder.admit(start, part.as_deref())?;
+        // A disk that has had no part of the run has no recipe of it either.
+        let is_new = part.is_some() && checkpoint::latest(&folder.checkpoints()).is_none();
+        if last.is_some() && !is_new {
             same_run(recipe, &folder.recipe())?;
         }
         let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));

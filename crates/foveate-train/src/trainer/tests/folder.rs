@@ -254,14 +254,15 @@ fn a_run_that_ended_meanwhile_is_not_said_to_be_at_work() {
     let place = Place::new();
     let dir = place.dir();
     let folder = Folder::new(&dir);
-    assert_eq!(folder.admit(Start::New).unwrap(), None);
+    assert_eq!(folder.admit(Start::New, None).unwrap(), None);
     let (summary, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
     let older = summary.checkpoint.with_file_name("step-000004");
-    let told =
-        |start, last| folder.claim(start, last).err().map(|e| e.to_string()).unwrap_or_default();
+    let told = |start, last| {
+        folder.claim(start, last, None).err().map(|e| e.to_string()).unwrap_or_default()
+    };
     let new = told(Start::New, None);
     assert!(new.contains("a run is already here; continue it with --resume"), "{new}");
     let resumed = told(Start::Resume, Some(older.as_path()));
     assert!(resumed.contains("has saved or removed a checkpoint meanwhile"), "{resumed}");
-    assert!(folder.claim(Start::Resume, Some(&summary.checkpoint)).is_ok());
+    assert!(folder.claim(Start::Resume, Some(&summary.checkpoint), None).is_ok());
 }

@@ -1,0 +1,190 @@
+//! Ranks whose hosts have no folder in common: processes that each see another folder of the run.
+
+mod place;
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+
+use place::Place;
+
+/// A run of three ranks, and the folders that stand for the disks of hosts.
+struct Hosts(Place);
+
+impl Hosts {
+    fn new() -> Self {
+        let place = Place::new();
+        place.recipe(|recipe| {
+            let recipe = recipe.replace("batch_rows = 2", "batch_rows = 3");
+            recipe.replace("[schedule]", "[schedule]\nkind = \"constant\"")
+        });
+        for host in ["a", "b", "c"] {
+            std::fs::create_dir(place.path(host)).unwrap();
+        }
+        Self(place)
+    }
+
+    /// Trains with a rank in each of the folders `on`, with the folder `run` of each as that of the run.
+    fn train(&self, on: [&str; 3], args: &[&str]) -> [Output; 3] {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let (meet, recipe) = (format!("127.0.0.1:{port}"), self.0.path("recipe.toml"));
+        let start = |rank: usize| {
+            let (rank, host) = (rank.to_string(), self.0.path(on[rank]));
+            let mut command = self.0.command(&["train", recipe.to_str().unwrap(), "--ranks", "3"]);
+            command.args(["--rank", &rank, "--meet", &meet, "--set", "run.dir=run"]);
+            command.args(["--set", "run.disks=local"]).args(args).current_dir(host);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        [0, 1, 2].map(start).map(|child| child.wait_with_output().unwrap())
+    }
+
+    fn trained(&self, on: [&str; 3], args: &[&str]) {
+        for done in self.train(on, args) {
+            assert!(done.status.success(), "{}", said(&done));
+        }
+    }
+
+    /// The one error of three ranks.
+    fn refused(&self, on: [&str; 3], args: &[&str]) -> String {
+        let all = self.train(on, args);
+        assert!(all.iter().all(|done| !done.status.success()));
+        let all: Vec<String> = all.iter().map(said).collect();
+        let errors = || all.iter().flat_map(|said| said.lines()).filter(|l| l.contains("error: "));
+        assert!(errors().count() == 1, "{all:?}");
+        errors().next().unwrap().to_owned()
+    }
+
+    fn step(&self, host: &str, step: u64) -> PathBuf {
+        self.0.path(host).join(format!("run/checkpoints/step-{step:06}"))
+    }
+}
+
+fn said(done: &Output) -> String {
+    let said = String::from_utf8(done.stderr.clone()).unwrap();
+    assert!(!said.contains("panicked"), "{said}");
+    said
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn parts(folder: &Path) -> Vec<String> {
+    names(folder).into_iter().filter(|name| name.starts_with("part-")).collect()
+}
+
+#[test]
+fn every_host_has_its_ranks_parts_and_what_says_where_the_others_are() {
+    let hosts = Hosts::new();
+    let place = &hosts.0;
+    let shared = ["train", "recipe.toml", "--ranks", "3", "--set", "run.dir=shared"];
+    let eight = ["--set", "train.steps=8"];
+    let done = place.run(&[&shared[..], &eight].concat());
+    assert!(done.status.success(), "{}", said(&done));
+    hosts.trained(["a", "a", "b"], &eight);
+    let [a, b] = ["a", "b"].map(|host| hosts.step(host, 8));
+    let part = |rank: usize| format!("part-{rank:05}-00000.safetensors");
+    assert_eq!((parts(&a), parts(&b)), (vec![part(0), part(1)], vec![part(2)]));
+    for file in ["layout.json", "checksums.json", "config.json", "state.json"] {
+        let [a, b] = [&a, &b].map(|place| std::fs::read(place.join(file)).unwrap());
+        assert!(a == b, "{file}");
+    }
+    // Nothing else stays beside the folders of the run, and both have its log.
+    assert_eq!(names(&place.path("a")), ["run"]);
+    assert_eq!(place.steps("a/run"), place.steps("shared"));
+    assert_eq!(place.steps("b/run"), place.steps("shared"));
+    // A part says what it lacks.
+    let [a, b, all] = [a, b, place.path("all")];
+    let shown = place.run(&["checkpoint", "show", b.to_str().unwrap(), "--verify"]);
+    let out = String::from_utf8(shown.stdout.clone()).unwrap();
+    assert!(shown.status.success(), "{}", said(&shown));
+    let rsync = format!("bring it here by `rsync -a {}:", host());
+    for rank in [0, 1] {
+        let line = out.lines().find(|line| line.starts_with(&part(rank))).expect(&out);
+        assert!(line.contains("is missing, where elements "), "{line}");
+        assert!(line.contains(&format!("by ranks 0, 1 of host {}; {rsync}", host())), "{line}");
+    }
+    assert!(out.ends_with("all that is here is what was saved\n"), "{out}");
+    let json = place.run(&["checkpoint", "show", b.to_str().unwrap(), "--json"]);
+    let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json["elsewhere"][1]["file"], part(1));
+    for args in [
+        &["checkpoint", "export", b.to_str().unwrap(), "hf"][..],
+        &["eval", b.to_str().unwrap(), "00.txt"],
+    ] {
+        let refused = place.run(args);
+        let error = said(&refused);
+        assert!(!refused.status.success() && error.contains(&rsync), "{error}");
+        assert!(error.contains(&part(0)) && !place.path("hf").exists(), "{error}");
+    }
+    // Brought together they are a checkpoint like any other.
+    std::fs::create_dir(&all).unwrap();
+    for (from, name) in
+        [&a, &b].into_iter().flat_map(|from| names(from).into_iter().map(move |n| (from, n)))
+    {
+        std::fs::copy(from.join(&name), all.join(&name)).unwrap();
+    }
+    let export = |from: &Path, to: &str| {
+        let done = place.run(&["checkpoint", "export", from.to_str().unwrap(), to]);
+        assert!(done.status.success(), "{}", said(&done));
+        std::fs::read(place.path(to).join("model.safetensors")).unwrap()
+    };
+    let shared = export(&place.path("shared/checkpoints/step-000008"), "hf-shared");
+    assert!(export(&all, "hf-all") == shared);
+}
+
+#[test]
+fn a_run_on_local_disks_resumes_from_the_newest_checkpoint_that_is_whole() {
+    let hosts = Hosts::new();
+    let steps = |steps: u64| format!("train.steps={steps}");
+    // Copies of parameters: each host has elements that ranks of the other read.
+    let train = |on, n: u64, how: &[&str]| {
+        let (steps, mesh) = (steps(n), ["--set", "mesh.replicate=3", "--set"]);
+        hosts.trained(on, &[how, &mesh, &[&steps]].concat());
+    };
+    let save = ["--set", "train.keep=3"];
+    let over = [&save[..], &["--start-over"]].concat();
+    let resume = [&save[..], &["--resume"]].concat();
+    train(["a", "a", "b"], 24, &over);
+    let (right, weights) = (hosts.0.steps("a/run"), hosts.0.weights("b/run", 24));
+    train(["a", "a", "b"], 12, &over);
+    // As if one host had died before it renamed its part of the last.
+    std::fs::remove_dir_all(hosts.step("b", 12)).unwrap();
+    train(["a", "a", "b"], 16, &resume);
+    assert_eq!(hosts.0.steps("a/run").len(), 16);
+    // Ranks that begin again on other hosts, one of them new.
+    train(["b", "c", "a"], 24, &resume);
+    assert_eq!(hosts.0.steps("b/run"), right);
+    assert!(hosts.0.weights("a/run", 24) == weights, "rank 2 wrote the same elements");
+    assert_eq!(names(&hosts.step("c", 20).join("..")), names(&hosts.step("a", 20).join("..")));
+}
+
+#[test]
+fn a_host_without_its_part_is_named_with_what_was_on_it() {
+    let hosts = Hosts::new();
+    let on = ["a", "a", "b"];
+    hosts.trained(on, &["--set", "train.steps=8"]);
+    std::fs::remove_dir_all(hosts.0.path("b/run")).unwrap();
+    let error = hosts.refused(on, &["--resume"]);
+    let file =
+        "run/checkpoints/step-000008/part-00002-00000.safetensors: is missing, where elements ";
+    assert!(error.contains(file), "{error}");
+    let by = format!("are, by rank 2 of host {}; bring it here by `rsync -a {}:", host(), host());
+    assert!(error.contains(&by) && error.contains("/b/run/checkpoints/step-000008/ "), "{error}");
+    assert!(parts(&hosts.step("a", 8)).len() == 2, "nothing was removed");
+    // Without the key a rank does not see what rank 0 writes.
+    let error = hosts.refused(["a", "a", "c"], &["--set", "run.disks=shared", "--start-over"]);
+    assert!(error.contains("or set run.disks = \"local\""), "{error}");
+}
+
+fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "unknown".to_owned(),
+        name => name.to_owned(),
+    }
+}
