@@ -300,7 +300,7 @@ fn gradients_of_copies_are_summed_once_a_step() {
     assert!(sums[0][1] <= norm[0][0] + 1e-3, "the norm waits");
     let events = of(&["--set", "optimizer.in_backward=true", "--set", "optimizer.clip_norm=0"]);
     assert!(named(&events, "all-reduce gradients").is_empty());
-    let (first, last) = (named(&events, "all-reduce block.31"), named(&events, "embed backward"));
+    let (first, last) = (named(&events, "all-reduce layers.31"), named(&events, "embed backward"));
     assert!(first.len() == 1 && first[0][0] < last[0][0], "{first:?} {last:?}");
 }
 
@@ -336,7 +336,7 @@ fn what_a_recipe_says_of_its_mesh_is_held_to_the_gpu_and_simulated() {
         let trace = std::fs::read_to_string(&file).unwrap();
         let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
-        let reduce = named(events, "reduce block.3");
+        let reduce = named(events, "reduce layers.3");
         reduce[0][1] - reduce[0][0]
     };
     let (f32, bf16) = (reduced(&[]), reduced(&["--set", "mesh.reduce_dtype=bf16"]));
@@ -393,6 +393,44 @@ fn the_stream_moves_as_a_step_on_gpus_moves_it() {
         assert_eq!(named(&events, &format!("{name}: {moves}")).len(), 3, "{name}");
     }
     assert!(named(&events, "layer 3 backward, again: down").is_empty());
+}
+
+/// Every edge of the step that is proven is a transfer of the step that is simulated, and there are no others.
+#[test]
+fn what_moves_is_what_is_proven() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let of = |mesh: &str, sets: &[&str]| {
+        let mesh = ["--mesh", mesh, "--rows", "8"];
+        let machine = ["--machine", "h100x8", "--trace", file.to_str().unwrap()];
+        simulated("llama3-8b.toml", &[&mesh[..], &machine, sets].concat());
+        let trace = std::fs::read_to_string(&file).unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+        let one = ["--set", "train.accumulate=1", "--set", "train.recompute=none", "--json"];
+        let (code, out, said) = shard("check", "llama3-8b.toml", &[&mesh[..], &one, sets].concat());
+        assert_eq!(code, Some(0), "{said}");
+        let proof: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let moves = trace["traceEvents"].as_array().unwrap().iter();
+        let moves = moves.filter(|event| event["pid"] == 0 && event["tid"] != "compute");
+        let names = moves.map(|event| event["name"].as_str().unwrap().to_owned());
+        (names.collect::<Vec<_>>(), proof["step"]["edges"].as_u64().unwrap() as usize)
+    };
+    let (always, edges) = of("shard=4", &[]);
+    assert_eq!(always.len(), edges);
+    let (never, edges) = of("shard=4", &["--set", "mesh.reshard=never"]);
+    assert_eq!(never.len(), edges);
+    assert!(never.len() < always.len(), "weights that stay are gathered once");
+    // Copies of all groups are summed at once.
+    let (copies, edges) = of("replicate=2", &[]);
+    assert_eq!((copies.len(), edges), (2, 34 + 1), "{copies:?}");
+    for recompute in ["none", "attention", "mlp", "full"] {
+        let again = format!("train.recompute={recompute}");
+        let (names, edges) = of("tensor=2", &["--set", &again]);
+        // The product of one rank's tokens waits for one transfer, or sends one, where there are two ranks.
+        assert_eq!(names.len(), edges, "{recompute}");
+        let alone = names.iter().filter(|name| name.contains(", by ")).collect::<Vec<_>>();
+        assert_eq!(alone, ["logits' maximum, sum and label, by token id"], "{recompute}");
+    }
 }
 
 /// What attention over `context` keeps of each layer are the keys of all that its queries see, its own among

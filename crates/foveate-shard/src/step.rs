@@ -418,10 +418,7 @@ impl StepPlan {
     /// # Panics
     /// When there is no such rank.
     pub fn received(&self, edge: &Edge, rank: usize) -> u64 {
-        let own = &self.ranks[rank];
-        let found = own.calls.binary_search_by_key(&edge.number, |call| call.edge);
-        let Ok(call) = found.map(|at| &own.calls[at]) else { return 0 };
-        let members = own.members(call.among);
+        let Some((call, members)) = self.call(edge, rank) else { return 0 };
         let Some(place) = members.iter().position(|&member| member == rank) else { return 0 };
         let (len, others) = (|part: &Ranges| part.len() as u64, members.len() as u64 - 1);
         let all: u64 = call.parts.iter().map(len).sum();
@@ -434,12 +431,35 @@ impl StepPlan {
                 Moved::Elements { .. } => 2 * len(&call.parts[place]) * others / (others + 1),
             },
         };
+        entries * self.entry_bytes(edge, rank)
+    }
+
+    /// Who does an edge with a rank, and the bytes of each one's part: what it gives of a gather, gets of a sum that
+    /// is scattered, or adds to a sum that all get. None where the rank has no part in it.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    pub fn parts(&self, edge: &Edge, rank: usize) -> Option<(&[usize], Vec<u64>)> {
+        let (call, members) = self.call(edge, rank)?;
+        let bytes = |part: &Ranges| part.len() as u64 * self.entry_bytes(edge, rank);
+        Some((members, call.parts.iter().map(bytes).collect()))
+    }
+
+    fn call(&self, edge: &Edge, rank: usize) -> Option<(&Call, &[usize])> {
+        let own = &self.ranks[rank];
+        let at = own.calls.binary_search_by_key(&edge.number, |call| call.edge).ok()?;
+        let call = &own.calls[at];
+        Some((call, own.members(call.among)))
+    }
+
+    /// Bytes of a token, an element or the totals of a rank on their way.
+    fn entry_bytes(&self, edge: &Edge, rank: usize) -> u64 {
         let each = match edge.moved {
             Moved::Elements { .. } => 1,
             Moved::Tokens { width } => width * self.sharding.range(Axis::Batch, rank).len(),
             Moved::Totals => 4,
         };
-        entries * (each * edge.travels.bytes()) as u64
+        (each * edge.travels.bytes()) as u64
     }
 
     /// The trained and the other elements of a group of `shape` that part `part` of `parts` owns.

@@ -3,15 +3,12 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use foveate_nn::{Cpu, Model, ModelConfig, TensorPart};
-use foveate_shard::step::StepPlan;
-use foveate_shard::{Limits, MeshAxis, Proof, ProvenPlan, StepProof, arrays, picture};
-use foveate_train::recipe::Recipe;
-use foveate_train::step_plan;
+use foveate_shard::{Limits, Proof, StepProof, arrays, picture};
+use foveate_train::memory::Setting;
 use serde::Serialize;
 
 use super::memory::{self, StepMemory};
-use super::plan::{PlanArgs, PlannedRecipe, refused};
+use super::plan::{PlanArgs, PlannedRecipe, proven_step, refused, step_shape};
 use crate::failure::Failure;
 use crate::limits;
 use crate::output::{Output, bytes, write_file};
@@ -73,7 +70,9 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let limits = Limits { imbalance: args.max_imbalance, attention_bytes: None };
     let proven = waiting("proving the plan", PATIENCE, || plan.prove(&planes, &limits))
         .map_err(|e| Failure::new(e.to_string()))?;
-    let between = between(&recipe, &config, &proven)?;
+    let cuts = &proven.plan().sharding;
+    let shape = step_shape(&recipe, &config, cuts.map().mesh(), &Setting::of(&recipe))?;
+    let between = *proven_step(cuts, &shape)?.proof();
     let prove_ms = began.elapsed().as_secs_f64() * 1e3;
     let plan = proven.plan();
     let step = match &machine {
@@ -129,24 +128,4 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         out.line(format_args!("picture   {}", file.display()))?;
     }
     Ok(())
-}
-
-/// Proves what moves in a step of a recipe between ranks, beside the keys of attention.
-fn between(
-    recipe: &Recipe,
-    config: &ModelConfig,
-    proven: &ProvenPlan,
-) -> Result<StepProof, Failure> {
-    let cuts = &proven.plan().sharding;
-    let tensor = cuts.map().mesh().size(MeshAxis::Tensor);
-    let part = TensorPart::of(config, 0, tensor)?;
-    let frozen = |name: &str| recipe.optimizer.is_frozen(name);
-    let attention = recipe.attention.clone().unwrap_or_default();
-    let (blocks, config) = (Cpu::default(), config.clone());
-    let model = Model::unfilled_part(blocks, config, &attention, &frozen, part)?;
-    let again = recipe.train.recomputation().unwrap_or_default();
-    let shape = step_plan::shape(&model, recipe, again, tensor)?;
-    let plan = StepPlan::new(cuts, &shape).map_err(refused)?;
-    let proven = waiting("proving the step", PATIENCE, || plan.prove());
-    Ok(*proven.map_err(|e| Failure::new(e.to_string()))?.proof())
 }

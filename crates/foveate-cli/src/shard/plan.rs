@@ -5,11 +5,13 @@ use std::time::Instant;
 
 use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, MaskMod};
-use foveate_nn::{AttentionProgram, ModelConfig, TensorPart};
+use foveate_nn::{AttentionProgram, Dry, Model, ModelConfig, TensorPart};
+use foveate_shard::step::{StepPlan, StepShape};
 use foveate_shard::{
     Axis, LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
-    ProvenPlan, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
+    ProvenPlan, ProvenStep, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
 };
+use foveate_train::memory::Setting;
 use foveate_train::recipe::Recipe;
 use foveate_train::step_plan;
 
@@ -156,6 +158,35 @@ pub fn proven(recipe: &Recipe, config: &ModelConfig, mesh: Mesh) -> Result<Prove
     let (planes, plan) =
         planned(config, &Map::new(mesh), shape, &masks, ElementType::F32, options)?;
     plan.prove(&planes, &Limits::default()).map_err(|e| Failure::new(e.to_string()))
+}
+
+/// What a step of a recipe moves beside the keys of attention follows from, on GPUs with this setting.
+///
+/// # Errors
+/// When the model cannot be cut over `tensor`.
+pub fn step_shape(
+    recipe: &Recipe,
+    config: &ModelConfig,
+    mesh: &Mesh,
+    setting: &Setting,
+) -> Result<StepShape, Failure> {
+    let tensor = mesh.size(MeshAxis::Tensor);
+    let part = TensorPart::of(config, 0, tensor)?;
+    let frozen = |name: &str| recipe.optimizer.is_frozen(name);
+    let attention = recipe.attention.clone().unwrap_or_default();
+    let (blocks, config) = (Dry::new(setting.state.into(), 1), config.clone());
+    let model = Model::unfilled_part(blocks, config, &attention, &frozen, part)?;
+    Ok(step_plan::shape(&model, recipe, setting.recompute, tensor)?)
+}
+
+/// The step of a shape with the cuts of a plan, proven.
+///
+/// # Errors
+/// The first contradiction.
+pub fn proven_step(cuts: &Sharding, shape: &StepShape) -> Result<ProvenStep, Failure> {
+    let plan = StepPlan::new(cuts, shape).map_err(refused)?;
+    let proven = waiting("proving the step", PATIENCE, || plan.prove());
+    proven.map_err(|e| Failure::new(e.to_string()))
 }
 
 pub fn refused(error: ShardError) -> Failure {

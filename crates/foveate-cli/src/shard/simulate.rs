@@ -1,13 +1,14 @@
 //! `foveate shard simulate`: how long a step of a recipe would take on a mesh of a machine.
 //!
 //! Blocks of a step are those of the dry run on a rank's part; what they take follows from the
-//! machine's rates. Transfers are those of the plan. Ranks with one place on `context` do the same
+//! machine's rates. Transfers are those of the plan of attention and of the step that is proven. Ranks with one place on `context` do the same
 //! at the same time, so one of them stands for all.
 
 mod attention;
 mod run;
 mod step;
 mod stream;
+mod transfers;
 
 use std::path::PathBuf;
 
@@ -104,18 +105,20 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         account: &step.account,
         state: step.setting.state,
         recompute: step.setting.recompute,
-        rows: step.setting.rows,
-        len: step.len,
         layers,
         tiles: &tiles,
-        moves: recipe.mesh,
-        in_backward: step.setting.in_backward,
         reps: &reps,
     };
     // Batches of a step but the first are alike.
-    let once = run::timing(&model, 1);
     let accumulate = recipe.train.accumulate.max(1);
-    let timing = if accumulate > 1 { run::timing(&model, 2) } else { once.clone() };
+    let mut shape = super::plan::step_shape(&recipe, &config, &mesh, &step.setting)?;
+    let mut timed = |batches: usize| {
+        shape.batches = batches;
+        let moves = super::plan::proven_step(&plan.sharding, &shape)?;
+        Ok::<_, Failure>(run::timing(&model, moves.plan()))
+    };
+    let once = timed(1)?;
+    let timing = if accumulate > 1 { timed(2)? } else { once.clone() };
     // What is once so much with one batch and so much with two.
     let of_step = |one: f64, two: f64| one + (two - one) * (accumulate - 1) as f64;
     let seconds = of_step(once.seconds(), timing.seconds());

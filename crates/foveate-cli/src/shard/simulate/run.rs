@@ -1,10 +1,12 @@
-//! The tasks of a step: groups that are gathered and reduced beside layers, and the update.
+//! The tasks of a step: blocks in their order, the transfers of the proven step beside them, and the update.
 
-use foveate_nn::{ParameterState, Reshard};
+use foveate_nn::ParameterState;
 use foveate_shard::MeshAxis;
 use foveate_shard::simulate::{Queue, Span, Task, TaskId, Timeline, Timing};
+use foveate_shard::step::{Edge, EdgeKind, StepPlan};
 
 use super::step::{Moves, Pass, Product, Step};
+use super::transfers::{Transfers, group_of};
 
 /// Tasks of a step so far.
 pub(super) struct Run<'a> {
@@ -14,23 +16,39 @@ pub(super) struct Run<'a> {
     pub(super) before: Vec<Vec<TaskId>>,
     /// The last kernels of every group that was computed so far, on all ranks.
     pub(super) computed: Vec<Vec<TaskId>>,
+    /// What moves beside keys, and is not taken yet.
+    pub(super) moves: Transfers<'a>,
+    /// The gather that each group's weights last came by.
+    gathered: Vec<Option<TaskId>>,
+    /// The groups whose gradients of the batch are there.
+    is_there: Vec<bool>,
+    /// Names of the groups.
+    groups: Vec<&'a str>,
+    plan: &'a StepPlan,
 }
 
-/// When the tasks of so many batches of a step and of the update behind them run.
-pub fn timing(step: &Step, batches: usize) -> Timing {
-    let (forward, head, backward) = step.passes();
-    let mut run = Run::new(step);
-    for batch in 0..batches {
-        run.batch(batch, forward, head, backward);
-    }
-    run.update();
+/// When the tasks of the batches of `plan` and of the update behind them run.
+pub fn timing(step: &Step, plan: &StepPlan) -> Timing {
+    let mut run = Run::new(step, plan);
+    run.all();
     run.line.run()
 }
 
 impl<'a> Run<'a> {
-    fn new(step: &'a Step<'a>) -> Self {
+    fn new(step: &'a Step<'a>, plan: &'a StepPlan) -> Self {
         let before = vec![Vec::new(); step.reps.len()];
-        Self { step, line: Timeline::default(), before, computed: Vec::new() }
+        let groups = plan.shape.groups[0].iter().map(|group| &*group.name).collect::<Vec<_>>();
+        Self {
+            step,
+            line: Timeline::default(),
+            before,
+            computed: Vec::new(),
+            moves: Transfers::of(plan),
+            gathered: vec![None; groups.len()],
+            is_there: vec![false; groups.len()],
+            groups,
+            plan,
+        }
     }
 }
 
@@ -39,19 +57,19 @@ impl Run<'_> {
         (0..self.step.reps.len()).collect()
     }
 
-    fn batch(&mut self, batch: usize, forward: Pass, head: f64, backward: Pass) {
-        let step = self.step;
-        let groups = step.proven.plan().shape.parameters.len();
-        let tied = step.config.tie_word_embeddings;
-        let keeps = step.moves.reshard != Reshard::Always;
-        let gathers = step.moves.reshard != Reshard::Never || batch == 0;
-        let mut whole = vec![None; groups];
-        for (group, whole) in whole.iter_mut().enumerate() {
-            // The head of a tied model is its embedding.
-            if gathers && !(tied && group + 1 == groups) {
-                *whole = self.gather(group, "gather");
-            }
-            let needs: Vec<TaskId> = whole.iter().copied().collect();
+    fn all(&mut self) {
+        let (forward, head, backward) = self.step.passes();
+        for _ in 0..self.plan.shape.batches {
+            self.batch(forward, head, backward);
+        }
+        self.update();
+    }
+
+    fn batch(&mut self, forward: Pass, head: f64, backward: Pass) {
+        let groups = self.groups.len();
+        self.is_there.fill(false);
+        for group in 0..groups {
+            let needs = self.weights(group);
             match group {
                 0 => self.products("embed", forward.embedding, [None, Some(Moves::Waited)], &needs),
                 _ if group + 1 == groups => {
@@ -61,10 +79,9 @@ impl Run<'_> {
             }
             self.ends_group();
         }
+        self.reduce(groups - 1);
         for group in (0..groups - 1).rev() {
-            let again = gathers && !keeps && group > 0;
-            let whole = if again { self.gather(group, "gather again") } else { whole[group] };
-            let needs: Vec<TaskId> = whole.iter().copied().collect();
+            let needs = self.weights(group);
             match group {
                 0 => {
                     let moves = [Some(Moves::Waited), None];
@@ -74,9 +91,9 @@ impl Run<'_> {
             }
             self.ends_group();
             self.reduce(group);
-            if group + 2 == groups {
-                self.reduce(groups - 1);
-            }
+        }
+        for edge in self.moves.end_batch() {
+            self.wait_for(edge);
         }
     }
 
@@ -97,44 +114,48 @@ impl Run<'_> {
         (seconds > 0.0).then(|| self.line.add(Task { name, ranks, queue, seconds, span, after }))
     }
 
-    /// Gathers the weights of a group, while the group before the last is computed.
-    fn gather(&mut self, group: usize, name: &str) -> Option<TaskId> {
-        let (plan, step) = (self.step.proven.plan(), self.step);
-        let members = step.mesh().group(step.reps[0], &[MeshAxis::Shard, MeshAxis::Context]);
-        let (named, elements) = &plan.shape.parameters[group];
-        let taken = step.machine.gather_seconds(&members, 2.0 * *elements as f64);
-        let ahead = self.computed.len().checked_sub(2).map(|at| self.computed[at].clone());
-        self.together(
-            format!("{name} {named}"),
-            Queue::Parameters,
-            taken,
-            ahead.unwrap_or_default(),
-        )
+    /// What the stage of a group waits for: its weights. Those that are gathered for it are, while the group before
+    /// is computed.
+    fn weights(&mut self, group: usize) -> Vec<TaskId> {
+        let is_head = group + 1 == self.groups.len();
+        let used = if is_head && self.plan.shape.tied { vec![0, group] } else { vec![group] };
+        while let Some(edge) = self.moves.gather(&used) {
+            let of = group_of(edge).expect("weights are elements of a group");
+            // What begins beside no other stage is waited for.
+            let ended = if edge.beside.is_some() { 2 } else { 1 };
+            let ahead = self.computed.len().checked_sub(ended).map(|at| self.computed[at].clone());
+            let name = format!("gather {}", self.groups[of]);
+            let task = self.transfer(edge, name, Queue::Parameters, ahead.unwrap_or_default());
+            self.gathered[of] = task;
+        }
+        used.iter().filter_map(|&group| self.gathered[group]).collect()
     }
 
-    /// Sums the gradients of a group and cuts them over the ranks.
+    /// Sums what can be summed now that the gradients of a group are there.
     fn reduce(&mut self, group: usize) {
-        let (plan, step) = (self.step.proven.plan(), self.step);
+        self.is_there[group] = true;
         let after = self.computed.last().cloned().unwrap_or_default();
-        let (named, elements) = &plan.shape.parameters[group];
-        let members = step.mesh().group(step.reps[0], &[MeshAxis::Shard, MeshAxis::Context]);
-        let taken =
-            step.machine.gather_seconds(&members, step.gradient_bytes(true) * *elements as f64);
-        self.together(format!("reduce {named}"), Queue::Gradients, taken, after.clone());
-        if step.in_backward {
-            self.sum_copies(named, *elements, after);
+        while let Some(edge) = self.moves.sum(&self.is_there) {
+            let name = match group_of(edge).map(|group| self.groups[group]) {
+                None => "sum the norms".to_owned(),
+                Some(named) if edge.kind == EdgeKind::ReduceScatter => format!("reduce {named}"),
+                Some(named) if self.moves.is_of_copies(edge) => format!("all-reduce {named}"),
+                Some(named) => format!("sum copies of {named}"),
+            };
+            self.transfer(edge, name, Queue::Gradients, after.clone());
         }
     }
 
-    /// Sums the gradients of `elements` parameters, of which a rank has its part, over ranks with copies of them.
-    fn sum_copies(&mut self, named: &str, elements: usize, after: Vec<TaskId>) {
-        let step = self.step;
-        let parts = step.mesh().size_of(&[MeshAxis::Shard, MeshAxis::Context]);
-        let copies = step.mesh().group(step.reps[0], &[MeshAxis::Replicate]);
-        let bytes = step.gradient_bytes(false) * elements as f64 / parts as f64;
-        let (seconds, span) = step.machine.gather_seconds(&copies, bytes);
-        let taken = (2.0 * seconds, span);
-        self.together(format!("all-reduce {named}"), Queue::Gradients, taken, after);
+    /// An edge that all ranks do at once.
+    fn transfer(
+        &mut self,
+        edge: &Edge,
+        name: String,
+        queue: Queue,
+        after: Vec<TaskId>,
+    ) -> Option<TaskId> {
+        let taken = self.moves.seconds(self.step.machine, edge, self.step.reps[0]);
+        self.together(name, queue, taken, after)
     }
 
     /// A layer forward.
@@ -220,13 +241,20 @@ impl Run<'_> {
     /// The sums over copies behind all batches, the norm of all gradients, and the update of a rank's part.
     fn update(&mut self) {
         let step = self.step;
-        if !step.in_backward {
+        let (of_copies, totals): (Vec<&Edge>, Vec<&Edge>) =
+            self.moves.last().into_iter().partition(|edge| group_of(edge).is_some());
+        if let Some(&first) = of_copies.first() {
             let queues = [Queue::Compute, Queue::Gradients];
             let ranks = self.ranks().into_iter();
             let all = ranks.flat_map(|rank| queues.map(|queue| self.line.last(rank, queue)));
             let all = all.flatten().collect();
-            let elements = step.proven.plan().shape.parameters.iter().map(|(_, n)| n).sum();
-            self.sum_copies("gradients", elements, all);
+            // All groups at once.
+            let own = |edge: &&Edge| self.moves.parts(edge, step.reps[0]).1.first().copied();
+            let bytes = of_copies.iter().filter_map(own).sum();
+            let members = self.moves.parts(first, step.reps[0]).0;
+            let (seconds, span) = step.machine.gather_seconds(&members, bytes);
+            let taken = (2.0 * seconds, span);
+            self.together("all-reduce gradients".to_owned(), Queue::Gradients, taken, all);
         }
         let over = [MeshAxis::Shard, MeshAxis::Context];
         let parts = step.mesh().size_of(&over) as f64;
@@ -236,17 +264,18 @@ impl Run<'_> {
         let block = if rounds { "update, rounded" } else { "update" };
         let norm = step.machine.moving_seconds("clip", memory.gradients as f64 / parts);
         let update = step.machine.moving_seconds(block, moved / parts);
-        let everyone: Vec<usize> = (0..step.mesh().ranks()).collect();
         let summed: Vec<TaskId> =
             self.ranks().into_iter().filter_map(|r| self.line.last(r, Queue::Gradients)).collect();
         for rank in self.ranks() {
             let after = [&self.before[rank][..], &summed].concat();
             self.before[rank] = vec![self.compute(rank, "norm of gradients", norm, after)];
         }
-        let taken = step.machine.gather_seconds(&everyone, 8.0);
-        let after = self.before.concat();
-        let agreed = self.together("sum the norms".to_owned(), Queue::Gradients, taken, after);
-        self.all_after(agreed);
+        for edge in totals {
+            let after = self.before.concat();
+            let name = "sum the norms".to_owned();
+            let agreed = self.transfer(edge, name, Queue::Gradients, after);
+            self.all_after(agreed);
+        }
         for rank in self.ranks() {
             let after = std::mem::take(&mut self.before[rank]);
             self.compute(rank, "update", update, after);

@@ -1,11 +1,8 @@
 //! What the blocks and products of a step take: those of the dry run, at the machine's rates.
 
-use foveate_nn::{
-    Account, ModelConfig, NotedBlock, ParameterState, Precision, Recomputation, Recompute,
-};
+use foveate_nn::{Account, ModelConfig, NotedBlock, ParameterState, Recomputation, Recompute};
 use foveate_shard::simulate::Machine;
 use foveate_shard::{MeshAxis, ProvenPlan};
-use foveate_train::recipe::{MeshSection, ReduceDtype};
 
 /// Blocks of the stream between layers, whose tokens are cut over `tensor`.
 const STREAM_BLOCKS: [&str; 7] = [
@@ -26,17 +23,9 @@ pub(super) struct Step<'a> {
     pub account: &'a Account,
     pub state: ParameterState,
     pub recompute: Recomputation,
-    /// Of a rank.
-    pub rows: usize,
-    /// Tokens of a row on a rank.
-    pub len: usize,
     pub layers: usize,
     /// Live tiles of each stage, by place on `context`.
     pub tiles: &'a [Vec<u64>],
-    /// When gathered weights are dropped, and what gradients travel as.
-    pub moves: MeshSection,
-    /// Whether parameters are updated in the backward pass.
-    pub in_backward: bool,
     /// Ranks that stand for those of their place on `context`.
     pub reps: &'a [usize],
 }
@@ -118,15 +107,6 @@ impl Step<'_> {
 
     pub fn mesh(&self) -> &foveate_shard::Mesh {
         self.proven.plan().sharding.map().mesh()
-    }
-
-    /// Bytes of an element of gradients as it is kept, or as it travels to be summed.
-    pub fn gradient_bytes(&self, travels: bool) -> f64 {
-        let kept = Precision::from(self.state).gradients.bytes() as f64;
-        match self.moves.reduce_dtype {
-            ReduceDtype::Bf16 if travels => kept.min(2.0),
-            _ => kept,
-        }
     }
 
     fn seconds(&self, block: &NotedBlock) -> f64 {
