@@ -22,7 +22,7 @@ use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
     KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState,
-    Peers, ProgramConfig, Recomputation, Recompute, Reshard, RopePairing, Rule, StepKind,
+    Peers, ProgramConfig, Recomputation, Recompute, RopePairing, Rule, StepKind,
     StepRanks, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
@@ -137,8 +137,7 @@ impl Steps {
     /// Of a rank that shares parameters.
     fn of_rank(rank: &TestRank) -> Self {
         let mut model = unfilled(cuda());
-        let cutting =
-            Cutting { parts: rank.ranks(), tensor: 1, replicated: false, reshard: Reshard::Always };
+        let cutting = Cutting { parts: rank.ranks(), ..Cutting::WHOLE };
         model.cut(cutting, rank.rank(), rank).unwrap();
         model.step_with(rank.step_ranks(true));
         model.draw_missing(1).unwrap();

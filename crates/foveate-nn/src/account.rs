@@ -303,7 +303,11 @@ impl State {
             if is_cut {
                 // A group on its way to other ranks, and the part that is kept.
                 let places = layout.groups().iter().map(|group| group.place.len());
-                dry.state(GRADIENTS, DType::F32, places.max().unwrap_or(0));
+                let largest = places.max().unwrap_or(0);
+                dry.state(GRADIENTS, DType::F32, largest);
+                if cutting.rounds && precision.gradients == DType::F32 {
+                    dry.state(GRADIENTS, DType::BF16, largest);
+                }
                 let kept = if training.in_backward { 0 } else { trained };
                 dry.state(GRADIENTS, precision.gradients, kept);
             }

@@ -33,12 +33,14 @@ pub struct Cutting {
     pub replicated: bool,
     /// How long gathered groups stay.
     pub reshard: Reshard,
+    /// Whether gradients in f32 are rounded to 16 bits on their way.
+    pub rounds: bool,
 }
 
 impl Cutting {
     /// Nothing is cut.
     pub const WHOLE: Self =
-        Self { parts: 1, tensor: 1, replicated: false, reshard: Reshard::Always };
+        Self { parts: 1, tensor: 1, replicated: false, reshard: Reshard::Always, rounds: false };
 }
 
 /// What a rank owns of a group of parameters.

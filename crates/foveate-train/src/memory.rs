@@ -6,6 +6,7 @@ use foveate_nn::{
     StepKind, Training,
 };
 use foveate_nn_cuda::logits_tokens_of;
+use foveate_shard::Mesh;
 
 use crate::graphs;
 use crate::recipe::Recipe;
@@ -178,6 +179,24 @@ impl Planned<'_> {
         self.account_on(&Dry::new(precision, logits).sharing(), setting)
     }
 
+    /// What a rank's step does and holds on a GPU with `bytes` of memory, its rows being those of `setting` and its
+    /// tokens of a row those of the recipe: the part of the model and of its parameters that a rank of `mesh` has,
+    /// what it gathers and sends of those of others. It is the rank with the largest part.
+    ///
+    /// # Errors
+    /// Those of [`Planned::account`], and a model that cannot be cut over `tensor`.
+    pub fn account_of_rank(
+        &self,
+        setting: &Setting,
+        bytes: u64,
+        mesh: &Mesh,
+    ) -> Result<Account, NnError> {
+        let (precision, cutting) = (setting.state.into(), self.recipe.mesh.cutting(mesh));
+        let vocab = self.config.vocab_size.div_ceil(cutting.tensor);
+        let blocks = Dry::new(precision, logits_tokens_of(bytes, vocab, precision)).sharing();
+        self.account_cut(&blocks, setting, cutting)
+    }
+
     /// What a GPU's run takes of the host for the copy of what is saved, where steps go on beside its saves: none where
     /// the recipe says that they do not.
     ///
@@ -203,13 +222,22 @@ impl Planned<'_> {
     }
 
     fn account_on<B: Blocks>(&self, blocks: &B, setting: &Setting) -> Result<Account, NnError> {
+        self.account_cut(blocks, setting, Cutting::WHOLE)
+    }
+
+    fn account_cut<B: Blocks>(
+        &self,
+        blocks: &B,
+        setting: &Setting,
+        cutting: Cutting,
+    ) -> Result<Account, NnError> {
         let optimizer = &self.recipe.optimizer;
         let training = Training {
             recompute: setting.recompute,
             in_backward: setting.in_backward,
             one_batch: setting.one_batch,
             squares: optimizer.rule().keeps_squares(),
-            cutting: Cutting::WHOLE,
+            cutting,
         };
         self.config.dry_run_on(
             blocks,

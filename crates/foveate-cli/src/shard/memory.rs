@@ -2,12 +2,11 @@
 
 use std::path::Path;
 
-use foveate::DType;
-use foveate_nn::{Account, ModelConfig, Precision, Recompute, Reshard};
+use foveate_nn::{Account, ModelConfig, Recompute};
 use foveate_shard::simulate::Machine;
 use foveate_shard::{Axis, MeshAxis, ProvenPlan};
-use foveate_train::memory::{BESIDE, Planned, Setting};
-use foveate_train::recipe::{MeshSection, Recipe, ReduceDtype};
+use foveate_train::memory::{Planned, Setting, beside};
+use foveate_train::recipe::Recipe;
 use foveate_train::whole;
 
 use crate::failure::Failure;
@@ -40,8 +39,6 @@ pub struct StepMemory {
     pub account: Account,
     /// Of a rank: rows, and what is computed again.
     pub setting: Setting,
-    /// Tokens of a row on the rank that has the most.
-    pub len: usize,
     /// By place on `context`.
     pub bytes: Vec<u64>,
     /// What a GPU has.
@@ -60,7 +57,8 @@ impl StepMemory {
         machine: &Machine,
     ) -> Result<Self, Failure> {
         let plan = proven.plan();
-        let reps = plan.sharding.map().mesh().group(0, &[MeshAxis::Context]);
+        let mesh = plan.sharding.map().mesh();
+        let reps = mesh.group(0, &[MeshAxis::Context]);
         let local = local_config(config, proven);
         let len = reps.iter().map(|&r| plan.ranks[r].own.q.len()).max().unwrap_or(0);
         let mut own = recipe.clone();
@@ -73,10 +71,18 @@ impl StepMemory {
         let run = |recompute| -> Result<Self, Failure> {
             let setting = Setting { rows, recompute, ..Setting::of(recipe) };
             let account = planned.account(&setting, device)?;
+            let whole = Planned { config, ..planned };
+            let memory = whole.account_of_rank(&setting, device, mesh)?.memory();
+            let arrays = memory.total() - memory.process;
+            // What attention over `context` keeps for the backward pass, and needs for the time of a layer.
             let kept = recompute.kept_attention(config.num_hidden_layers) as u64;
-            let precision = setting.state.into();
-            let bytes = bytes_of(&account, proven, &reps, &recipe.mesh, precision, kept);
-            Ok(Self { account, setting, len, bytes, device })
+            let keys = |rank: usize| match (reps.len(), &proven.proof().bytes[rank]) {
+                (1, _) => 0,
+                (_, bytes) => bytes.kept * kept + bytes.passing,
+            };
+            let beside = beside(recipe, config, mesh.ranks() == 1);
+            let bytes = reps.iter().map(|&rank| arrays + keys(rank) + beside).collect();
+            Ok(Self { account, setting, bytes, device })
         };
         let mut step = run(given.unwrap_or(Recompute::None.into()))?;
         for more in Recompute::ALL.into_iter().filter(|_| given.is_none()).skip(1) {
@@ -113,49 +119,65 @@ fn local_config(config: &ModelConfig, proven: &ProvenPlan) -> ModelConfig {
     }
 }
 
-/// Arrays of the stream between layers, whose tokens are cut over `tensor`.
-const STREAM_ARRAYS: [&str; 5] = ["layer input", "residual", "output", "inverse rms", "d_x"];
+#[cfg(test)]
+mod tests {
+    use foveate_nn::{Dry, Model, Precision, TensorPart, Training};
+    use foveate_shard::Mesh;
+    use foveate_train::memory::beside;
 
-/// Bytes that each of `reps` holds: its part of parameters, gradients and moments, the groups that stay gathered and
-/// gradients of two, one of them a second time where it travels rounded, activations, what attention over
-/// `context` keeps for the backward pass of `kept` layers, and what it needs for the time of a layer.
-fn bytes_of(
-    account: &Account,
-    proven: &ProvenPlan,
-    reps: &[usize],
-    moves: &MeshSection,
-    precision: Precision,
-    kept: u64,
-) -> Vec<u64> {
-    let plan = proven.plan();
-    let mesh = plan.sharding.map().mesh();
-    let parts = mesh.size_of(&[MeshAxis::Shard, MeshAxis::Context]) as u64;
-    let tensor = mesh.size(MeshAxis::Tensor) as u64;
-    let all = account.memory();
-    let mut groups: Vec<u64> = plan.shape.parameters.iter().map(|(_, n)| *n as u64).collect();
-    let whole: u64 = groups.iter().sum();
-    groups.sort_unstable_by(|a, b| b.cmp(a));
-    let two: u64 = groups.iter().take(2).sum();
-    let state = (all.weights + all.gradients + all.optimizer).div_ceil(parts);
-    let rounded = moves.reduce_dtype == ReduceDtype::Bf16 && precision.gradients == DType::F32;
-    let travelling = two * 4 + if rounded { 2 * groups.first().copied().unwrap_or(0) } else { 0 };
-    let gathered = match (parts, moves.reshard) {
-        (1, _) => 0,
-        (_, Reshard::Always) => two * 2 + travelling,
-        (_, Reshard::AfterBackward | Reshard::Never) => whole * 2 + travelling,
-    };
-    let activations: u64 = account
-        .activations
-        .iter()
-        .map(|array| match STREAM_ARRAYS.contains(&array.name) {
-            true => array.bytes.div_ceil(tensor),
-            false => array.bytes,
-        })
-        .sum();
-    let is_cut = mesh.size(MeshAxis::Context) > 1;
-    let keys = |rank: usize| {
-        let bytes = &proven.proof().bytes[rank];
-        if is_cut { bytes.kept * kept + bytes.passing } else { 0 }
-    };
-    reps.iter().map(|&rank| state + gathered + activations + keys(rank) + BESIDE).collect()
+    use super::*;
+    use crate::shard::plan;
+
+    /// What a run says that it takes, where a device is nothing but its memory.
+    fn of_run(recipe: &Recipe, config: &ModelConfig, mesh: Mesh, step: &StepMemory) -> u64 {
+        let attention = recipe.attention.clone().unwrap_or_default();
+        let part = TensorPart::of(config, 0, mesh.size(MeshAxis::Tensor)).unwrap();
+        let precision: Precision = step.setting.state.into();
+        let vocab = config.vocab_size.div_ceil(mesh.size(MeshAxis::Tensor));
+        let tokens = foveate_nn_cuda::logits_tokens_of(step.device, vocab, precision);
+        let blocks = Dry::new(precision, tokens).sharing();
+        let model =
+            Model::unfilled_part(blocks, config.clone(), &attention, &|_| false, part).unwrap();
+        let training = Training {
+            recompute: step.setting.recompute,
+            in_backward: recipe.optimizer.in_backward,
+            one_batch: recipe.train.accumulate == 1,
+            squares: recipe.optimizer.rule().keeps_squares(),
+            cutting: recipe.mesh.cutting(&mesh),
+        };
+        let len = recipe.data.len.div_ceil(mesh.size(MeshAxis::Context));
+        let memory = model.training_memory(step.setting.rows, len, training).unwrap();
+        memory.total() - memory.process - memory.attention + beside(recipe, config, false)
+    }
+
+    #[test]
+    fn a_step_takes_what_the_dry_run_of_a_run_says() {
+        let machine = machine("h100x8").unwrap();
+        for (file, set) in [
+            ("tiny.toml", &[][..]),
+            ("tiny.toml", &["mesh.reshard=never", "train.recompute=full"]),
+            ("llama3-8b.toml", &["train.batch_rows=8", "precision.state=exact"]),
+            ("llama3-8b.toml", &["train.batch_rows=8", "mesh.reshard=after_backward"]),
+        ] {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes").join(file);
+            let set: Vec<String> = set.iter().map(|set| (*set).to_owned()).collect();
+            let recipe = Recipe::load(&path, &set).unwrap();
+            let config = recipe.model_config(256).unwrap().unwrap();
+            for mesh in
+                ["shard=2", "replicate=2,shard=2", "tensor=2", "shard=2,tensor=2", "context=2"]
+            {
+                let mesh = Mesh::parse_whole(mesh).unwrap();
+                let proven = plan::proven(&recipe, &config, mesh).unwrap();
+                let step = StepMemory::of(&recipe, &config, &proven, &machine).unwrap();
+                let kept = step.setting.recompute.kept_attention(config.num_hidden_layers) as u64;
+                let keys = &proven.proof().bytes[0];
+                let keys = match mesh.size(MeshAxis::Context) {
+                    1 => 0,
+                    _ => keys.kept * kept + keys.passing,
+                };
+                let of_run = of_run(&recipe, &config, mesh, &step) + keys;
+                assert_eq!(step.bytes[0], of_run, "{file}, {set:?}, {mesh}");
+            }
+        }
+    }
 }

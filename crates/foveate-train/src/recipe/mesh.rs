@@ -84,7 +84,8 @@ impl MeshSection {
     pub fn cutting(&self, mesh: &Mesh) -> Cutting {
         let (parts, tensor) = (Map::new(*mesh).parts(Axis::Elements), mesh.size(MeshAxis::Tensor));
         let replicated = mesh.size(MeshAxis::Replicate) > 1;
-        Cutting { parts, tensor, replicated, reshard: self.reshard }
+        let rounds = self.reduce_dtype == ReduceDtype::Bf16;
+        Cutting { parts, tensor, replicated, reshard: self.reshard, rounds }
     }
 
     /// What is wrong without knowing the number of ranks: the key, and why.

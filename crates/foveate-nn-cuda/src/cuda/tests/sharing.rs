@@ -28,8 +28,7 @@ fn steps(state: ParameterState, rank: Option<(TestRank, Reshard)>, all: usize, t
     let attention = ProgramConfig { mask: "causal & document".into(), ..ProgramConfig::default() };
     let mut model = Model::unfilled_on(cuda, config(tied), &attention.into()).unwrap();
     if let Some((rank, reshard)) = &rank {
-        let cutting =
-            Cutting { parts: rank.ranks(), tensor: 1, replicated: false, reshard: *reshard };
+        let cutting = Cutting { parts: rank.ranks(), reshard: *reshard, ..Cutting::WHOLE };
         model.cut(cutting, rank.rank(), rank).unwrap();
         model.step_with(rank.step_ranks(true));
     }

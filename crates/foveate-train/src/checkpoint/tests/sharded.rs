@@ -197,7 +197,7 @@ impl HostTransfers for Silent {
 /// A model without its weights, of which this is rank `part` of `parts`.
 fn share(parts: usize, part: usize) -> Model {
     let mut model = Model::unfilled(config(), &attention()).unwrap();
-    let cutting = Cutting { parts, tensor: 1, replicated: false, reshard: Default::default() };
+    let cutting = Cutting { parts, ..Cutting::WHOLE };
     model.cut(cutting, part, &Silent).unwrap();
     model
 }

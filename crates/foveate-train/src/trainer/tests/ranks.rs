@@ -693,10 +693,8 @@ fn a_rank_holds_its_share_and_two_gathered_groups() {
             assert!(state as f64 <= 1.03 * share, "{parts} ranks: {state} of {share}");
             assert_eq!(gathered, two);
         }
-        let training = Training {
-            cutting: Cutting { parts, tensor: 1, replicated: false, reshard: Reshard::Always },
-            ..Recompute::None.into()
-        };
+        let training =
+            Training { cutting: Cutting { parts, ..Cutting::WHOLE }, ..Recompute::None.into() };
         let planned = model.dry_run(1, 8, StepKind::Training(training)).unwrap().memory();
         let [state, gathered] = held(parts, Reshard::Always)[0];
         // Besides what is held, the gradients of a group that is computed and of one on its way.
