@@ -9,8 +9,8 @@
 //!   that no query of the rank needs;
 //! - (c) what a stage reads is local or has arrived, with everything that is indexed by `kv`, and each
 //!   gradient returns to the rank that holds the operand, once;
-//! - (d) every parameter element, moment and random index has one owner, every gradient counts each
-//!   token once, and every label is counted once;
+//! - (d) every label is counted once, and gradients of copied key/value heads count each query head once;
+//!   owners of parameters and sums of gradients are those of a step ([`crate::step`]);
 //! - (e) sends meet receives in every stage, with equal bytes; every rank has the same stages, and
 //!   sends of a stage wait for nothing, so no order of ranks waits in a circle;
 //! - (f) bytes sent and held by each rank, against a limit;
@@ -32,7 +32,7 @@ use std::sync::Arc;
 use foveate::MaskMod;
 use foveate::tensor::count::Count;
 
-use crate::plan::{OwnedElements, RankPlan, ShardPlan};
+use crate::plan::{RankPlan, ShardPlan};
 use crate::plane::Planes;
 
 /// A contradiction in a plan.
@@ -138,8 +138,6 @@ pub struct Proof {
     pub live_entries: u64,
     /// Transfers whose sends meet their receives, in forward and backward passes.
     pub transfers: usize,
-    /// Parameter elements with one owner in every copy.
-    pub parameter_elements: u64,
     /// Labels that are counted once.
     pub labels: u64,
     /// What each rank sends and holds.
@@ -169,11 +167,7 @@ impl fmt::Display for Proof {
             f,
             "(c) keys        local or arrived before they are read; gradients return once"
         )?;
-        writeln!(
-            f,
-            "(d) owners      {} parameter elements, {} labels, one each",
-            self.parameter_elements, self.labels
-        )?;
+        writeln!(f, "(d) labels      {}, counted once each", self.labels)?;
         writeln!(f, "(e) transfers   {}, with their receives", Count(self.transfers, "send"))?;
         writeln!(
             f,
@@ -226,7 +220,7 @@ impl ShardPlan {
         let layouts = layouts::check(self, planes)?;
         let transfers = transfers::check(self)?;
         let coverage = coverage::check(self, planes)?;
-        let owned = ownership::check(self)?;
+        let labels = ownership::check(self)?;
         for (rank, bytes) in transfers.bytes.iter().enumerate() {
             if let Some(limit) = limits.attention_bytes.filter(|&limit| bytes.held > limit) {
                 let held = bytes.held;
@@ -247,8 +241,7 @@ impl ShardPlan {
             live_tiles: coverage.tiles,
             live_entries: coverage.loads.iter().sum(),
             transfers: transfers.transfers,
-            parameter_elements: owned.elements,
-            labels: owned.labels,
+            labels,
             bytes: transfers.bytes,
             imbalance,
             loads: coverage.loads,
@@ -263,16 +256,10 @@ impl ShardPlan {
         // What ranks have in common is read once.
         let mut known = HashMap::new();
         for rank in &self.ranks {
-            let RankPlan { arrays, own, stages, returns, returned, labels, parameters, kv_copies } =
-                rank;
+            let RankPlan { arrays, own, stages, returns, returned, labels, kv_copies } = rank;
             let arrays = *known.entry(Arc::as_ptr(arrays).addr()).or_insert_with(|| of(arrays));
             let held = of(&(own, stages, returns, returned, labels, kv_copies));
             all.extend([arrays, held]);
-            for OwnedElements { group, elements, random_from, sums_over } in parameters {
-                let sums = known.entry(Arc::as_ptr(sums_over).addr());
-                let sums = *sums.or_insert_with(|| of(sums_over));
-                all.extend([of(&(group, elements, random_from)), sums]);
-            }
         }
         crate::hash::words(all)
     }

@@ -105,8 +105,6 @@ pub struct ModelShape {
     pub vocab: usize,
     /// Type of q, k and v.
     pub element: ElementType,
-    /// Parameter groups: name, and number of elements on each rank of `tensor`.
-    pub parameters: Vec<(String, usize)>,
 }
 
 /// What the planner is told besides.
@@ -172,19 +170,6 @@ pub struct Stage {
     pub sink: bool,
 }
 
-/// Elements of a parameter group that a rank owns, with masters and moments.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct OwnedElements {
-    /// Name of the group.
-    pub group: String,
-    /// The elements.
-    pub elements: Range<usize>,
-    /// Index of the first element in the random numbers of the optimiser.
-    pub random_from: usize,
-    /// Ranks whose gradients are summed: one list for all groups of all these ranks.
-    pub sums_over: Arc<Vec<usize>>,
-}
-
 /// What one rank holds and does.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RankPlan {
@@ -200,8 +185,6 @@ pub struct RankPlan {
     pub returned: Vec<Part>,
     /// Labels that it counts and whose loss it sums: batch entries and tokens.
     pub labels: (Range<usize>, Ranges),
-    /// Parameters that it owns.
-    pub parameters: Vec<OwnedElements>,
     /// Ranks over which the gradients of what makes its keys and values are summed, because they hold the
     /// same key/value heads and other query heads of these; it among them.
     pub kv_copies: Vec<usize>,
@@ -306,9 +289,13 @@ impl ShardPlan {
             permutations,
             ranks: Vec::new(),
         };
-        let shared = Shared::new(&plan)?;
+        let layout = |array: &arrays::Array| {
+            Ok((array.name, array.layout_in(&plan.sharding, plan.shape.element)?))
+        };
+        let arrays = arrays::ATTENTION.iter().chain(arrays::MODEL).map(layout);
+        let arrays = Arc::new(arrays.collect::<Result<Vec<_>, ShardError>>()?);
         plan.ranks =
-            (0..map.mesh().ranks()).map(|rank| plan.rank(rank, planes, &places, &shared)).collect();
+            (0..map.mesh().ranks()).map(|rank| plan.rank(rank, planes, &places, &arrays)).collect();
         Ok(plan)
     }
 
@@ -325,7 +312,13 @@ impl ShardPlan {
         self.sharding.map().mesh().group(rank, &[MeshAxis::Context])
     }
 
-    fn rank(&self, rank: usize, planes: &Planes, places: &Places, shared: &Shared) -> RankPlan {
+    fn rank(
+        &self,
+        rank: usize,
+        planes: &Planes,
+        places: &Places,
+        arrays: &Arc<Vec<(&'static str, ShardLayout)>>,
+    ) -> RankPlan {
         let map = self.sharding.map();
         let tokens = &places.tokens[map.part(Axis::Batch, rank)];
         let needs = places.needs(map, rank);
@@ -412,31 +405,14 @@ impl ShardPlan {
         let first_of_tensor = mesh.index(rank, MeshAxis::Tensor) == 0;
         let labels = if first_of_tensor { own.q.clone() } else { Ranges::default() };
         RankPlan {
-            arrays: Arc::clone(&shared.arrays),
+            arrays: Arc::clone(arrays),
             labels: (own.batch.clone(), labels),
             own,
             stages,
             returns: returns.into_iter().filter(Part::is_needed).collect(),
             returned: returned.into_iter().filter(Part::is_needed).collect(),
-            parameters: self.parameters(rank, shared),
             kv_copies: self.kv_copies(rank),
         }
-    }
-
-    /// The elements of each parameter group that a rank owns.
-    fn parameters(&self, rank: usize, shared: &Shared) -> Vec<OwnedElements> {
-        let map = self.sharding.map();
-        let sums_over = &shared.sums_over[map.mesh().index(rank, MeshAxis::Tensor)];
-        let owned = |((group, _), cut): (&(String, usize), &Cut)| {
-            let elements = cut.range(map.part(Axis::Elements, rank));
-            OwnedElements {
-                group: group.clone(),
-                random_from: elements.start,
-                elements,
-                sums_over: Arc::clone(sums_over),
-            }
-        };
-        self.shape.parameters.iter().zip(&shared.elements).map(owned).collect()
     }
 
     /// The ranks that hold a rank's key/value heads, and differ from it on the axes of heads alone.
@@ -524,33 +500,6 @@ impl Places {
     fn needs(&self, map: &Map, rank: usize) -> &[Ranges] {
         let heads = self.needs.len() / self.tokens.len();
         &self.needs[map.part(Axis::Batch, rank) * heads + map.part(Axis::Heads, rank)]
-    }
-}
-
-/// What plans of several ranks have in common, made once.
-struct Shared {
-    arrays: Arc<Vec<(&'static str, ShardLayout)>>,
-    /// Of each parameter group.
-    elements: Vec<Cut>,
-    /// Ranks with other tokens, by place on `tensor`.
-    sums_over: Vec<Arc<Vec<usize>>>,
-}
-
-impl Shared {
-    fn new(plan: &ShardPlan) -> Result<Self, ShardError> {
-        let layout = |array: &arrays::Array| {
-            Ok((array.name, array.layout_in(&plan.sharding, plan.shape.element)?))
-        };
-        let arrays = arrays::ATTENTION.iter().chain(arrays::MODEL).map(layout);
-        let arrays = arrays.collect::<Result<_, ShardError>>()?;
-        let mesh = plan.sharding.map().mesh();
-        let with_tokens = [MeshAxis::Replicate, MeshAxis::Shard, MeshAxis::Context];
-        // `tensor` is the fastest axis.
-        let first = 0..mesh.size(MeshAxis::Tensor);
-        let sums_over = first.map(|rank| Arc::new(mesh.group(rank, &with_tokens))).collect();
-        let parts = plan.sharding.map().parts(Axis::Elements);
-        let elements = plan.shape.parameters.iter().map(|(_, len)| Cut::even(*len, parts));
-        Ok(Self { arrays: Arc::new(arrays), elements: elements.collect(), sums_over })
     }
 }
 

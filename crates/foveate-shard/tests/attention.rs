@@ -161,15 +161,7 @@ fn run(
     let d_out = operand(dtype, 4, [batch, heads, q_len, DIM[1]]);
     let layer = LayerMask { mask: case.program.get_mask().cloned(), layers: 1 };
     let planes = Planes::new(case.whole, &[layer], Tile { q: 2, kv: 3 })?;
-    let shape = ModelShape {
-        dim: DIM[0],
-        dim_v: DIM[1],
-        hidden: 8,
-        ffn: 8,
-        vocab: 8,
-        element,
-        parameters: vec![],
-    };
+    let shape = ModelShape { dim: DIM[0], dim_v: DIM[1], hidden: 8, ffn: 8, vocab: 8, element };
     let map = Map::new(Mesh::new(mesh)?);
     let plan = ShardPlan::new(&map, &planes, &shape, PlanOptions { strategy, chunk: None })?;
     let proven = Arc::new(
@@ -344,15 +336,8 @@ fn ranks_that_differ_or_operands_that_do_not_fit_are_refused_on_all() {
     let whole = Whole { batch: 1, heads: 2, kv_heads: 2, q_len: 16, kv_len: 16 };
     let layer = |mask: MaskMod| LayerMask { mask: Some(mask), layers: 1 };
     let planes = Planes::new(whole, &[layer(masks::causal())], Tile { q: 2, kv: 2 }).unwrap();
-    let shape = ModelShape {
-        dim: 4,
-        dim_v: 4,
-        hidden: 8,
-        ffn: 8,
-        vocab: 8,
-        element: ElementType::F32,
-        parameters: vec![],
-    };
+    let shape =
+        ModelShape { dim: 4, dim_v: 4, hidden: 8, ffn: 8, vocab: 8, element: ElementType::F32 };
     let map = Map::new(Mesh::new([1, 1, 2, 1]).unwrap());
     let plan = ShardPlan::new(&map, &planes, &shape, PlanOptions::default()).unwrap();
     let proven = Arc::new(plan.prove(&planes, &Limits::default()).unwrap());
@@ -406,7 +391,6 @@ fn a_token_changes_the_outputs_that_see_it_and_no_other() {
         ffn: 8,
         vocab: 8,
         element: ElementType::F32,
-        parameters: vec![],
     };
     let map = Map::new(Mesh::new(mesh).unwrap());
     for strategy in [Strategy::Gather, Strategy::Exchange(2), Strategy::HeadsForTokens] {

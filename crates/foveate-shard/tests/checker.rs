@@ -37,15 +37,7 @@ const TILE: Tile = Tile { q: 4, kv: 4 };
 const LEN: usize = 60;
 
 fn shape() -> ModelShape {
-    ModelShape {
-        dim: 8,
-        dim_v: 4,
-        hidden: 64,
-        ffn: 96,
-        vocab: 50,
-        element: ElementType::BF16,
-        parameters: vec![("embedding".into(), 1001), ("block.0".into(), 77)],
-    }
+    ModelShape { dim: 8, dim_v: 4, hidden: 64, ffn: 96, vocab: 50, element: ElementType::BF16 }
 }
 
 fn documents() -> MaskMod {
@@ -94,7 +86,6 @@ fn right_plans_are_proven_on_every_mesh_and_strategy() {
                     .map(|b| 32 * (b.tiles.stats().full + b.tiles.stats().partial))
                     .sum();
                 assert_eq!(proof.live_tiles, tiles);
-                assert_eq!(proof.parameter_elements, 1078 * (mesh[0] * mesh[3]) as u64);
             }
         }
     }
@@ -110,23 +101,16 @@ fn thousands_of_ranks_share_what_they_have_in_common() {
     let map = Map::new(Mesh::new([1, 512, 1, 8]).unwrap());
     let plan = ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
     assert_eq!(Arc::strong_count(&plan.ranks[0].arrays), 4096);
-    let sums = |rank: usize| &plan.ranks[rank].parameters[1].sums_over;
-    assert_eq!(
-        Arc::strong_count(sums(0)),
-        2 * 512,
-        "of both groups, by each rank with other tokens"
-    );
-    assert_eq!(sums(3).as_slice(), (0..512).map(|row| 8 * row + 3).collect::<Vec<_>>());
     let hash = plan.hash();
     let proven = plan.prove(&planes, &Limits::default()).unwrap();
     assert_eq!((proven.proof().ranks, proven.proof().labels), (4096, 512 * 256));
     let mut other = proven.plan().clone();
     assert_eq!(other.hash(), hash);
     // What one of them has changed is seen.
-    Arc::make_mut(&mut other.ranks[4095].parameters[0].sums_over).pop();
+    other.ranks[4095].kv_copies.pop();
     assert_ne!(other.hash(), hash);
     let fault = other.prove(&planes, &Limits::default()).unwrap_err();
-    assert_eq!((fault.operand.as_str(), fault.point), ("gradients", 'd'));
+    assert_eq!((fault.operand.as_str(), fault.point), ("dk", 'd'));
 }
 
 /// What a later stage computes are the queries that see a key of it, and no others: of two stages, parts of
@@ -456,15 +440,6 @@ const FAULTS: &[Fault] = &[
     Fault { name: "labels are counted on every rank of tensor", strategy: TWO, point: 'd', operand: "labels", plant: |p| p.ranks[1].labels.1 = p.ranks[1].own.q.clone() },
     Fault { name: "every rank of context counts the whole row", strategy: TWO, point: 'd', operand: "labels", plant: |p| p.ranks[0].labels.1 = Ranges::one(0..LEN) },
     Fault { name: "the last label of a rank is shifted out", strategy: TWO, point: 'd', operand: "labels", plant: |p| p.ranks[0].labels.1 = less_last(&p.ranks[0].labels.1) },
-    Fault { name: "elements have two owners", strategy: TWO, point: 'd', operand: "embedding", plant: |p| { let own = &mut p.ranks[2].parameters[0]; own.elements.start -= 1; own.random_from -= 1; } },
-    Fault { name: "an element has no owner", strategy: TWO, point: 'd', operand: "block.0", plant: |p| { let own = &mut p.ranks[2].parameters[1]; own.elements.end -= 1; } },
-    Fault { name: "the last element has no owner", strategy: TWO, point: 'd', operand: "embedding", plant: |p| for r in [10, 11] { p.ranks[r].parameters[0].elements.end -= 1; } },
-    Fault { name: "random numbers of the optimiser are local", strategy: TWO, point: 'd', operand: "random index", plant: |p| p.ranks[4].parameters[0].random_from = 0 },
-    Fault { name: "gradients are summed over shard alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = Arc::new(vec![0, 6]) },
-    Fault { name: "gradients are summed over context alone", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = Arc::new(vec![0, 2, 4]) },
-    Fault { name: "gradients are summed over tensor too", strategy: TWO, point: 'd', operand: "gradients", plant: |p| p.ranks[0].parameters[0].sums_over = Arc::new((0..12).collect()) },
-    Fault { name: "gradients of a rank are summed twice", strategy: TWO, point: 'd', operand: "gradients", plant: |p| Arc::make_mut(&mut p.ranks[0].parameters[0].sums_over).push(4) },
-    Fault { name: "a rank does not know a parameter group", strategy: TWO, point: 'd', operand: "block.0", plant: |p| { p.ranks[9].parameters.pop(); } },
     Fault { name: "query heads are not those of their keys", strategy: SWAP, point: 'a', operand: "h_kv", plant: |p| for c in [true, false] {
         let s = &mut p.ranks[0].stages[0]; let cells = if c { &mut s.compute } else { &mut s.coordinates }; cells.heads = 1..3;
     } },

@@ -35,7 +35,6 @@ fn shape() -> ModelShape {
         ffn: 14336,
         vocab: 1000,
         element: ElementType::BF16,
-        parameters: vec![("block".to_owned(), 1 << 20)],
     }
 }
 

@@ -18,7 +18,7 @@ use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, Tensor};
 use foveate_nn::{
     AttentionProgram, Blocks, ContextAttention, ContextLayer, ContextMoves, ContextPlan, KeyStage,
-    LearnedBuffer, Model, NnError, PackedHeads, TensorPart,
+    LearnedBuffer, Model, NnError, PackedHeads,
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{
@@ -62,22 +62,15 @@ pub(crate) struct ContextPlanner {
 impl ContextPlanner {
     /// For `model` in the mesh of `ranks`; `by_device` says whether its device computes attention over
     /// ranks. No plan may hold more than `bytes` on a rank for the attention of a layer.
-    ///
-    /// # Errors
-    /// When the model cannot be cut over `tensor`.
     pub fn new<B: Blocks>(
         ranks: Ranks<'_>,
         model: &Model<B>,
         strategy: Option<Strategy>,
         by_device: bool,
         bytes: Option<u64>,
-    ) -> Result<Self, NnError> {
+    ) -> Self {
         let config = model.config();
         let layers_of = |i| model.programs_of_layers().iter().filter(|&&of| of == i).count() as u64;
-        // Of the first rank of `tensor`, which all ranks plan with.
-        let first = TensorPart::of(config, 0, model.tensor_part().parts)?;
-        let layout = model.layout_of(&first)?;
-        let group = |group: &foveate_nn::ParameterGroup| (group.name.clone(), group.place.len());
         let shape = ModelShape {
             dim: config.dim(),
             dim_v: config.dim(),
@@ -85,9 +78,8 @@ impl ContextPlanner {
             ffn: config.intermediate_size,
             vocab: config.vocab_size,
             element: model.precision().weights.into(),
-            parameters: layout.groups().iter().map(group).collect(),
         };
-        Ok(Self {
+        Self {
             map: Map::new(ranks.mesh()),
             rank: ranks.rank(),
             strategy,
@@ -98,7 +90,7 @@ impl ContextPlanner {
             shape,
             limits: Limits { attention_bytes: bytes, imbalance: None },
             last: None,
-        })
+        }
     }
 
     /// The plan of batches of `rows` rows of one document of `len` tokens.

@@ -92,7 +92,7 @@ impl OverRanks {
             let held = proven.proof().bytes.iter().map(|bytes| bytes.held).max().unwrap_or(0);
             let layers = training.recompute.kept_attention(model.config().num_hidden_layers);
             memory.attention += held * layers as u64;
-            of_keys = edges_of_keys(recipe, proven.plan())?;
+            of_keys = edges_of_keys(recipe, proven.plan(), model.config().num_hidden_layers)?;
             cuts = Some(proven.plan().sharding.clone());
         }
         let mut edges = edges_of_step(recipe, &model, mesh, cuts)?;
@@ -288,7 +288,7 @@ fn of_edge(
 
 /// The transfers of attention over `context`, of a batch of rows of one document, by the rank that
 /// receives the most.
-fn edges_of_keys(recipe: &Recipe, plan: &ShardPlan) -> Result<Vec<Edge>, Failure> {
+fn edges_of_keys(recipe: &Recipe, plan: &ShardPlan, layers: usize) -> Result<Vec<Edge>, Failure> {
     let layout = |name| {
         let array = arrays::by_name(name).expect("it is listed");
         let layout = array.layout_in(&plan.sharding, ElementType::F32);
@@ -303,7 +303,6 @@ fn edges_of_keys(recipe: &Recipe, plan: &ShardPlan) -> Result<Vec<Edge>, Failure
         ("keys", "what queries see")
     };
     let again = recipe.train.recomputation().unwrap_or_default();
-    let layers = plan.shape.parameters.len() - 2;
     let again = match again.what {
         Recompute::Attention | Recompute::Full => again.layers.min(layers),
         Recompute::None | Recompute::Mlp => 0,

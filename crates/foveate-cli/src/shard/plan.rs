@@ -8,8 +8,8 @@ use foveate::{AnyBuffer, BufferData, MaskMod};
 use foveate_nn::{AttentionProgram, Dry, Model, ModelConfig, TensorPart};
 use foveate_shard::step::{StepPlan, StepShape};
 use foveate_shard::{
-    Axis, LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
-    ProvenPlan, ProvenStep, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
+    LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, ProvenPlan,
+    ProvenStep, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
 };
 use foveate_train::memory::Setting;
 use foveate_train::recipe::Recipe;
@@ -137,7 +137,7 @@ fn planned(
         q_len: len,
         kv_len: len,
     };
-    let shape = shape(config, map, [rows, len], element)?;
+    let shape = shape(config, [rows, len], element);
     let planned = waiting("planning", PATIENCE, || {
         let tile = usual_tile(len, map.mesh().size(MeshAxis::Context));
         let planes = Planes::new(whole, masks, tile)?;
@@ -247,24 +247,8 @@ fn with_documents(
     bound.map_err(|e| Failure::usage(e.to_string()))
 }
 
-/// Shapes of the model, with the parameter groups of the first rank of `tensor`.
-fn shape(
-    config: &ModelConfig,
-    map: &Map,
-    batch: [usize; 2],
-    element: ElementType,
-) -> Result<ModelShape, Failure> {
-    let lengths = step_plan::lengths(config, batch);
-    let Lengths { dim, dim_v, hidden, ffn, vocab, .. } = lengths;
-    let sharding = Sharding::new(map.clone(), &lengths).map_err(refused)?;
-    let own = |axis| sharding.range(axis, 0).len();
-    let heads = 2 * own(Axis::Heads) + 2 * own(Axis::KvHeads);
-    let block = hidden * (dim * heads + 3 * own(Axis::Ffn) + 2);
-    let embedding = own(Axis::Vocab) * hidden;
-    let mut parameters = vec![("embedding".to_owned(), embedding)];
-    let blocks = (0..config.num_hidden_layers).map(|i| (format!("block.{i}"), block));
-    parameters.extend(blocks);
-    let head = if config.tie_word_embeddings { hidden } else { hidden + embedding };
-    parameters.push(("head".to_owned(), head));
-    Ok(ModelShape { dim, dim_v, hidden, ffn, vocab, element, parameters })
+/// Shapes of the model.
+fn shape(config: &ModelConfig, batch: [usize; 2], element: ElementType) -> ModelShape {
+    let Lengths { dim, dim_v, hidden, ffn, vocab, .. } = step_plan::lengths(config, batch);
+    ModelShape { dim, dim_v, hidden, ffn, vocab, element }
 }

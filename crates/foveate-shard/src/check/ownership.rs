@@ -1,84 +1,14 @@
-//! (d) Owners of parameters and random indices, and that tokens and labels count once.
-
-use std::collections::{BTreeMap, HashSet};
-use std::ops::Range;
-use std::sync::Arc;
+//! (d) Labels count once, and so do query heads of copied key/value heads.
 
 use crate::check::{At, Contradiction};
-use crate::mesh::MeshAxis;
 use crate::plan::ShardPlan;
 use crate::ranges::Ranges;
 
-pub(super) struct Owned {
-    pub elements: u64,
-    pub labels: u64,
-}
-
-pub(super) fn check(plan: &ShardPlan) -> Result<Owned, Contradiction> {
-    let labels = plan.ranks.iter().enumerate().map(|(rank, r)| (rank, &r.labels.0, &r.labels.1));
-    let labels: Vec<_> = labels.collect();
-    once(plan, "labels", "counted", &labels)?;
+/// Labels that are counted.
+pub(super) fn check(plan: &ShardPlan) -> Result<u64, Contradiction> {
+    labels(plan)?;
     keys(plan)?;
-    let mesh = plan.sharding.map().mesh();
-    // Lists that are right, of which most ranks have the same one.
-    let mut sums: HashSet<(*const Vec<usize>, usize)> = HashSet::new();
-    let mut elements = 0;
-    for (group, len) in &plan.shape.parameters {
-        // By copy of the parameters: place on `replicate`, and part of `tensor`.
-        let mut copies: BTreeMap<[usize; 2], Vec<(usize, Range<usize>)>> = BTreeMap::new();
-        for (rank, own) in plan.ranks.iter().enumerate() {
-            let at = At::rank('d', rank);
-            let mut found = own.parameters.iter().filter(|p| p.group == *group);
-            let (Some(own), None) = (found.next(), found.next()) else {
-                return at
-                    .contradicts(group.clone(), "the rank does not say once what it owns of it");
-            };
-            if own.random_from != own.elements.start {
-                let message = format!(
-                    "random numbers of {group} begin at element {}, its elements at {}",
-                    own.random_from, own.elements.start
-                );
-                return at.contradicts("random index", message);
-            }
-            let part = |rank: usize| mesh.index(rank, MeshAxis::Tensor);
-            if sums.insert((Arc::as_ptr(&own.sums_over), part(rank))) {
-                let mut tokens = Vec::new();
-                for &other in own.sums_over.iter() {
-                    let Some(r) = plan.ranks.get(other) else {
-                        return at.contradicts("gradients", format!("there is no rank {other}"));
-                    };
-                    tokens.push((other, &r.own.batch, &r.own.q));
-                }
-                if let Some(&other) = own.sums_over.iter().find(|&&o| part(o) != part(rank)) {
-                    let message = format!("sums those of rank {other}, of another part of tensor");
-                    return at.contradicts("gradients", message);
-                }
-                once(plan, "gradients", "summed", &tokens)?;
-            }
-            let place = mesh.place(rank);
-            let copy = [place[MeshAxis::Replicate as usize], place[MeshAxis::Tensor as usize]];
-            copies.entry(copy).or_default().push((rank, own.elements.clone()));
-        }
-        for mut owners in copies.into_values() {
-            owners.sort_by_key(|(_, r)| (r.start, r.end));
-            let mut end = 0;
-            for (rank, range) in owners {
-                if range.start != end {
-                    let (from, to) = (end.min(range.start), end.max(range.start));
-                    let what = if range.start > end { "no owner" } else { "two owners" };
-                    let message = format!("elements {from}..{to} of {group} have {what}");
-                    return At::rank('d', rank).contradicts(group.clone(), message);
-                }
-                end = range.end;
-            }
-            if end != *len {
-                let message = format!("its owners hold {end} of {len} elements");
-                return At::plan('d').contradicts(group.clone(), message);
-            }
-            elements += end as u64;
-        }
-    }
-    Ok(Owned { elements, labels: (plan.whole.batch * plan.whole.q_len) as u64 })
+    Ok((plan.whole.batch * plan.whole.q_len) as u64)
 }
 
 /// Ranks that sum what makes their keys and values hold the same key/value heads and tokens, and every query
@@ -121,28 +51,22 @@ fn keys(plan: &ShardPlan) -> Result<(), Contradiction> {
     Ok(())
 }
 
-/// Every token of every batch entry is in exactly one of these.
-fn once(
-    plan: &ShardPlan,
-    operand: &str,
-    verb: &str,
-    tokens: &[(usize, &Range<usize>, &Ranges)],
-) -> Result<(), Contradiction> {
-    let mut ends: Vec<usize> = tokens.iter().flat_map(|(_, b, _)| [b.start, b.end]).collect();
+/// Every token of every batch entry is counted by one rank.
+fn labels(plan: &ShardPlan) -> Result<(), Contradiction> {
+    let all = || plan.ranks.iter().map(|rank| &rank.labels).enumerate();
+    let mut ends: Vec<usize> = all().flat_map(|(_, (b, _))| [b.start, b.end]).collect();
     ends.extend([0, plan.whole.batch]);
     ends.sort_unstable();
     ends.dedup();
     let row = Ranges::one(0..plan.whole.q_len);
     for batch in ends.windows(2).map(|w| w[0]..w[1]) {
         let mut seen = Ranges::default();
-        for (rank, of, tokens) in tokens {
-            if !of.contains(&batch.start) {
-                continue;
-            }
+        for (rank, (_, tokens)) in all().filter(|(_, (of, _))| of.contains(&batch.start)) {
             let twice = seen.intersection(tokens);
             if !twice.is_empty() {
-                let message = format!("tokens {twice} of batch entries {batch:?} are {verb} twice");
-                return At::rank('d', *rank).contradicts(operand, message);
+                let message =
+                    format!("tokens {twice} of batch entries {batch:?} are counted twice");
+                return At::rank('d', rank).contradicts("labels", message);
             }
             seen = seen.union(tokens);
         }
@@ -151,8 +75,8 @@ fn once(
             (seen.difference(&row), "are not in the row and are"),
         ] {
             if !wrong.is_empty() {
-                let message = format!("tokens {wrong} of batch entries {batch:?} {what} {verb}");
-                return At::plan('d').contradicts(operand, message);
+                let message = format!("tokens {wrong} of batch entries {batch:?} {what} counted");
+                return At::plan('d').contradicts("labels", message);
             }
         }
     }

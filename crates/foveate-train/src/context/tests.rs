@@ -128,13 +128,13 @@ fn planner<'a>(
         MeshSection { replicate, shard, context, tensor, strategy, ..MeshSection::default() };
     let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
     let planner = ContextPlanner::new(ranks, model, strategy, false, None);
-    Ok((ranks, RunContext::new(planner.map_err(|e| ShardError::new(e.to_string()))?)))
+    Ok((ranks, RunContext::new(planner)))
 }
 
 /// What plans for `rank` of `mesh`, of a model whose layers have `mask`.
 pub(crate) fn planner_of(mesh: Mesh, rank: usize, mask: &str) -> ContextPlanner {
     let model = Model::new(config([4, 2]), &program(mask, None).into(), 3).unwrap();
-    let planner = ContextPlanner::new(Ranks::one(), &model, None, true, None).unwrap();
+    let planner = ContextPlanner::new(Ranks::one(), &model, None, true, None);
     ContextPlanner { map: Map::new(mesh), rank, ..planner }
 }
 
@@ -382,8 +382,7 @@ fn a_device_is_told_what_the_plan_says() {
         let text = format!("replicate={replicate},shard={shard},context={context},tensor={tensor}");
         let mesh = Mesh::parse(&text, sizes.iter().product()).unwrap();
         let rows = rows(4, 37, 5);
-        let planner =
-            ContextPlanner::new(Ranks::one(), &model, Some(strategy), true, None).unwrap();
+        let planner = ContextPlanner::new(Ranks::one(), &model, Some(strategy), true, None);
         let planned: Vec<PlannedBatch> = (0..mesh.ranks())
             .map(|rank| {
                 let planner = ContextPlanner { map: Map::new(mesh), rank, ..planner.clone() };

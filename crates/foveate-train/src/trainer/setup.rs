@@ -463,7 +463,7 @@ pub(super) fn context<B: Blocks>(
         return Err(TrainError::recipe("mesh.transfers", message));
     }
     let free = model.free_bytes()?.or_else(|| machine::free().map(|free| free.bytes));
-    let planner = ContextPlanner::new(ranks, model, recipe.mesh.strategy, by_device, free)?;
+    let planner = ContextPlanner::new(ranks, model, recipe.mesh.strategy, by_device, free);
     Ok(Some(RunContext::new(planner)))
 }
 
