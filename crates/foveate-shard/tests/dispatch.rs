@@ -163,24 +163,34 @@ fn keys_that_are_sent_are_hardly_more_than_those_that_are_seen() {
     }
 }
 
+/// Rows of documents of 4,096 tokens in the mean, each row of others: where the document of each token begins.
+fn packed(rows: usize, len: usize) -> Vec<Vec<usize>> {
+    let mut random = Random::new(11);
+    let mut starts: Vec<Vec<usize>> = vec![Vec::new(); rows];
+    for row in &mut starts {
+        while row.len() < len {
+            let (begin, length) = (row.len(), 1024 + random.below(6144));
+            row.resize(len.min(begin + length), begin);
+        }
+    }
+    starts
+}
+
+/// Causal within documents that begin there.
+fn apart(starts: &[Vec<usize>]) -> MaskMod {
+    let ids = starts.concat().iter().map(|&start| start as i32).collect();
+    let ids = Buffer::new("doc", &[starts.len(), starts[0].len()], ids).unwrap();
+    masks::causal() & masks::document(&ids).unwrap()
+}
+
 /// A batch of rows that are packed with other documents each: ranks balance their own rows, and are sent what these
 /// need.
 #[test]
 fn rows_of_other_documents_are_balanced_and_sent_what_they_need_each() {
     let len = 1 << 16;
     for [shard, context, tensor] in [[2, 2, 1], [4, 8, 1], [8, 8, 1], [2, 4, 2]] {
-        let mut random = Random::new(11);
-        // Documents of 4,096 tokens in the mean; where that of each token begins.
-        let mut starts: Vec<Vec<usize>> = vec![Vec::new(); shard];
-        for row in &mut starts {
-            while row.len() < len {
-                let (begin, length) = (row.len(), 1024 + random.below(6144));
-                row.resize(len.min(begin + length), begin);
-            }
-        }
-        let ids = starts.concat().iter().map(|&start| start as i32).collect();
-        let ids = Buffer::new("doc", &[shard, len], ids).unwrap();
-        let mask = masks::causal() & masks::document(&ids).unwrap();
+        let starts = packed(shard, len);
+        let mask = apart(&starts);
         let whole = Whole { batch: shard, ..whole(len) };
         let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
         let map = Map::new(Mesh::new([1, shard, context, tensor]).unwrap());
@@ -274,14 +284,22 @@ fn processor_time() -> Duration {
 
 /// The bar is 200 ms on one core, by the time that a core spends: masks, dispatch and all ranks' stages, the best of
 /// five. It is that of a release build; a development build, beside other tests, may take three times as long.
+/// Every rank plans the whole batch: one row, or rows of other documents for each place on `shard`.
 #[test]
 fn a_million_tokens_over_64_ranks_are_planned_in_a_moment() {
-    let len = 1 << 20;
-    let map = Map::new(Mesh::new([1, 1, 64, 1]).unwrap());
-    for (name, mask) in [("100 documents", documents(len, 100)), ("causal", masks::causal())] {
+    let of_rows = |rows| apart(&packed(rows, (1 << 20) / rows));
+    for (name, mesh, rows, mask) in [
+        ("100 documents", [1, 1, 64, 1], 1, documents(1 << 20, 100)),
+        ("causal", [1, 1, 64, 1], 1, masks::causal()),
+        ("8 rows of other documents", [1, 8, 8, 1], 8, of_rows(8)),
+        ("32 rows of other documents", [1, 16, 4, 1], 32, of_rows(32)),
+        ("128 rows of other documents", [1, 64, 1, 1], 128, of_rows(128)),
+    ] {
+        let map = Map::new(Mesh::new(mesh).unwrap());
+        let whole = Whole { batch: rows, ..whole((1 << 20) / rows) };
         let planned = || {
             let began = processor_time();
-            let planes = Planes::new(whole(len), &[layer(mask.clone())], TILE).unwrap();
+            let planes = Planes::new(whole, &[layer(mask.clone())], TILE).unwrap();
             let masks = processor_time() - began;
             ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
             (processor_time() - began, masks)
