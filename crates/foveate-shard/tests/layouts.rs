@@ -335,3 +335,18 @@ fn a_group_has_the_ranks_that_differ_on_its_axes_alone() {
         }
     }
 }
+
+#[test]
+fn an_axis_of_another_name_is_refused_with_the_name_and_those_there_are() {
+    for axis in Axis::ALL {
+        assert_eq!(Axis::parse(axis.name()).unwrap(), axis);
+    }
+    let told = Axis::parse("buckets").unwrap_err().to_string();
+    assert!(told.starts_with("`buckets` is no name of an axis; batch, seq, "), "{told}");
+    assert!(told.contains("captured"), "{told}");
+    // Whatever the axes of a captured buffer mean, it is whole.
+    let map = Map::new(Mesh::new([1, 2, 1, 2]).unwrap());
+    let told = map.with(Axis::Captured, &[MeshAxis::Tensor]).unwrap_err().to_string();
+    let why = "captured is whole on every rank, because mods read captured buffers in global";
+    assert!(told.contains(why), "{told}");
+}
