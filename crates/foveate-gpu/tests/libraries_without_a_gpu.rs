@@ -4,6 +4,7 @@
 mod driver;
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -251,6 +252,40 @@ fn transfers_that_hang_on_the_device_end_after_a_time() {
     assert!(matches!(error.kind(), GpuErrorKind::Communication { .. }), "{error:?}");
     assert!(error.to_string().starts_with("rank 0 of 1: transfers on the device did not"));
     assert!(began.elapsed() >= TIMEOUT && began.elapsed() < TIMEOUT * 50);
+}
+
+/// The library made for tests refuses a configuration of another version, of another size, or with other values.
+fn joins(test: &str, version: &str, blocks: Option<u16>) {
+    let number = blocks.map(|blocks| blocks.to_string());
+    let mut variables = vec![("NCCL", version)];
+    variables.extend(number.as_deref().map(|number| ("BLOCKS", number)));
+    if !inside(test, &["nccl"], &[], &variables) {
+        return;
+    }
+    let (engine, id) = (Engine::get(0).unwrap(), UniqueId::new().unwrap());
+    let blocks = blocks.and_then(NonZeroU16::new);
+    Communicator::in_blocks(&engine, &id, 0, 1, TIMEOUT, blocks).unwrap();
+    let other = NonZeroU16::new(3);
+    let why = said(Communicator::in_blocks(&engine, &id, 0, 1, TIMEOUT, other));
+    assert!(why.contains("joining"), "{why}");
+}
+
+macro_rules! versions {
+    ($($name:ident: $version:literal, $blocks:expr;)*) => {
+        $(#[test]
+        fn $name() {
+            joins(stringify!($name), $version, $blocks);
+        })*
+    };
+}
+
+versions! {
+    a_configuration_is_that_of_nccl_2_18: "21805", None;
+    a_configuration_is_that_of_nccl_2_25: "22501", Some(8);
+    a_configuration_is_that_of_nccl_2_27: "22703", None;
+    a_configuration_is_that_of_nccl_2_28: "22803", Some(16);
+    a_configuration_is_that_of_nccl_2_29: "22901", None;
+    a_configuration_of_a_later_nccl_is_that_of_2_29: "23104", Some(1);
 }
 
 #[test]

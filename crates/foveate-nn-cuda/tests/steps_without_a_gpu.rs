@@ -22,8 +22,8 @@ use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
     KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState,
-    Peers, ProgramConfig, Recomputation, Recompute, RopePairing, Rule, StepKind,
-    StepRanks, TensorPart, Treatment,
+    Peers, ProgramConfig, Recomputation, Recompute, RopePairing, Rule, StepKind, StepRanks,
+    TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -41,7 +41,9 @@ fn inside_with(name: &str, variables: &[(&str, &str)]) -> bool {
     // Kernels that have not changed are not compiled again.
     let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
     let libraries = ["nvrtc", "cublaslt", "nccl"];
-    let variables = [&[("FOVEATE_CACHE_DIR", cache)], variables].concat();
+    // Communicators have to be made with so many blocks.
+    let always = [("FOVEATE_CACHE_DIR", cache), ("BLOCKS", "6")];
+    let variables = [&always[..], variables].concat();
     driver::inside(name, &libraries, &["-DLOADS"], &variables)
 }
 

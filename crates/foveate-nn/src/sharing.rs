@@ -1,5 +1,6 @@
 //! The ranks that share parameters, and what each owns of a group, as transfers between them see it.
 
+use std::num::NonZeroU16;
 use std::ops::Range;
 
 use foveate::DType;
@@ -136,6 +137,12 @@ pub trait Peers: Send {
     /// another rank then never comes, and is ended.
     fn is_aborted(&self) -> bool {
         false
+    }
+
+    /// Thread blocks that what moves between GPUs takes at most, the same number on every rank; as many as the
+    /// library likes where there is none.
+    fn blocks(&self) -> Option<NonZeroU16> {
+        None
     }
 }
 

@@ -5,6 +5,7 @@
 //! has the same bits every time with the same number of ranks. Rank 0 alone writes to the run's
 //! folder. What goes wrong on one rank ends all, and only that rank says why.
 
+use std::num::NonZeroU16;
 use std::ops::Range;
 use std::path::Path;
 
@@ -43,31 +44,37 @@ impl RowPart {
 pub(crate) struct Ranks<'a> {
     all: &'a dyn Collectives,
     mesh: Mesh,
+    nccl_blocks: Option<NonZeroU16>,
 }
 
 impl Ranks<'static> {
     /// One rank, by itself.
     pub fn one() -> Self {
-        Self { all: &OneRank, mesh: Mesh::single() }
+        Self::unplaced(&OneRank)
     }
 }
 
 impl<'a> Ranks<'a> {
     /// `all` ranks, in no mesh yet.
     pub fn unplaced(all: &'a dyn Collectives) -> Self {
-        Self { all, mesh: Mesh::single() }
+        Self { all, mesh: Mesh::single(), nccl_blocks: None }
     }
 
     /// `all` ranks, in the mesh of a recipe.
     pub fn in_mesh(all: &'a dyn Collectives, section: &MeshSection) -> Result<Self, TrainError> {
         let mesh = Self::unplaced(all).together(section.of_ranks(all.ranks()))?;
-        Ok(Self { all, mesh })
+        Ok(Self { all, mesh, nccl_blocks: section.blocks() })
     }
 }
 
 impl Ranks<'_> {
     pub fn mesh(self) -> Mesh {
         self.mesh
+    }
+
+    /// Thread blocks that NCCL takes at most.
+    pub fn nccl_blocks(self) -> Option<NonZeroU16> {
+        self.nccl_blocks
     }
 
     /// All ranks.

@@ -53,7 +53,8 @@ impl TensorRanks<'_> {
 
 impl TensorSharing for TensorRanks<'_> {
     fn holders(&self, among: Holders) -> Result<Box<dyn Peers>, NnError> {
-        Ok(Box::new(GroupPeers(self.group(among).map_err(|e| of_group(&e))?)))
+        let group = self.group(among).map_err(|e| of_group(&e))?;
+        Ok(Box::new(GroupPeers { group, blocks: self.ranks.nccl_blocks() }))
     }
 
     fn carrier(&self) -> Carrier {

@@ -4,6 +4,7 @@
 //! group of ranks, so that both run beside the layers. A thread does what it is asked to in order, and
 //! every rank asks for the same; sums are in order of rank, so a mesh has the same bits every time.
 
+use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
@@ -56,30 +57,38 @@ impl Sharing for ParameterRanks<'_> {
 }
 
 /// A group of ranks, for what a device moves.
-pub(crate) struct GroupPeers(pub Box<dyn Collectives>);
+pub(crate) struct GroupPeers {
+    pub group: Box<dyn Collectives>,
+    /// Thread blocks that NCCL takes at most.
+    pub blocks: Option<NonZeroU16>,
+}
 
 impl GroupPeers {
     /// Of the ranks that differ on `axes` alone. Every rank asks for its own.
     pub fn new(ranks: Ranks<'_>, axes: &[MeshAxis]) -> Result<Self, TrainError> {
-        ranks.group(axes).map(Self)
+        Ok(Self { group: ranks.group(axes)?, blocks: ranks.nccl_blocks() })
     }
 }
 
 impl Peers for GroupPeers {
     fn rank(&self) -> usize {
-        self.0.rank()
+        self.group.rank()
     }
 
     fn ranks(&self) -> usize {
-        self.0.ranks()
+        self.group.ranks()
     }
 
     fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, NnError> {
-        self.0.all_gather(own).map_err(|e| of_ranks(&e))
+        self.group.all_gather(own).map_err(|e| of_ranks(&e))
     }
 
     fn is_aborted(&self) -> bool {
-        self.0.is_aborted()
+        self.group.is_aborted()
+    }
+
+    fn blocks(&self) -> Option<NonZeroU16> {
+        self.blocks
     }
 }
 

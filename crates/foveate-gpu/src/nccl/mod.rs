@@ -31,6 +31,7 @@ mod sys;
 mod transfer;
 
 use std::fmt;
+use std::num::NonZeroU16;
 use std::ptr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -129,11 +130,27 @@ impl Communicator {
         ranks: usize,
         timeout: Duration,
     ) -> Result<Self, GpuError> {
+        Self::in_blocks(engine, id, rank, ranks, timeout, None)
+    }
+
+    /// [`Self::new`], with transfers that take at most `blocks` CTAs, the same number on every rank: those of
+    /// the device that are left compute beside them. NCCL's own variable `NCCL_MAX_CTAS` goes before it.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn in_blocks(
+        engine: &Arc<Engine>,
+        id: &UniqueId,
+        rank: usize,
+        ranks: usize,
+        timeout: Duration,
+        blocks: Option<NonZeroU16>,
+    ) -> Result<Self, GpuError> {
         if rank >= ranks {
             let reason = format!("there is no rank {rank} of {ranks}; ranks are counted from 0");
             return Err(GpuError::argument(reason));
         }
-        let mut joined = Self::join(&[(engine.clone(), rank)], id, ranks, timeout)?;
+        let mut joined = Self::join(&[(engine.clone(), rank)], id, ranks, timeout, blocks)?;
         Ok(joined.pop().expect("one was asked for"))
     }
 
@@ -154,7 +171,7 @@ impl Communicator {
             return Err(GpuError::argument("there are no devices for ranks"));
         }
         let members: Vec<_> = engines.iter().cloned().zip(0..).collect();
-        Self::join(&members, &UniqueId::new()?, engines.len(), timeout)
+        Self::join(&members, &UniqueId::new()?, engines.len(), timeout, None)
     }
 
     /// The ranks `members` of `ranks`, all of which are joining.
@@ -163,11 +180,12 @@ impl Communicator {
         id: &UniqueId,
         ranks: usize,
         timeout: Duration,
+        blocks: Option<NonZeroU16>,
     ) -> Result<Vec<Self>, GpuError> {
         let functions = Functions::get()?;
         let total = i32::try_from(ranks)
             .map_err(|_| GpuError::argument(format!("{ranks} ranks are too many")))?;
-        let mut config = NcclConfig::WITHOUT_BLOCKING;
+        let mut config = NcclConfig::without_blocking(functions.version()?, blocks);
         let mut handles = vec![ptr::null_mut(); members.len()].into_boxed_slice();
         let _around = members.first().map(|(engine, _)| engine.device().current_around());
         let group = InGroup::start(functions)?;

@@ -1,6 +1,8 @@
 //! The functions of NCCL, with the types and numbers of nccl.h.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::mem::offset_of;
+use std::num::NonZeroU16;
 use std::sync::OnceLock;
 
 use crate::driver::sys::Handle;
@@ -23,8 +25,8 @@ pub const IN_PROGRESS: Code = 7;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Id(pub [u8; 128]);
 
-/// `ncclConfig_t` as it was in NCCL 2.14. A newer library reads as much as `version` says, and
-/// takes its defaults for the rest.
+/// `ncclConfig_t` as it is in NCCL 2.29. Versions added fields at its end: each takes it in the size that it had
+/// there, and refuses a larger one.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NcclConfig {
@@ -32,12 +34,69 @@ pub struct NcclConfig {
     magic: u32,
     version: u32,
     blocking: c_int,
+    /// 2.17.
+    cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    /// 2.18.
+    split_share: c_int,
+    /// 2.25, where 2.18 has padding.
+    traffic_class: c_int,
+    /// 2.27.
+    comm_name: *const c_char,
+    collnet_enable: c_int,
+    cta_policy: c_int,
+    shrink_share: c_int,
+    nvls_ctas: c_int,
+    /// 2.28.
+    channels_per_net_peer: c_int,
+    nvlink_centric: c_int,
+    /// 2.29.
+    graph_usage: c_int,
+    rma_contexts: c_int,
 }
 
+/// `NCCL_CONFIG_UNDEF_INT`: the library decides.
+const UNDEFINED: c_int = c_int::MIN;
+
+/// The version whose fields [`NcclConfig`] ends with.
+const NEWEST: u32 = 22_900;
+
 impl NcclConfig {
-    /// Calls come back before the other ranks took part, so that waiting for them can end.
-    pub const WITHOUT_BLOCKING: Self =
-        Self { bytes: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
+    /// Of the library of version `found`: calls come back before the other ranks took part, so that waiting for them
+    /// can end, and transfers take at most `blocks` CTAs, where that is given.
+    pub fn without_blocking([major, minor, patch]: [u32; 3], blocks: Option<NonZeroU16>) -> Self {
+        let version = (major * 10_000 + minor * 100 + patch).min(NEWEST);
+        let bytes = match version {
+            ..22_700 => offset_of!(Self, comm_name),
+            22_700..22_800 => offset_of!(Self, channels_per_net_peer),
+            22_800..NEWEST => offset_of!(Self, graph_usage),
+            _ => size_of::<Self>(),
+        };
+        let max_ctas = blocks.map_or(UNDEFINED, |blocks| blocks.get().into());
+        Self {
+            bytes,
+            magic: 0xcafe_beef,
+            version,
+            blocking: 0,
+            cluster_size: UNDEFINED,
+            min_ctas: if blocks.is_some() { 1 } else { UNDEFINED },
+            max_ctas,
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
+            comm_name: std::ptr::null(),
+            collnet_enable: UNDEFINED,
+            cta_policy: UNDEFINED,
+            shrink_share: UNDEFINED,
+            nvls_ctas: UNDEFINED,
+            channels_per_net_peer: UNDEFINED,
+            nvlink_centric: UNDEFINED,
+            graph_usage: UNDEFINED,
+            rma_contexts: UNDEFINED,
+        }
+    }
 }
 
 /// The oldest version: the first whose communicators are all that is used here without blocking.

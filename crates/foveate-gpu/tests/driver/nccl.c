@@ -2,7 +2,8 @@
  * out once all of them have asked for it; until then a communicator is in progress. NCCL: its
  * version. FAILS: what a communicator reports after its first transfer. ON_DEVICE: a communicator is done when
  * a transfer is queued, and the device waits for the others' part: no event is done that the thread recorded
- * behind it, until it is carried out or the communicator is aborted. ABORT_MS: how long aborting takes. Compiled
+ * behind it, until it is carried out or the communicator is aborted. ABORT_MS: how long aborting takes. BLOCKS: the
+ * CTAs that a communicator has to be made with, at most. Compiled
  * with -DOLD_NCCL it has no ncclCommFinalize, with -DWRONG it adds one rank too few. */
 #include <pthread.h>
 #include <stdlib.h>
@@ -21,7 +22,15 @@ typedef struct World World;
 typedef struct { World *world; int rank, queued, failed; size_t asked; _Atomic size_t ended; Call calls[MOST_CALLS]; } Rank;
 struct World { char id[128]; int ranks, joined; Rank *rank[MOST_RANKS]; World *next; };
 typedef struct { char bytes[128]; } Id;
-typedef struct { size_t bytes; unsigned magic, version; int blocking; } Config;
+typedef struct {
+    size_t bytes;
+    unsigned magic, version;
+    int blocking, cluster, least, most;
+    const char *net;
+    int split, traffic;
+    const char *name;
+    int last[8]; /* collnetEnable, CTAPolicy, shrinkShare, nvlsCTAs; 2.28: 2 more; 2.29: 2 more */
+} Config;
 
 int cuEventQuery(void *), cuCtxSetCurrent(void *);
 void device_waits(const _Atomic size_t *ended, size_t count);
@@ -48,8 +57,19 @@ int ncclGetUniqueId(Id *id) {
     memcpy(id, &(int){++ids}, sizeof ids);
     return pthread_mutex_unlock(&lock), 0;
 }
+/* Whether a version finds its own number and size, values that it may read as they should be, and nothing behind. */
+static int is_of_version(const Config *c, size_t version) {
+    size_t known = version < 22900 ? version : 22900;
+    size_t bytes = known < 22700 ? 48 : known < 22800 ? 72 : known < 22900 ? 80 : 88;
+    int undefined = (int)0x80000000, most = (int)number("BLOCKS", (size_t)undefined);
+    int right = c->bytes == bytes && c->magic == 0xcafebeef && c->version == known && !c->blocking;
+    right = right && c->cluster == undefined && c->most == most && c->least == (most == undefined ? undefined : 1) && !c->net;
+    right = right && c->split == undefined && (known < 22500 || c->traffic == undefined) && (known < 22700 || !c->name);
+    for (size_t i = 0; known >= 22700 && i < (bytes - 56) / 4; i++) right = right && c->last[i] == undefined;
+    return right;
+}
 int ncclCommInitRankConfig(Rank **out, int ranks, Id id, int rank, Config *config) {
-    if (config->bytes != sizeof *config || config->magic != 0xcafebeef || config->blocking) return 4;
+    if (!is_of_version(config, number("NCCL", 22803))) return 4;
     if (ranks > MOST_RANKS || rank >= ranks) return 4;
     pthread_mutex_lock(&lock);
     World *world = worlds;

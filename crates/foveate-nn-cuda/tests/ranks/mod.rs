@@ -1,6 +1,7 @@
 //! Ranks that are threads of a test.
 
 use std::collections::{HashMap, VecDeque};
+use std::num::NonZeroU16;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -117,6 +118,11 @@ impl Peers for TestRank {
 
     fn is_aborted(&self) -> bool {
         self.place.0.lock().unwrap().lost
+    }
+
+    /// What NCCL for tests wants, too.
+    fn blocks(&self) -> Option<NonZeroU16> {
+        std::env::var("BLOCKS").ok()?.parse().ok()
     }
 }
 

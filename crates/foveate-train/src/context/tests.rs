@@ -196,7 +196,7 @@ impl Run<'_> {
         let mut model = Model::new(self.config.clone(), self.attention, 3).unwrap();
         let all: Vec<usize> = (0..world.ranks()).collect();
         model.step_with(StepRanks {
-            peers: Box::new(GroupPeers(world.subgroup(&all)?)),
+            peers: Box::new(GroupPeers { group: world.subgroup(&all)?, blocks: None }),
             counts_tokens: true,
             counts_parameters: world.rank() == 0,
             cut: false,

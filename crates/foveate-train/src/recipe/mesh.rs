@@ -1,6 +1,8 @@
 //! The mesh section: how the ranks of a run stand.
 
 use std::fmt;
+use std::num::NonZeroU16;
+use std::ops::RangeInclusive;
 
 use foveate_nn::{Carrier, Cutting, Reshard};
 use foveate_shard::{Axis, Map, Mesh, MeshAxis, Strategy};
@@ -38,7 +40,13 @@ pub struct MeshSection {
     pub reduce_dtype: ReduceDtype,
     /// What carries parameters and gradients between GPUs: `auto`, `nccl` or `host`.
     pub transfers: Carrier,
+    /// Thread blocks that NCCL takes of a GPU for a transfer at most; as many as it likes when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nccl_blocks: Option<usize>,
 }
+
+/// What NCCL can be limited to.
+const NCCL_BLOCKS: RangeInclusive<usize> = 1..=64;
 
 /// What gradients travel as between ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,6 +88,12 @@ impl MeshSection {
             .map_err(|e| TrainError::recipe("[mesh]", e.to_string()))
     }
 
+    /// [`Self::nccl_blocks`] of a section that was checked.
+    pub(crate) fn blocks(&self) -> Option<NonZeroU16> {
+        let blocks = self.nccl_blocks.and_then(|blocks| u16::try_from(blocks).ok());
+        blocks.and_then(NonZeroU16::new)
+    }
+
     /// How parameters are cut over the ranks of `mesh`.
     pub fn cutting(&self, mesh: &Mesh) -> Cutting {
         let (parts, tensor) = (Map::new(*mesh).parts(Axis::Elements), mesh.size(MeshAxis::Tensor));
@@ -92,6 +106,11 @@ impl MeshSection {
     pub(super) fn check(&self) -> Result<(), (String, String)> {
         let autos = MeshAxis::ALL.into_iter().zip(self.sizes());
         let mut autos = autos.filter(|(_, size)| *size == Some(AxisSize::Auto));
+        let most = *NCCL_BLOCKS.end();
+        if let Some(blocks) = self.nccl_blocks.filter(|blocks| !NCCL_BLOCKS.contains(blocks)) {
+            let why = format!("is {blocks}; NCCL takes 1 to {most} thread blocks for a transfer");
+            return Err(("mesh.nccl_blocks".to_owned(), why));
+        }
         match (autos.next(), autos.next()) {
             (Some((first, _)), Some((second, _))) => {
                 let why = format!(

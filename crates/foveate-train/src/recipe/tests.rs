@@ -263,6 +263,14 @@ fn a_mesh_is_a_product_of_the_ranks_with_at_most_one_size_left_open() {
     let named = told(TEXT, &["mesh.strategy=ring"]);
     assert!(named.contains("\"ring\" is no strategy; gather, exchange,"), "{named}");
     assert!(told(TEXT, &["mesh.sard=2"]).contains("did you mean `shard`?"));
+    let limited = Recipe::parse(TEXT, "r.toml", &["mesh.nccl_blocks=8".to_owned()]).unwrap();
+    assert_eq!(limited.mesh.blocks().map(u16::from), Some(8));
+    for blocks in [0, 65] {
+        let why = format!(
+            "mesh.nccl_blocks is {blocks}; NCCL takes 1 to 64 thread blocks for a transfer"
+        );
+        assert!(told(TEXT, &[&format!("mesh.nccl_blocks={blocks}")]).contains(&why));
+    }
 }
 
 /// Every field of a recipe, and every section, given values of every type.
@@ -316,6 +324,7 @@ fn a_value_of_a_wrong_type_is_said_without_types_of_rust() {
         "mesh.context",
         "mesh.tensor",
         "mesh.strategy",
+        "mesh.nccl_blocks",
         "resolved",
     ]
     .into_iter()

@@ -42,7 +42,8 @@ impl Nccl {
         own.map_err(|e| refused(&format!("{e}; {remedy}")))?;
         let id = all[0].as_slice().try_into().map_err(|_| refused("rank 0 has no NCCL"))?;
         let (id, timeout) = (UniqueId::from_bytes(id), default_timeout());
-        let joined = Communicator::new(&engine, &id, peers.rank(), peers.ranks(), timeout);
+        let (rank, ranks, blocks) = (peers.rank(), peers.ranks(), peers.blocks());
+        let joined = Communicator::in_blocks(&engine, &id, rank, ranks, timeout, blocks);
         let joined = joined.map_err(|e| refused(&format!("{e}; a GPU has one rank: {remedy}")))?;
         let (communicator, peers) = (Arc::new(joined), Arc::new(Mutex::new(peers)));
         let watch = Some(watched(&communicator, &peers)?);
