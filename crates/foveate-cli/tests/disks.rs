@@ -4,8 +4,10 @@ mod place;
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Output, Stdio};
+use std::process::{Child, Output, Stdio};
+use std::time::{Duration, Instant};
 
+use foveate::tensor::random::Random;
 use place::Place;
 
 /// A run of three ranks, and the folders that stand for the disks of hosts.
@@ -26,6 +28,10 @@ impl Hosts {
 
     /// Trains with a rank in each of the folders `on`, with the folder `run` of each as that of the run.
     fn train(&self, on: [&str; 3], args: &[&str]) -> [Output; 3] {
+        self.start(on, args).map(|child| child.wait_with_output().unwrap())
+    }
+
+    fn start(&self, on: [&str; 3], args: &[&str]) -> [Child; 3] {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (meet, recipe) = (format!("127.0.0.1:{port}"), self.0.path("recipe.toml"));
         let start = |rank: usize| {
@@ -33,9 +39,10 @@ impl Hosts {
             let mut command = self.0.command(&["train", recipe.to_str().unwrap(), "--ranks", "3"]);
             command.args(["--rank", &rank, "--meet", &meet, "--set", "run.dir=run"]);
             command.args(["--set", "run.disks=local"]).args(args).current_dir(host);
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+            command.env("FOVEATE_SILENCE", "4").env("FOVEATE_ARRIVAL", "8");
+            command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
         };
-        [0, 1, 2].map(start).map(|child| child.wait_with_output().unwrap())
+        [0, 1, 2].map(start)
     }
 
     fn trained(&self, on: [&str; 3], args: &[&str]) {
@@ -161,6 +168,51 @@ fn a_run_on_local_disks_resumes_from_the_newest_checkpoint_that_is_whole() {
     assert_eq!(hosts.0.steps("b/run"), right);
     assert!(hosts.0.weights("a/run", 24) == weights, "rank 2 wrote the same elements");
     assert_eq!(names(&hosts.step("c", 20).join("..")), names(&hosts.step("a", 20).join("..")));
+}
+
+/// As often as `FOVEATE_KILLS` says any rank is killed, saves included: each host has a step whole or the run goes on
+/// from one before, and what it reaches is what one reaches that was left alone.
+#[test]
+fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
+    let kills = std::env::var("FOVEATE_KILLS").map_or(2, |n| n.parse::<usize>().unwrap());
+    let seed = std::env::var("FOVEATE_SEED").map_or(5, |n| n.parse::<u64>().unwrap());
+    println!("FOVEATE_SEED={seed}");
+    let (mut random, hosts, on) = (Random::new(seed), Hosts::new(), ["a", "a", "b"]);
+    let long = ["--set", "train.steps=60", "--set", "train.save_every=3"];
+    let began = Instant::now();
+    hosts.trained(on, &long);
+    let took = began.elapsed().as_millis() as usize;
+    let right = (hosts.0.steps("a/run"), hosts.0.weights("b/run", 60));
+    let (mut done, mut halves, mut over) = (0, 0, true);
+    loop {
+        let steps = |host: &str| names(&hosts.0.path(host).join("run/checkpoints"));
+        let saved = |name: &String| name.starts_with("step-") && steps("b").contains(name);
+        let how = if !over && steps("a").iter().any(saved) { "--resume" } else { "--start-over" };
+        over = false;
+        let mut ranks = hosts.start(on, &[&long[..], &[how]].concat());
+        let harmed = random.below(3);
+        std::thread::sleep(Duration::from_millis(random.below(took) as u64));
+        let harms = done < kills && ranks[harmed].try_wait().unwrap().is_none();
+        if harms {
+            ranks[harmed].kill().unwrap();
+            done += 1;
+        }
+        let ended = ranks.map(|child| child.wait_with_output().unwrap());
+        let whole = |host: &str| -> Vec<String> {
+            steps(host).into_iter().filter(|name| name.starts_with("step-")).collect()
+        };
+        halves += usize::from(whole("a") != whole("b"));
+        if harms {
+            continue;
+        }
+        assert!(ended.iter().all(|done| done.status.success()), "{}", said(&ended[0]));
+        assert_eq!(hosts.0.steps("a/run"), right.0);
+        assert!(hosts.0.weights("b/run", 60) == right.1);
+        if done == kills {
+            break;
+        }
+    }
+    println!("{done} killed, {halves} times one host had a step that the other had not");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::collections::btree_map::{BTreeMap, Entry};
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use foveate_nn::{Blocks, Model, Rule};
 
@@ -23,6 +23,12 @@ use crate::recipe::{DisksChoice, Recipe};
 
 /// Bytes of a file that are sent at once.
 const PIECE: usize = 16 << 20;
+
+/// How the name of a rank's mark begins.
+const MARK: &str = ".foveate-rank-";
+
+/// How old a mark is that no rank looks for any more.
+const OLD: Duration = Duration::from_secs(3600);
 
 /// The disks of the ranks.
 pub(super) struct Disks {
@@ -204,7 +210,7 @@ fn leaders(ranks: Ranks<'_>, place: Option<&Path>) -> Result<Vec<usize>, TrainEr
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     let now = ranks.bytes_of_first((now ^ u64::from(std::process::id())).to_le_bytes().to_vec())?;
     let run = now.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let mark = |rank: usize| place.join(format!(".foveate-rank-{rank:05}-{run}"));
+    let mark = |rank: usize| place.join(format!("{MARK}{rank:05}-{run}"));
     let own = mark(ranks.rank());
     let put = File::create(&own).map(|_| ()).map_err(|e| TrainError::write(&own, e));
     let marked = ranks.together(put).and_then(|()| {
@@ -215,8 +221,20 @@ fn leaders(ranks: Ranks<'_>, place: Option<&Path>) -> Result<Vec<usize>, TrainEr
     });
     // It may be none, where it could not be made.
     let _ = fs::remove_file(&own);
+    remove_old_marks(place);
     let parse = |first: Vec<u8>| Ok(u64::from_le_bytes(first.try_into().map_err(other)?) as usize);
     marked?.into_iter().map(parse).collect()
+}
+
+/// Removes what ranks that were killed left in `place`; whatever cannot be removed harms nobody.
+fn remove_old_marks(place: &Path) {
+    for entry in fs::read_dir(place).into_iter().flatten().flatten() {
+        let is_mark = entry.file_name().to_string_lossy().starts_with(MARK);
+        let age = entry.metadata().and_then(|of| of.modified()).map(|at| at.elapsed());
+        if is_mark && age.is_ok_and(|age| age.is_ok_and(|age| age > OLD)) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// A file that no disk has, and the first rank that can say what was in it.
