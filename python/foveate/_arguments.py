@@ -12,6 +12,8 @@ from typing import Any, Collection
 import torch
 from torch import Tensor
 
+from ._native import TraceError
+
 
 def shown(given: Any) -> str:
     """A value as messages show it, in one short line."""
@@ -74,6 +76,22 @@ _LEFT: Any = torch._C._disabled_torch_dispatch_impl
 def dispatches(*tensors: Any) -> bool:
     """Whether the class of one of these has operators of its own: fake tensors, and such as wrap others."""
     return any(isinstance(t, Tensor) and type(t).__torch_dispatch__ is not _LEFT for t in tensors)
+
+
+def unwrapped(name: str, given: Tensor) -> Tensor:
+    """The tensor in memory that transforms of ``torch.func`` have wrapped: inside of one every result is, whether it is
+    differentiated or not.
+
+    Raises:
+        TraceError: It is a batch of vmap, or another transform than the innermost wants its gradient.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(given):
+        if torch._C._functorch.is_batchedtensor(given):
+            raise TraceError(f"{name} is a batch of torch.vmap; pass it to attention as an operand")
+        given = torch._C._functorch.get_unwrapped(given)
+        if torch._C._functorch.is_functorch_wrapped_tensor(given) and given.requires_grad and torch.is_grad_enabled():
+            raise TraceError(f"{name} gets its gradient by an outer transform of torch.func; pass it through the inner one")
+    return given
 
 
 def offsets_vector(name: str, offsets: Any) -> None:

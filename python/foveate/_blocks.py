@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from . import _cuda, _native, _region, _source, _trace
 from ._arguments import device as device_of
-from ._arguments import dispatches, flag, integer, shown
+from ._arguments import dispatches, flag, integer, shown, unwrapped
 from ._compile import also_compiled
 from ._masks import Mask
 
@@ -141,7 +141,7 @@ def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[in
     if dispatches(kinds):  # A fake one has no elements.
         return kinds
     try:
-        _native.kinds(traced, extents, tile, kinds, torch.get_num_threads())
+        _native.kinds(traced, extents, tile, unwrapped("a table of tiles", kinds), torch.get_num_threads())
     except IndexError as error:
         raise _source.named(error, traced) from None
     return kinds
@@ -160,7 +160,7 @@ def _kinds_on_device(
         return torch.zeros((batch, heads, rows, columns), dtype=torch.uint8, device=device)
     counts = torch.empty(shape, dtype=torch.int32, device=device)
     runs = torch.empty((*shape, columns, 2), dtype=torch.int32, device=device)
-    _native.tile_runs(traced, extents, tile, counts, runs)
+    _native.tile_runs(traced, extents, tile, *(unwrapped("a table of tiles", t) for t in (counts, runs)))
     column = torch.arange(columns, dtype=torch.int32, device=device)
     first = runs[..., 0].masked_fill(column >= counts.unsqueeze(-1), columns).contiguous()
     # The run that each tile is in, if it is in one: the last that begins up to it.
@@ -193,7 +193,7 @@ def _tables_on_device(
             wanted = apart or not kind
             made[kind + name] = torch.empty((batch, heads, *shape), dtype=torch.int32, device=device) if wanted else None
     if batch and heads and not dispatches(made["kv_indices"]):
-        _native.tile_tables(traced, extents, tile, [t for t in made.values() if t is not None])
+        _native.tile_tables(traced, extents, tile, [unwrapped("a table of tiles", t) for t in made.values() if t is not None])
     return made
 
 
@@ -367,7 +367,7 @@ def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: in
         _cuda.start()
         shape = torch.broadcast_shapes(*(t.shape[:2] for t in lists))
         made = torch.empty((*shape, rows, width), dtype=torch.uint8, device=lists[0].device)
-        _native.tile_kinds([t.to(torch.int32) for t in lists], made)
+        _native.tile_kinds([unwrapped("a list of tiles", t.to(torch.int32)) for t in lists], unwrapped("a table of tiles", made))
         return made
     kinds = _scattered(lists[0], lists[1], 1, width)
     if len(lists) == 4:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from ._arguments import flag, number, probability, shown, tensor
+from ._arguments import flag, number, probability, shown, tensor, unwrapped
 
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
@@ -162,6 +162,10 @@ def dropout_of(p: float, query: Tensor, drawn: bool = True) -> tuple[float, Any]
     if p == 0.0:
         return None
     seed = torch.randint(2**63 - 1, (1,) if query.is_cuda else (), device=query.device)
+    if torch._C._functorch.is_functorch_wrapped_tensor(seed):
+        if torch._C._functorch.is_batchedtensor(seed):
+            raise ValueError("dropout_p in torch.vmap takes randomness='same': all entries of the batch share a seed")
+        seed = unwrapped("the seed of dropout", seed)
     if not drawn:
         return p, seed
     return p, seed.view(torch.int32) if query.is_cuda else int(seed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._arguments import offsets_vector, shown
+from ._arguments import offsets_vector, shown, unwrapped
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +63,7 @@ def offsets(
         offsets_vector(name, of)
         if of.device != query.device:
             raise ValueError(f"{name} must be on {query.device} as the query is, got {of.device}")
-        made.append(of.to(torch.int32).contiguous())
+        made.append(unwrapped(name, of.to(torch.int32).contiguous()))
     if made[0].size(0) != made[1].size(0):
         raise ValueError(
             f"cu_seqlens_q has {made[0].size(0)} offsets and cu_seqlens_k {made[1].size(0)}; they need as many"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from . import _checks, _dispatched, _region, _trace
-from ._arguments import dispatches
+from ._arguments import dispatches, unwrapped
 from ._autograd import Call
 from ._compile import also_compiled
 from ._masks import Mask
@@ -112,7 +112,8 @@ def paged(
     call = Call(score, traced, number, None, aux.lse, aux.max_scores, pages=tables)
     inputs = (call, query, key_pages, value_pages, logits)
     learned = () if score is None else score.learned
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[1:], *learned)):
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs[1:], *learned))
+    if wanted or torch._C._are_functorch_transforms_active():
         out, lse, max_scores = _WithoutGradient.apply(*inputs, *learned)  # type: ignore[no-untyped-call]
     else:
         out, lse, max_scores = call.forward(*inputs[1:], (), forward_only=True)
@@ -125,12 +126,20 @@ class _WithoutGradient(torch.autograd.Function):
     """The call, with a backward that says why there is none."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *learned: Tensor) -> Any:
+    def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *learned: Tensor) -> Any:
         return call.forward(q, k, v, sink, learned, forward_only=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError("foveate.paged has no gradient; gather the keys and call foveate.flex_attention for one")
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise NotImplementedError("foveate.paged has no rule for torch.vmap; give the entries in the batch axis of one call")
 
 
 def check(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
@@ -153,7 +162,7 @@ def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, A
         ValueError: They are no integers, not for as many entries as ``query`` has, or on another device.
     """
     _check_pages(page_table, lengths, query)
-    table, numbers = _integers(page_table), _integers(lengths)
+    table, numbers = _integers("page_table", page_table), _integers("lengths", lengths)
     return table, numbers.tolist() if query.is_cuda and not numbers.is_cuda else numbers
 
 
@@ -177,8 +186,8 @@ def _check_pages(page_table: Any, lengths: Any, query: Tensor) -> None:
             raise ValueError(f"{name} is for {given.size(0)} batch entries, and query has {query.size(0)}")
 
 
-def _integers(tensor: Tensor) -> Tensor:
+def _integers(name: str, tensor: Tensor) -> Tensor:
     """As the engine reads them: contiguous, of 32 bits; what these cannot hold is no page."""
     if tensor.dtype == torch.int64:
         tensor = tensor.clamp(-(2**31), 2**31 - 1).to(torch.int32)
-    return tensor.contiguous()
+    return unwrapped(name, tensor.contiguous())

@@ -15,6 +15,7 @@ from typing import Any, Callable
 import torch
 
 from . import _kept, _native
+from ._arguments import unwrapped
 from ._calls import RUNNING, Many, Reader, applied, called
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
@@ -43,8 +44,6 @@ class Trace(Reader):
         found = self.captures.get(id(tensor))
         if found is not None:
             return found
-        if torch._C._functorch.is_batchedtensor(tensor):
-            raise TraceError("a captured tensor is a batch of torch.vmap; pass it to attention as an operand")
         if tensor.layout is not torch.strided:
             raise TraceError(f"{name} must be dense, got one of {tensor.layout}; capture its .to_dense()")
         wanted = tensor.requires_grad and torch.is_grad_enabled()
@@ -52,10 +51,12 @@ class Trace(Reader):
             raise ValueError(
                 "a mask function captures a tensor that requires grad; a mask has no gradient: capture its .detach()"
             )
-        read = tensor
-        if wanted and tensor.dtype == torch.float64:
-            read = tensor.to(torch.float32)  # Its gradient finds the way back by itself.
-        made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", read.resolve_neg(), wanted)
+        read = tensor.resolve_neg()
+        if not wanted:
+            read = unwrapped(name, read)
+        elif tensor.dtype == torch.float64:
+            read = read.to(torch.float32)  # Its gradient finds the way back by itself.
+        made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", read, wanted)
         self.captures[id(tensor)] = made
         self.held.append(tensor)
         return made

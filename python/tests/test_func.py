@@ -6,7 +6,7 @@ import torch._functorch.config
 import torch._inductor.config
 from reference import attention, close
 
-from foveate import Mask, TraceError, flex_attention
+from foveate import Mask, TraceError, create_block_mask, flex_attention, paged, varlen
 
 G = torch.Generator().manual_seed(6)
 
@@ -61,6 +61,56 @@ def test_vmap_runs_each_entry():
     golds = torch.autograd.grad(sum(one(*entry).sum() for entry in zip(leaf, k, v)), (leaf, slope))
     for a, b in zip(ours, golds):
         close("gradient", a, b, torch.float32, 13 * 8 * 11)
+
+
+def test_what_a_function_captures_beside_a_gradient_of_something_else_is_read():
+    """Inside of a transform every result is wrapped, the tables of block masks and converted integers among them."""
+    q, k, v = operands()
+    bias, documents = torch.randn(4, 13, generator=G), torch.tensor([0] * 5 + [1] * 8)
+
+    def mask_mod(b, h, i, j):
+        return documents[i] == (documents * 1)[j]
+
+    def scored(q, block_mask):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + (bias * 2)[h, j] * bias[h, i], block_mask)
+
+    def made(create):
+        return create(mask_mod, None, None, 11, 13, device=q.device)
+
+    outside = made(create_block_mask), made(torch.nn.attention.flex_attention.create_block_mask)
+    calls = {
+        "a function": lambda x: scored(x, Mask(mask_mod)),
+        "a block mask": lambda x: scored(x, outside[0]),
+        "lists": lambda x: scored(x, outside[1]),
+        "a block mask that is made there": lambda x: scored(x, made(create_block_mask)),
+        "rows": lambda x: varlen(*(t[0, :, :11].transpose(0, 1) for t in (x, k, v)), torch.tensor([0, 4, 11]), mask=Mask.causal()),
+    }
+    for name, call in calls.items():
+        leaf = q.clone().requires_grad_()
+        gold = torch.autograd.grad(call(leaf).square().sum(), leaf)[0]
+        # CUDA sums gradients in any order.
+        torch.testing.assert_close(torch.func.grad(lambda x: call(x).square().sum())(q), gold, msg=name)
+        assert torch.equal(torch.func.grad(lambda x: (call(q) * x).sum())(torch.ones(())), call(q).sum()), name
+    table, lengths = torch.zeros(2, 1, dtype=torch.long), torch.tensor([13, 9])
+    decoded = paged(q, k[:1], v[:1], table, lengths)
+    pulled = torch.func.grad(lambda x: (paged(q, k[:1], v[:1], table, lengths) * x).sum())(torch.ones(()))
+    assert torch.equal(pulled, decoded.sum())
+
+
+def test_what_only_an_outer_transform_differentiates_is_refused():
+    q, k, v = operands()
+
+    def inner(slope):
+        return torch.func.grad(lambda x: flex_attention(x, k, v, lambda s, b, h, i, j: s * (slope * 2)[h]).sum())(q).sum()
+
+    with pytest.raises(TraceError, match="a captured tensor gets its gradient by an outer transform"):
+        torch.func.grad(inner)(torch.ones(4))
+    with pytest.raises(TraceError, match="vmap"):
+        torch.vmap(inner)(torch.ones(3, 4))
+    with pytest.raises(ValueError, match="dropout_p in torch.vmap takes randomness='same'"):
+        torch.vmap(lambda x: flex_attention(x, k, v, dropout_p=0.5), randomness="different")(q[None])
+    with pytest.raises(NotImplementedError, match="no rule for torch.vmap"):
+        torch.vmap(lambda x: paged(x, k[:1], v[:1], torch.zeros(2, 1).int(), torch.tensor([13, 9])))(q[None])
 
 
 def test_a_captured_batch_is_refused():
