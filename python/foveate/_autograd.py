@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _cuda, _native, _source
+from . import _checks, _cuda, _native, _source
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -137,6 +137,10 @@ class _Attention(torch.autograd.Function):
         return (*gradients[:4], None, *gradients[4:])
 
     @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        _checks.no_tangents()
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         """One run for each entry of the axis: functions see the indices of their own run."""
         return _each_entry(_Attention, info, in_dims, inputs)
@@ -202,6 +206,10 @@ class Gradient(torch.autograd.Function):
         raise RuntimeError(
             "foveate.flex_attention has no second derivative for this dtype; float64 tensors take a path that has one"
         )
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        _checks.no_tangents()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
@@ -178,6 +179,22 @@ def refuse_gradients(query: torch.dtype, key: torch.dtype, value: torch.dtype) -
             "Backward pass with mixed query, key, and value dtype is not supported, got "
             f"query.dtype={query}, key.dtype={key}, and value.dtype={value}"
         )
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raises where a derivative in forward mode is wanted by one of the tensors: gradients here have a backward alone."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        no_tangents()
+
+
+def no_tangents() -> NoReturn:
+    """What is said of a derivative in forward mode."""
+    raise NotImplementedError(
+        "foveate has no derivative in forward mode (jvp) for this dtype, as `torch.func.jvp`, `jacfwd` and `hessian` ask "
+        "for: take `vjp` or `jacrev`, or float64 tensors of flex_attention, which have one"
+    )
 
 
 class _Converted(torch.autograd.Function):

@@ -159,6 +159,7 @@ def flex_attention(
             results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, 0.0 if dropout is None else dropout[0])
             return _returned(*results, return_lse, return_aux)
         extents = _extents(query, key)
+    _checks.refuse_tangents(query, key, value, sink)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     if seen:
         mods = (score_mod, block_mask, extents, scale, sink, dropout, wants_max)

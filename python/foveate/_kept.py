@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import _native
@@ -81,7 +82,7 @@ class Reads:
     @staticmethod
     def of(kind: str, function: Any, extents: tuple[int, int, int, int]) -> Reads | None:
         """Of a mask or score function for these extents; None where it has to be traced."""
-        if _transforms_active():
+        if _transforms_active() or forward_ad._current_level >= 0:
             return None
         reads = Reads()
         reads.key += (kind, extents, torch.is_grad_enabled(), torch.get_default_dtype())

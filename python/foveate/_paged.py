@@ -97,6 +97,7 @@ def paged(
     _checks.check_aux(aux)
     number = None if scale is None else _checks.checked_scale(scale)
     logits = None if sink is None else _checks.sink_of(sink, query)
+    _checks.refuse_tangents(query, key_pages, value_pages, logits)
     out: Tensor
     if _dispatched.is_watched() or dispatches(query, key_pages, value_pages):
         _check_pages(page_table, lengths, query)

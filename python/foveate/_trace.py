@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import _kept, _native
+from . import _checks, _kept, _native
 from ._arguments import unwrapped
 from ._calls import RUNNING, Many, Reader, applied, called
 from ._native import Expr, TraceError
@@ -51,6 +51,7 @@ class Trace(Reader):
             raise ValueError(
                 "a mask function captures a tensor that requires grad; a mask has no gradient: capture its .detach()"
             )
+        _checks.refuse_tangents(tensor)
         read = tensor.resolve_neg()
         if not wanted:
             read = unwrapped(name, read)

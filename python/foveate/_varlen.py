@@ -120,6 +120,7 @@ def varlen(
     assert cu_seqlens_q is not None
     both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     logits = None if sink is None else _checks.sink_of(sink, q)
+    _checks.refuse_tangents(q, k, v, logits)
     if seen:
         where = (cu_seqlens_q, both)
         for name, offsets in zip(("cu_seqlens_q", "cu_seqlens_k"), where):

@@ -5,6 +5,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from reference import attention, close
+from torch.autograd import forward_ad
 
 from foveate import Mask, TraceError, create_block_mask, flex_attention, paged, varlen
 
@@ -111,6 +112,39 @@ def test_what_only_an_outer_transform_differentiates_is_refused():
         torch.vmap(lambda x: flex_attention(x, k, v, dropout_p=0.5), randomness="different")(q[None])
     with pytest.raises(NotImplementedError, match="no rule for torch.vmap"):
         torch.vmap(lambda x: paged(x, k[:1], v[:1], torch.zeros(2, 1).int(), torch.tensor([13, 9])))(q[None])
+
+
+def test_a_derivative_in_forward_mode_is_refused_and_float64_has_one():
+    """What is given a tangent and gives none would be constant, to whoever asks."""
+    q, k, v = operands()
+    slope, ends = torch.ones(4), torch.tensor([0, 11])
+
+    def scored(slope):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s * slope[h])
+
+    def masked(slope):
+        return flex_attention(q, k, v, block_mask=Mask(lambda b, h, i, j: slope[h] > j))
+
+    def rows(x):
+        return varlen(x[0].transpose(0, 1), *(t[0, :, :11].transpose(0, 1) for t in (k, v)), ends)
+
+    def decoded(x):
+        return paged(x, k[:1], v[:1], torch.zeros(2, 1, dtype=torch.int32), torch.tensor([13, 9]))
+
+    scored(slope)  # Its trace is kept.
+    for call, x in ((lambda x: flex_attention(x, k, v), q), (rows, q), (decoded, q), (scored, slope), (masked, slope)):
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+            torch.func.jvp(call, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+            call(forward_ad.make_dual(x, x))
+    with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+        torch.func.hessian(lambda x: flex_attention(x, k, v).sum())(q)
+    wide = [t.double() for t in (q, k, v)]
+    of_q = torch.func.jvp(lambda x: flex_attention(x, *wide[1:]), (wide[0],), (wide[0],))[1]
+    gold = torch.func.jvp(lambda x: torch.softmax(x @ wide[1].mT / 8**0.5, -1) @ wide[2], (wide[0],), (wide[0],))[1]
+    torch.testing.assert_close(of_q, gold)
+    # Beside a derivative of something else nothing is refused.
+    assert torch.equal(torch.func.jvp(lambda x: scored(slope) * x, (x.sum(),), (x.sum(),))[1], scored(slope) * 4)
 
 
 def test_a_captured_batch_is_refused():
