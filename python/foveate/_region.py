@@ -41,7 +41,12 @@ def _by_inductor() -> bool:
     return False
 
 
-def _wrong(
+def _transformed() -> bool:
+    """Whether a transform of ``torch.func`` is active, which torch's operator has no rule for."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _outside(
     tensors: tuple[Any, ...],
     wanted: tuple[Any, ...],
     functions: tuple[Any, ...],
@@ -49,9 +54,10 @@ def _wrong(
     flags: tuple[Any, ...],
     return_aux: Any,
 ) -> bool:
-    """Whether an argument is of a kind that no call takes, so that it is said outside of the region, by its name.
-    ``tensors`` must be there, and of the others what is None is not given."""
-    return not (
+    """Whether a call runs outside of the region: where a transform of ``torch.func`` is active, and where an argument is of
+    a kind that no call takes, which is said there by its name. ``tensors`` must be there, and of the others what is None
+    is not given."""
+    return _transformed() or not (
         all(isinstance(t, Tensor) for t in tensors)
         and all(t is None or isinstance(t, Tensor) for t in wanted)
         and all(f is None or callable(f) for f in functions)
@@ -64,6 +70,7 @@ def _wrong(
 # Dynamo calls them when it traces, and leaves nothing of them in the graph.
 _install._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _by_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def flex_attention(
@@ -89,14 +96,14 @@ def flex_attention(
     """
     from . import _blocks
 
-    wrong = (
-        _wrong((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
+    outside = (
+        _outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
         or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
         or not (kernel_options is None or isinstance(kernel_options, dict))
     )
-    wants_max = not wrong and return_aux is not None and return_aux.max_scores
-    more = not wrong and (sink is not None or dropout_p or isinstance(block_mask, Mask))
-    if wrong or (query.dtype == torch.float64 and (more or _by_inductor())):
+    wants_max = not outside and return_aux is not None and return_aux.max_scores
+    more = not outside and (sink is not None or dropout_p or isinstance(block_mask, Mask))
+    if outside or (query.dtype == torch.float64 and (more or _by_inductor())):
         return breaking(
             query,
             key,
@@ -223,8 +230,8 @@ def varlen(
     """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph."""
     aux = AuxRequest() if return_aux is None else return_aux
     offsets, longest = (cu_seqlens_q, cu_seqlens_k, sink), (max_seqlen_q, max_seqlen_k)
-    wrong = _wrong((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
-    if wrong or query.is_nested or cu_seqlens_q is None:
+    outside = _outside((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
+    if outside or query.is_nested or cu_seqlens_q is None:
         return breaking(
             query,
             key,
@@ -273,9 +280,9 @@ def paged(
 
     aux = AuxRequest() if return_aux is None else return_aux
     tensors = (query, key_pages, value_pages, page_table, lengths)
-    wrong = _wrong(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
-    wanted = not wrong and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
-    if wrong or (torch.is_grad_enabled() and wanted):
+    outside = _outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
+    wanted = not outside and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
+    if outside or (torch.is_grad_enabled() and wanted):
         return breaking(
             query,
             key_pages,

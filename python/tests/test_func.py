@@ -147,6 +147,22 @@ def test_a_derivative_in_forward_mode_is_refused_and_float64_has_one():
     assert torch.equal(torch.func.jvp(lambda x: scored(slope) * x, (x.sum(),), (x.sum(),))[1], scored(slope) * 4)
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_transform_in_a_compiled_function_breaks_its_graph(transform):
+    torch._dynamo.reset()
+    q, k, v = operands()
+    ends = torch.tensor([0, 11])
+
+    def both(x):
+        rows = (t[0, :, :11].transpose(0, 1) for t in (x, k, v))
+        return flex_attention(x, k, v, lambda s, b, h, i, j: s - 0.1 * j).sum() + varlen(*rows, ends).sum()
+
+    def step(x):
+        return torch.func.grad(both)(x) if transform == "grad" else torch.vmap(both)(x[None])
+
+    torch.testing.assert_close(torch.compile(step)(q), step(q))
+
+
 def test_a_captured_batch_is_refused():
     q, k, v = operands()
     slopes = torch.randn(3, 4)
