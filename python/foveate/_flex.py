@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Union, overload
 
 import torch
@@ -186,6 +187,18 @@ def _returned(out: Tensor, lse: Any, max_scores: Any, return_lse: bool, aux: Aux
     return (out, lse) if return_lse else out
 
 
+def _asked(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None, block_mask: Any, scale: Any, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Any, Any, float | None]:
+    """What a call computes with, for those that only say or prepare it: operands, traced functions, scale."""
+    if _checks.autocasts(query):
+        query, key, value = _checks.autocast(query, key, value)
+    _checks.check_operands(query, key, value, block_mask, enable_gqa)
+    number = None if scale is None else _checks.checked_scale(scale)
+    score, mask = _traced(score_mod, block_mask, _extents(query, key), query)
+    return *_checks.of_one_dtype(query, key, value), score, mask, number
+
+
 @uncompiled
 def prepare(
     query: Tensor,
@@ -207,16 +220,14 @@ def prepare(
         ValueError, TraceError: As :func:`flex_attention` does.
         RuntimeError: There is no NVRTC, or it refuses a kernel.
     """
-    _checks.check_operands(query, key, value, block_mask, enable_gqa)
-    score, mask = _traced(score_mod, block_mask, _extents(query, key), query)
-    if not query.is_cuda:
-        return
+    query, key, value, score, mask, number = _asked(query, key, value, score_mod, block_mask, scale, enable_gqa)
     p = probability("dropout_p", dropout_p)
-    dropout = (p, torch.zeros(2, dtype=torch.int32, device=query.device)) if p else None
     logits = None if sink is None else _checks.sink_of(sink, query)
+    if not query.is_cuda or query.dtype == torch.float64:
+        return
+    dropout = (p, torch.zeros(2, dtype=torch.int32, device=query.device)) if p else None
     learned = () if score is None else score.learned
     wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sink, *learned))
-    number = None if scale is None else _checks.checked_scale(scale)
     plan = _autograd.Call(score, mask, number, dropout, False, False).planned(query, key, value, logits, (), not wants)
     out = _autograd.empty_in_order(query, (*query.shape[:3], value.shape[3]))
     plan.prepare(query, key, value, out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device))
@@ -238,11 +249,12 @@ def explain(
     Raises:
         ValueError, TraceError: As :func:`flex_attention` does.
     """
-    _checks.check_operands(query, key, value, block_mask, enable_gqa)
-    score, mask = _traced(score_mod, block_mask, _extents(query, key), query)
+    query, key, value, score, mask, number = _asked(query, key, value, score_mod, block_mask, scale, enable_gqa)
+    if query.dtype == torch.float64:
+        scores = math.prod(_extents(query, key)) * 8
+        return f"plain operations of PyTorch, for float64: they hold all scores, {scores / 2**20:.1f} MiB"
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     learns = learns or (score is not None and bool(score.learned))
-    number = None if scale is None else _checks.checked_scale(scale)
     plan = _autograd.Call(score, mask, number, None, False, False).planned(query, key, value, None, (), forward_only=not learns)
     said: str = plan.explain()
     return said

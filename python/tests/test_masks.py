@@ -139,3 +139,7 @@ def test_explain_says_what_would_run():
     text = explain(q, k, v, lambda s, b, h, i, j: s + slope[h] * j, Mask.causal())
     for words in ("kv <= q", "score + f32(kv) * s0[h]", threads, "\nbackward"):
         assert words in text, text
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ", bf16, " in explain(q, k, v)
+    assert ", f32, " in explain(q, k.bfloat16(), v.bfloat16())
+    assert "all scores" in explain(q.double(), k.double(), v.double())

@@ -55,7 +55,8 @@ CALLS = {
     "flex_attention": (flex_attention, OPERANDS | OPTIONS | dict(
         block_mask=None, enable_gqa=False, return_lse=False, kernel_options=None, dropout_p=0.0)),
     "explain": (explain, OPERANDS | dict(score_mod=None, block_mask=None, scale=None, enable_gqa=False)),
-    "prepare": (prepare, OPERANDS | dict(score_mod=None, block_mask=None, enable_gqa=False)),
+    "prepare": (prepare, OPERANDS | dict(
+        score_mod=None, block_mask=None, scale=None, enable_gqa=False, sink=None, dropout_p=0.0)),
     "create_block_mask": (create_block_mask, SIZES | dict(mask_mod=causal, BLOCK_SIZE=128, separate_full_blocks=True)),
     "create_mask": (create_mask, SIZES | dict(mod_fn=causal)),
     "varlen": (varlen, dict(query=ROWS, key=ROWS, value=ROWS, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS, max_seqlen_q=None,
