@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from typing import Any, Collection
 
 import torch
@@ -21,6 +23,14 @@ def shown(given: Any) -> str:
         return f"a tensor of {given.dtype} {list(given.shape)}"
     line = repr(given)
     return line if len(line) <= 100 and "\n" not in line else f"a {type(given).__name__}"
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """A warning of the line that called the package, past torch's frames between."""
+    level = 2
+    while sys._getframe(level - 1).f_globals.get("__name__", "").split(".")[0] in ("foveate", "torch"):
+        level += 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def flag(name: str, given: Any) -> bool:

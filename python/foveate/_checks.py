@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from ._arguments import flag, number, probability, shown, tensor, unwrapped
+from ._arguments import flag, number, probability, shown, tensor, unwrapped, warn
 
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
@@ -142,11 +141,7 @@ def check_return_lse(return_aux: AuxRequest | None) -> None:
     shown = getattr(_torch_flex, "_WARNINGS_SHOWN", _said)
     if "deprecated_return_lse" not in shown:
         shown.add("deprecated_return_lse")
-        warnings.warn(
-            "return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.",
-            FutureWarning,
-            stacklevel=4,
-        )
+        warn("return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.", FutureWarning)
 
 
 def checked_scale(scale: float) -> float:

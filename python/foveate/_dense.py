@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from typing import Any, Callable
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from . import _blocks, _calls, _source
+from ._arguments import warn
 from ._native import TraceError
 from ._masks import Mask
 
@@ -122,10 +122,7 @@ def attention(
     """``out``, ``lse`` and ``max_scores``, in float64 as torch's are."""
     extents = (q.size(0), q.size(1), q.size(2), k.size(2))
     if math.prod(extents) * 8 > _LARGE:
-        warnings.warn(
-            f"float64 attention holds all scores, {math.prod(extents) * 8 >> 20} MiB of them; float32 does not",
-            stacklevel=3,
-        )
+        warn(f"float64 attention holds all scores, {math.prod(extents) * 8 >> 20} MiB of them; float32 does not")
     group = q.size(1) // k.size(1) if k.size(1) else 1
     k, v = (t.repeat_interleave(group, 1).expand(q.size(0), -1, -1, -1) for t in (k, v))
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.size(-1)) if scale is None else scale)

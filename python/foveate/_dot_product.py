@@ -12,7 +12,6 @@ import functools
 import math
 import operator
 import sys
-import warnings
 from typing import Any, Callable
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from torch.utils.checkpoint import checkpoint
 
-from ._arguments import flag, integer, number, one_of, probability, shown, tensor
+from ._arguments import flag, integer, number, one_of, probability, shown, tensor, warn
 from ._flex import flex_attention
 from ._masks import Mask, offsets_of
 from ._trace import element_of
@@ -65,7 +64,7 @@ class Stateless(torch.nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         if state is not None and not (isinstance(state, Tensor) and state.numel() == 0):
-            warnings.warn(f"foveate.{type(self).__name__} computes without FP8: the checkpoint's scales are left out", stacklevel=2)
+            warn(f"foveate.{type(self).__name__} computes without FP8: the checkpoint's scales are left out")
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any) -> None:
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, *rest)
@@ -103,12 +102,12 @@ def window_of(mask_type: str, window: tuple[int, int] | None) -> tuple[int, int]
         raise ValueError(f"window_size {window} has a side below -1, which is all keys on that side")
     if "causal" in mask_type:
         if window is not None and right > 0:
-            warnings.warn(f"window_size {window} ends at the diagonal for attn_mask_type {mask_type!r}", stacklevel=3)
+            warn(f"window_size {window} ends at the diagonal for attn_mask_type {mask_type!r}")
         return left, 0
     if window is not None and (left < 0) != (right < 0):
         if (left, right) != (-1, 0):
             raise ValueError(f"window_size {window} for attn_mask_type {mask_type!r} needs both sides, or (-1, -1)")
-        warnings.warn(f"window_size {window} is taken for (-1, -1) for attn_mask_type {mask_type!r}", stacklevel=3)
+        warn(f"window_size {window} is taken for (-1, -1) for attn_mask_type {mask_type!r}")
         return -1, -1
     return left, right
 

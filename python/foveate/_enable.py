@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-import warnings
 from typing import Any, Callable
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _blocks, _flex, _sharded
+from ._arguments import warn
 from ._native import TraceError
 
 #: The global of torch's module that the exchanged code calls.
@@ -103,7 +103,7 @@ def _stays(name: str, reason: TraceError | str) -> None:
     said = f"a call of {name} stays torch's: {reason}"
     if not torch.compiler.is_dynamo_compiling() and said not in _said:
         _said.add(said)
-        warnings.warn(said, stacklevel=5)
+        warn(said)
 
 
 _OURS: dict[str, Callable[..., Any]] = {"flex_attention": _flex_attention, "create_block_mask": _create_block_mask}

@@ -102,8 +102,9 @@ def test_all_scores_of_more_than_256_mib_warn(monkeypatch):
 
     monkeypatch.setattr(_dense, "_LARGE", 1000)
     q, k, v = operands(l=20, s=20)
-    with pytest.warns(UserWarning, match="all scores"):
+    with pytest.warns(UserWarning, match="all scores") as warned:
         flex_attention(q, k, v, enable_gqa=True)
+    assert [w.filename for w in warned] == [__file__]
 
 
 def test_a_second_derivative_in_float32_is_a_clear_error():

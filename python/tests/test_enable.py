@@ -121,8 +121,9 @@ def test_a_function_that_cannot_be_traced_stays_torchs_with_a_warning():
         return s + torch.special.bessel_j0(s)
 
     gold = flex_attention(q, k, v, score)
-    with foveate.enable(), pytest.warns(UserWarning, match="flex_attention stays torch's: .*bessel_j0"):
+    with foveate.enable(), pytest.warns(UserWarning, match="flex_attention stays torch's: .*bessel_j0") as warned:
         torch.testing.assert_close(flex_attention(q, k, v, score), gold)
+    assert [w.filename for w in warned] == [__file__]
 
 
 def test_an_uncompiled_call_of_a_tensor_that_wraps_others_stays_torchs(monkeypatch):
