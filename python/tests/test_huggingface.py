@@ -182,6 +182,12 @@ def test_a_users_own_mask_of_four_axes_counts(dtype):
     same_runs(run(model, "foveate", IDS, dict(attention_mask=kept if dtype == torch.bool else added)), theirs)
 
 
+def test_weights_are_not_given():
+    model = model_of("llama")
+    model.set_attn_implementation("foveate")
+    assert model(IDS, output_attentions=True).attentions == ()
+
+
 def test_an_encoder_sees_both_sides():
     torch.manual_seed(2)
     config = transformers.ModernBertConfig(**(TINY | dict(pad_token_id=0, local_attention=6, global_attn_every_n_layers=2)))
