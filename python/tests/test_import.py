@@ -13,6 +13,8 @@ IMPORT = """
 import os, sys, time
 start = time.process_time()
 import torch
+if tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11):
+    import torch.nn.attention.flex_attention  # Which imports SymPy there.
 of_torch = time.process_time() - start
 threads, modules = len(os.listdir("/proc/self/task")), set(sys.modules)
 start = time.process_time()

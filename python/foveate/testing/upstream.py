@@ -182,7 +182,9 @@ def _torch_as_on_a_gpu() -> Iterator[None]:
                 setattr(_torch_flex, name, check)
 
 
-_CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+#: What torch's checkpoint calls: newer versions keep the first name for others, and call the second.
+_CHECKPOINT: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_CHECKPOINT = getattr(torch.utils.checkpoint, f"{_CHECKPOINT.__name__}_impl", _CHECKPOINT)
 
 
 def _checkpoint(function: Callable[..., Any], *rest: Any, **options: Any) -> Any:
