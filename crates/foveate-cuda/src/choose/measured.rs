@@ -87,7 +87,7 @@ impl Case {
             Plain | Bias(None) | Cap(None) | Learned(None) => len,
         };
         Sizes {
-            batch: 16_384 / len,
+            batch: (16_384 / len).max(1),
             heads_q: heads,
             heads_kv: heads,
             queries: len,
@@ -123,6 +123,15 @@ fn tiles() -> Vec<(Case, Vec<(Tiles, f64)>)> {
         (
             forward(128).len(2048),
             vec![(Tiles::hopper(2, 128, 2), 1.0), (Tiles::hopper(2, 176, 2), 0.95)],
+        ),
+        // At the limit of power of an H100.
+        (
+            forward(128).len(32_768),
+            vec![(Tiles::hopper(2, 128, 2), 617.6), (Tiles::hopper(2, 176, 2), 633.2)],
+        ),
+        (
+            Case::new(Kernel::Forward, 128, Mask(CAUSAL)).len(32_768),
+            vec![(Tiles::hopper(2, 128, 2), 585.2), (Tiles::hopper(2, 176, 2), 604.5)],
         ),
         // Microseconds of an H100, of which the reciprocals are given.
         (

@@ -87,6 +87,9 @@ const HOPPER: &[Known] = &[
     (192, Tiles::hopper(2, 112, 2)),
     (256, Tiles::hopper(2, 80, 2)),
 ];
+/// Where a query sees 16,384 keys or more, which takes long enough for the device to be at its limit of power: wider tiles
+/// raise and rescale less often.
+const HOPPER_LONG: Tiles = Tiles::hopper(2, 176, 2);
 /// Of q and k of up to 192 and v of up to 128 numbers, as multi-head latent attention has them.
 const HOPPER_LATENT: &[Known] = &[(192, Tiles::hopper(3, 64, 2))];
 /// With a score or dropout, which take registers of their own.
@@ -153,6 +156,7 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         Kernel::Forward if dim <= 64 && class.is_sparse(kernel, sizes) => return None,
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward if (129..=192).contains(&class.dim) && class.dim_v <= 128 => HOPPER_LATENT,
+        Kernel::Forward if is_long(class, sizes) => return Some(HOPPER_LONG),
         Kernel::Forward => HOPPER,
         Kernel::Backward if class.dscore || class.captures => HOPPER_BACKWARD_SMALL,
         Kernel::Backward if class.dropout => HOPPER_BACKWARD_DROPOUT,
@@ -171,6 +175,14 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
     };
     let tiles = table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles);
     tiles.map(|tiles| Tiles { ordered_dq: class.orders_dq(kernel, sizes), ..tiles })
+}
+
+/// Whether [`HOPPER_LONG`] was measured to be the faster one: not with mask bits, which were not.
+fn is_long(class: &Class, sizes: &Sizes) -> bool {
+    let dim = class.dim.max(class.dim_v);
+    (97..=128).contains(&dim)
+        && sizes.mean_kv_len >= 16_384
+        && !class.has_mask_bits(Kernel::Forward)
 }
 
 /// Whether a kernel without the overlap within a warpgroup comes before the portable choice where the
