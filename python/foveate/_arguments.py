@@ -26,10 +26,11 @@ def shown(given: Any) -> str:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """A warning of the line that called the package, past torch's frames between."""
-    level = 2
-    while sys._getframe(level - 1).f_globals.get("__name__", "").split(".")[0] in ("foveate", "torch"):
-        level += 1
+    """A warning of the line that called the package, past torch's frames between; of the outermost line of a thread of
+    autograd's, which nobody called."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("foveate", "torch"):
+        level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
 
 

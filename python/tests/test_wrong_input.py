@@ -1,12 +1,16 @@
 """Wrong input of every kind, one after the other in one process: each is one clear error, and the next good call
 gives the bits that it gave before."""
 
+import _thread
 import math
+import threading
+import warnings
 
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
+import foveate
 from foveate import AuxRequest, Mask, _native, create_block_mask, create_mask, explain, flex_attention, paged, varlen
 
 LEARNED = torch.zeros(12, requires_grad=True)
@@ -233,3 +237,15 @@ def test_a_panic_in_the_engine_is_an_exception_and_the_next_call_is_right(name, 
         IN_TURN[0] = None
         again = call(q, k, v)
     assert str(again) == str(gold)
+
+
+def test_a_warning_in_a_thread_that_nobody_outside_called_is_one():
+    # As one of autograd's on a GPU, whose outermost Python frame is torch's or the package's.
+    failed, done = [], threading.Event()
+    names = {"__name__": "foveate.inner", "warn": foveate._arguments.warn, "failed": failed, "done": done}
+    exec("def work():\n try: warn('heard')\n except Exception as e: failed.append(e)\n finally: done.set()\n", names)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _thread.start_new_thread(names["work"], ())
+        assert done.wait(10)
+    assert not failed and [str(said.message) for said in heard] == ["heard"]
