@@ -25,8 +25,8 @@ pub const IN_PROGRESS: Code = 7;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Id(pub [u8; 128]);
 
-/// `ncclConfig_t` as it is in NCCL 2.29. Versions added fields at its end: each takes it in the size that it had
-/// there, and refuses a larger one.
+/// `ncclConfig_t` as it is in NCCL 2.29. Versions added fields at its end: each is given it in the size that it had
+/// there, of which it reads no more.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NcclConfig {
