@@ -365,6 +365,11 @@ fn introduce(run: &Started) {
         None => crate::output::tell!("about {needed} of memory, saves included"),
         Some(gpu) => crate::output::tell!("about {needed} of the memory of {gpu}"),
     }
+    if let Some(passed) = &run.passed_over {
+        crate::output::tell!(
+            "a newer checkpoint is passed over, and removed at the next save: {passed}"
+        );
+    }
     if let Some(mixed) = &run.mixed_devices {
         crate::output::tell!("ranks are on {mixed}: a step takes as long as the slowest");
     }

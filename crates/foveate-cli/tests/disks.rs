@@ -161,9 +161,16 @@ fn a_run_on_local_disks_resumes_from_the_newest_checkpoint_that_is_whole() {
     train(["a", "a", "b"], 12, &over);
     // As if one host had died before it renamed its part of the last.
     std::fs::remove_dir_all(hosts.step("b", 12)).unwrap();
-    train(["a", "a", "b"], 16, &resume);
+    let mesh = ["--set", "mesh.replicate=3", "--set", "train.steps=16"];
+    let [first, ..] = hosts.train(["a", "a", "b"], &[&resume[..], &mesh].concat());
+    assert!(first.status.success(), "{}", said(&first));
+    let passed = "a newer checkpoint is passed over, and removed at the next save: step 12: no disk has its ";
+    assert!(said(&first).contains(passed), "{}", said(&first));
     assert_eq!(hosts.0.steps("a/run").len(), 16);
-    // Ranks that begin again on other hosts, one of them new.
+    // Ranks that begin again on other hosts, one of them new, where a run ended while its part was on the way.
+    std::fs::create_dir_all(hosts.step("c", 16)).unwrap();
+    std::fs::copy(hosts.step("a", 16).join("config.json"), hosts.step("c", 16).join("config.json"))
+        .unwrap();
     train(["b", "c", "a"], 24, &resume);
     assert_eq!(hosts.0.steps("b/run"), right);
     assert!(hosts.0.weights("a/run", 24) == weights, "rank 2 wrote the same elements");
@@ -213,6 +220,19 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
         }
     }
     println!("{done} killed, {halves} times one host had a step that the other had not");
+}
+
+#[test]
+fn a_part_that_cannot_be_read_is_an_error_and_nothing_older_takes_its_place() {
+    let hosts = Hosts::new();
+    hosts.trained(["a", "a", "b"], &["--set", "train.keep=3", "--start-over"]);
+    let checkpoints = hosts.0.path("b").join("run/checkpoints");
+    let newest = names(&checkpoints).pop().unwrap();
+    let sums = checkpoints.join(newest).join("checksums.json");
+    std::fs::remove_file(&sums).unwrap();
+    std::fs::create_dir(&sums).unwrap();
+    let said = hosts.refused(["a", "a", "b"], &["--set", "train.steps=24", "--resume"]);
+    assert!(said.contains("checksums.json"), "{said}");
 }
 
 #[test]

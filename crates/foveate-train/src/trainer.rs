@@ -72,6 +72,9 @@ pub struct Started {
     /// The GPUs that the ranks are on, and how many each, where these are not all alike: a step takes as
     /// long as the slowest of them.
     pub mixed_devices: Option<String>,
+    /// Where ranks have several disks, a checkpoint newer than the one that the run goes on from, which is not whole:
+    /// its step, and what is missing.
+    pub passed_over: Option<String>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
     /// What the bits of steps depend on and was other in the steps before a resume, a line each:

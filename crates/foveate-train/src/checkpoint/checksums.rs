@@ -17,7 +17,7 @@ use crate::safetensors::DAMAGED;
 use crate::whole;
 
 /// Its name.
-pub(super) const FILE: &str = "checksums.json";
+pub(crate) const FILE: &str = "checksums.json";
 
 /// Whether what is read is held to the checksums it was saved with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

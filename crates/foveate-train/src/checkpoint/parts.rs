@@ -1,8 +1,8 @@
 //! Parts of checkpoints on one of several disks: what is here, and what a rank needs of it.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use foveate_nn::{Blocks, Model, Rule};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{self, Layout};
 use super::load::{kept_of, masters, own};
-use super::{checksums, list, read_json};
+use super::{checksums, list, read_json, unreadable};
 use crate::error::TrainError;
 use crate::whole;
 
@@ -30,16 +30,30 @@ pub(crate) struct Part {
 impl Part {
     /// Whether a file is here.
     pub fn has(&self, file: &str) -> bool {
-        self.here.iter().any(|(name, _)| name == file)
+        self.bytes(file).is_some()
+    }
+
+    /// How many bytes of a file are here.
+    pub fn bytes(&self, file: &str) -> Option<u64> {
+        self.here.iter().find(|(name, _)| name == file).map(|(_, bytes)| *bytes)
     }
 }
 
-/// The parts under `folder`, oldest first. What has no checksums is none, as one whose files are still on their way.
-pub(crate) fn parts(folder: &Path) -> Vec<Part> {
-    let part = |(step, place): (u64, std::path::PathBuf)| {
-        let identity = xxh3_64(&whole::read(&place.join(checksums::FILE)).ok()?);
-        let files = fs::read_dir(&place).ok()?.flatten();
-        let named = files.filter_map(|file| {
+/// The parts under `folder`, oldest first. What has no checksums is none: they come last, so its files are still on
+/// their way.
+///
+/// # Errors
+/// When what is there cannot be read: an older checkpoint is not to take its place.
+pub(crate) fn parts(folder: &Path) -> Result<Vec<Part>, TrainError> {
+    let part = |(step, place): (u64, PathBuf)| {
+        let sums = place.join(checksums::FILE);
+        let identity = match whole::read(&sums) {
+            Ok(sums) => xxh3_64(&sums),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(unreadable(&sums, &e)),
+        };
+        let files = fs::read_dir(&place).map_err(|e| unreadable(&place, &e))?;
+        let named = files.flatten().filter_map(|file| {
             let bytes = file.metadata().ok().filter(fs::Metadata::is_file)?.len();
             Some((file.file_name().into_string().ok()?, bytes))
         });
@@ -50,13 +64,13 @@ pub(crate) fn parts(folder: &Path) -> Vec<Part> {
             // One rank wrote all of it.
             false => here.iter().map(|(name, _)| name.clone()).collect(),
             true => {
-                let layout = Layout::from_json(read_json(&path).ok()?, &path).ok()?;
+                let layout = Layout::from_json(read_json(&path)?, &path)?;
                 layout.files().into_iter().map(str::to_owned).collect()
             }
         };
-        Some(Part { step, identity, tensors, here })
+        Ok(Some(Part { step, identity, tensors, here }))
     };
-    list(folder).into_iter().filter_map(part).collect()
+    list(folder).into_iter().filter_map(|found| part(found).transpose()).collect()
 }
 
 /// The files of the checkpoint in `folder` that a rank reads for a resume, with the share that `model` is.

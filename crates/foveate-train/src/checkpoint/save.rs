@@ -3,8 +3,8 @@
 //! A save has three parts. [`Save::begin`] makes a folder beside the place; rank 0 does it. Then every rank
 //! writes its files there: all of them where there is one rank ([`Save::write`]), its ranges where there are
 //! several ([`Save::write_part`]), rank 0 also what is no tensor. When all have reported what they wrote,
-//! rank 0 says what is where, and renames the folder ([`Save::commit`]). Whatever dies before, nothing is in
-//! the place.
+//! rank 0 says what is where, renames the folder ([`Save::publish`]) and removes older ones ([`Save::retire`]).
+//! Whatever dies before the second, nothing is in the place.
 //!
 //! Where ranks have several disks ([`Save::on`]), the first rank of each does on it what rank 0 does, and every
 //! disk has what is no tensor, `layout.json` and the checksums of all, the same on each. Older checkpoints are

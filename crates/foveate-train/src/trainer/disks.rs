@@ -1,7 +1,7 @@
 //! Which ranks have the folder of a run on one disk.
 //!
-//! All have it on one unless the recipe says `run.disks = "local"`. Then each rank leaves a mark beside the folder
-//! and looks for those of others: ranks that see each other's have one disk, and the first of them does there what
+//! All have it on one unless the recipe says `run.disks = "local"`. Then each rank leaves a mark in the folder,
+//! or the nearest one above that is there, and looks for those of others: ranks that see each other's have one disk, and the first of them does there what
 //! rank 0 does where all share one. A checkpoint is whole where all its files are on some disk; a run goes on from
 //! the newest such one, and what a rank needs that is on another disk comes from there, in pieces, over the
 //! collectives.
@@ -42,6 +42,8 @@ pub(super) struct Disks {
 /// A checkpoint whose files are all on some disk.
 pub(super) struct Whole {
     step: u64,
+    /// A newer one that is passed over: which, and what is missing, in words.
+    pub passed_over: Option<String>,
     /// What is on the disk of each rank that is the first there.
     parts: Vec<Option<Part>>,
 }
@@ -126,7 +128,8 @@ impl Disks {
         if !self.are_several() {
             return Ok(None);
         }
-        let own = if self.leads() { checkpoint::parts(folder) } else { Vec::new() };
+        let own = if self.leads() { checkpoint::parts(folder) } else { Ok(Vec::new()) };
+        let own = ranks.together(own)?;
         let all = ranks.all(&serde_json::to_vec(&own).expect("plain text and numbers"))?;
         let parse = |parts: &Vec<u8>| serde_json::from_slice(parts);
         let all = all.iter().map(parse).collect::<Result<Vec<Vec<Part>>, _>>().map_err(other)?;
@@ -140,19 +143,24 @@ impl Disks {
             let parts = of(id);
             if lacking(&parts).is_none() {
                 self.saved = Some(id.0);
-                return Ok(Some(Whole { step: id.0, parts }));
+                let passed_over = ids.last().filter(|newest| **newest != id).map(|newest| {
+                    let (_, file) = lacking(&of(*newest)).expect("it is not whole");
+                    format!("step {}: no disk has its {file}", newest.0)
+                });
+                return Ok(Some(Whole { step: id.0, passed_over, parts }));
             }
         }
         let Some(&newest) = ids.last() else { return Ok(None) };
         let parts = of(newest);
         let (rank, file) = lacking(&parts).expect("it is not whole");
-        let place = Whole { step: newest.0, parts }.place(folder);
+        let place = Whole { step: newest.0, passed_over: None, parts }.place(folder);
         let told = if self.rank == rank { Err(checkpoint::lacks(&place, &file)) } else { Ok(None) };
         ranks.together(told)
     }
 
     /// Brings what this rank's disk has not of the checkpoint `whole`, at `place`, from disks that have it: what is
-    /// no tensor, then the files with elements that the ranks of a disk keep of `model`.
+    /// no tensor, then the files with elements that the ranks of a disk keep of `model`, and last the checksums, without
+    /// which it is no part.
     ///
     /// # Errors
     /// When a file cannot be read or written, on all ranks.
@@ -176,9 +184,9 @@ impl Disks {
         }
         let files = || whole.parts.iter().flatten().flat_map(|part| &part.here);
         let part = whole.parts.iter().flatten().next().expect("it is on some disk");
-        let wanted = |beside: bool, needed: &dyn Fn(usize, &str) -> bool| {
+        let wanted = |is: &dyn Fn(&str) -> bool, needed: &dyn Fn(usize, &str) -> bool| {
             let mut wanted = BTreeMap::new();
-            for (file, bytes) in files().filter(|(file, _)| part.tensors.contains(file) != beside) {
+            for (file, _) in files().filter(|(file, _)| is(file)) {
                 let wants = |disk: &&Disk| {
                     let first = disk.ranks[0];
                     !has(first, file) && disk.ranks.iter().any(|&rank| needed(rank, file))
@@ -186,21 +194,27 @@ impl Disks {
                 let to: Vec<usize> =
                     self.all.iter().filter(wants).map(|disk| disk.ranks[0]).collect();
                 if !to.is_empty() {
-                    let from = (0..whole.parts.len()).find(|&rank| has(rank, file));
-                    let from = from.expect("it is on some disk");
-                    wanted.insert(file.clone(), Wanted { from, to, bytes: *bytes });
+                    let bytes = |rank: usize| whole.parts[rank].as_ref()?.bytes(file);
+                    let found = (0..whole.parts.len()).find_map(|rank| Some((rank, bytes(rank)?)));
+                    let (from, bytes) = found.expect("it is on some disk");
+                    wanted.insert(file.clone(), Wanted { from, to, bytes });
                 }
             }
             wanted
         };
-        send(ranks, place, wanted(true, &|_, _| true))?;
+        let last = |file: &str| file == checkpoint::CHECKSUMS;
+        let is_tensor = |file: &str| part.tensors.contains(file) && !last(file);
+        let beside = |file: &str| !part.tensors.contains(file) && !last(file);
+        send(ranks, place, wanted(&beside, &|_, _| true))?;
         let needed = ranks.together(checkpoint::needed_files(place, model, rule))?;
         let all = ranks.all(&serde_json::to_vec(&needed).expect("plain text"))?;
         let parse = |needed: &Vec<u8>| serde_json::from_slice(needed);
         let all = all.iter().map(parse).collect::<Result<Vec<BTreeSet<String>>, _>>();
         let all = all.map_err(other)?;
         let whole_files = !part.has(checkpoint::LAYOUT);
-        send(ranks, place, wanted(false, &|rank, file| whole_files || all[rank].contains(file)))
+        let needs = |rank: usize, file: &str| whole_files || all[rank].contains(file);
+        send(ranks, place, wanted(&is_tensor, &needs))?;
+        send(ranks, place, wanted(&last, &|_, _| true))
     }
 }
 

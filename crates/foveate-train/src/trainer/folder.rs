@@ -157,11 +157,7 @@ impl<'a> Folder<'a> {
         last: Option<&Path>,
         part: Option<&Path>,
     ) -> Result<Claim, TrainError> {
-        fs::create_dir_all(self.0).map_err(|e| TrainError::write(self.0, e))?;
-        let held = File::open(self.0).ok();
-        if held.as_ref().is_some_and(|folder| is_held(folder.try_lock())) {
-            return Err(self.busy());
-        }
+        let held = self.hold()?;
         self.check_kinds()?;
         if self.admit_run(start, part)?.as_deref() != last {
             let message = "another process has saved or removed a checkpoint meanwhile; give the \
@@ -173,6 +169,16 @@ impl<'a> Folder<'a> {
         }
         self.clear_transfers()?;
         Ok(Claim { _held: held })
+    }
+
+    /// Makes the folder, and keeps other processes from it for as long as what is returned lives.
+    pub fn hold(&self) -> Result<Option<File>, TrainError> {
+        fs::create_dir_all(self.0).map_err(|e| TrainError::write(self.0, e))?;
+        let held = File::open(self.0).ok();
+        match held.as_ref().is_some_and(|folder| is_held(folder.try_lock())) {
+            true => Err(self.busy()),
+            false => Ok(held),
+        }
     }
 
     /// Whether another process is at work on the folder.

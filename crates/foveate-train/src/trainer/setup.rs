@@ -97,7 +97,7 @@ pub(super) struct Logs {
 
 impl<'a, B: Blocks> Setup<'a, B> {
     /// Reads and checks all that the recipe at `file` names, then makes the run's folder. No rank
-    /// writes before all have read.
+    /// writes before all have read, but what it has not of a checkpoint on local disks.
     pub fn new(
         ranks: Ranks<'a>,
         recipe: &'a Recipe,
@@ -114,6 +114,10 @@ impl<'a, B: Blocks> Setup<'a, B> {
         };
         let texts = Texts::read(ranks, recipe, file, &options, whole.as_ref(), observer);
         let mut texts = ranks.together(texts)?;
+        if ranks.all(&[u8::from(texts.is_new)])?.iter().all(|is_new| *is_new == [1]) {
+            ranks.together(same_run(recipe, &texts.folder.recipe()))?;
+        }
+        let passed_over = whole.as_ref().and_then(|whole| whole.passed_over.clone());
         // Ranks of a host compute on one GPU each.
         let mut alike = recipe.clone();
         alike.run.device = Default::default();
@@ -141,6 +145,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let logs = run.disks.leads().then(|| run.open(options, last.as_deref(), &resolved));
         run.logs = ranks.together(logs.transpose())?;
         run.started.mixed_devices = mixed;
+        run.started.passed_over = passed_over;
         Ok(run)
     }
 
@@ -188,8 +193,9 @@ impl<'a, B: Blocks> Setup<'a, B> {
         observer: &mut dyn Observer,
     ) -> Result<(Self, String), TrainError> {
         let chat_template = texts.chat_template().to_owned();
-        let Texts { folder, last, origin, from, template_source, corpus, counts, checksums } =
-            texts;
+        let Texts {
+            folder, last, origin, from, template_source, corpus, counts, checksums, ..
+        } = texts;
         let place = file.parent().unwrap_or(Path::new(""));
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
@@ -214,6 +220,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let copies = copies.transpose()?;
         observer.begins("making the model");
         if let (Some(whole), Some(last)) = (&whole, &last) {
+            let held = disks.leads().then(|| folder.hold()).transpose();
+            let _held = ranks.together(held)?;
             disks.bring(ranks, whole, last, &model, &rule)?;
         }
         let (moments, mut state, fresh_buffers) = match &last {
@@ -239,6 +247,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             recompute,
             gpu,
             mixed_devices: None,
+            passed_over: None,
             other_device,
             changed,
             mesh: ranks.mesh(),
@@ -323,6 +332,8 @@ struct Texts<'a> {
     folder: Folder<'a>,
     /// The checkpoint that it continues from.
     last: Option<PathBuf>,
+    /// Whether this rank's disk is new to the run.
+    is_new: bool,
     /// The checkpoint that it starts from.
     origin: Option<PathBuf>,
     from: Option<CheckpointConfig>,
@@ -350,8 +361,8 @@ impl<'a> Texts<'a> {
         folder.check_recipe(file, start)?;
         let part = whole.map(|whole| whole.place(&folder.checkpoints()));
         let last = folder.admit(start, part.as_deref())?;
-        // A disk that has had no part of the run has no recipe of it either.
-        let is_new = part.is_some() && checkpoint::latest(&folder.checkpoints()).is_none();
+        // A disk that is new to the run has no recipe of it, whatever part of a checkpoint was brought to it.
+        let is_new = part.is_some() && !folder.recipe().exists();
         if last.is_some() && !is_new {
             same_run(recipe, &folder.recipe())?;
         }
@@ -368,7 +379,7 @@ impl<'a> Texts<'a> {
         folder.spare(start, read.iter().cloned())?;
         folder.stand_apart(start, read, origin.as_deref())?;
         let counts = None;
-        Ok(Self { folder, last, origin, from, template_source, corpus, counts, checksums })
+        Ok(Self { folder, last, is_new, origin, from, template_source, corpus, counts, checksums })
     }
 
     /// The source of the chat template: the recipe's, the checkpoint's, or the default.
