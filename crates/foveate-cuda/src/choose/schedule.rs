@@ -431,6 +431,20 @@ mod tests {
 
     const SIZE: TileSize = TileSize::whole(16, 32);
 
+    #[test]
+    fn mask_bits_take_what_a_row_has_and_never_more_than_their_bytes() {
+        let (queries, keys) = (TileSize::whole(128, 128), TileSize::whole(128, 64));
+        assert_eq!(mask_slots(Axis::Queries, queries, 64, 64), (2048, 64));
+        // Rows of tiles of keys: two words a thread, and one, since queries lie across.
+        assert_eq!(mask_slots(Axis::Keys, queries, 64, 64), (2048, 64));
+        assert_eq!(mask_slots(Axis::Queries, keys, 64, 64), (1024, 64));
+        for rows in [1, 100, 512, 8192, 65_536] {
+            let (bytes, slots) = mask_slots(Axis::Queries, queries, 1024, rows);
+            assert!(bytes * slots * rows <= MASK_BYTES && slots <= 1024, "{rows}: {slots}");
+        }
+        assert_eq!(mask_slots(Axis::Queries, queries, 1024, 65_536).1, 0);
+    }
+
     fn dims(batch: usize, heads: [usize; 2], [len_q, len_k]: [usize; 2]) -> Dims {
         Dims {
             batch,

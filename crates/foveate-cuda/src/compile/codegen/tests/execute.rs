@@ -15,6 +15,21 @@ use foveate_tensor::random::Random;
 use super::ranges::range_table;
 use super::*;
 
+/// What kernels of CTAs stand on where the host runs them: shim, parameters, prelude, blocks and tables of ranges; for so
+/// many query heads a key/value head.
+pub(super) fn of_a_cta(group: usize) -> String {
+    [
+        &*format!("#define FV_GROUP {group}\n"),
+        include_str!("shim.h"),
+        include_str!("../../../../kernels/params.cuh"),
+        PRELUDE,
+        include_str!("block.h"),
+        include_str!("../../../../kernels/range_ends.cuh"),
+        include_str!("../../../../kernels/own_tables.cuh"),
+    ]
+    .concat()
+}
+
 /// A random expression of type `wanted` over `leaves`, buffers and scalars.
 fn expression(r: &mut Random, leaves: &[Leaf], buffers: &[AnyBuffer], wanted: Type) -> DynExpr {
     let mut given: Vec<DynExpr> = leaves.iter().map(|&leaf| DynExpr::leaf(leaf)).collect();

@@ -4,7 +4,7 @@
 use foveate_mask::{BlockMask, Kind, Tile};
 use foveate_mods::Head;
 
-use super::execute::{Arena, program_output, put_buffers};
+use super::execute::{Arena, of_a_cta, program_output, put_buffers};
 use super::*;
 use crate::compile::cells::Cells;
 use crate::compile::params::{self, Abi, BlockListsParams, Run, Sequence, array_bytes};
@@ -103,16 +103,7 @@ const UNTOUCHED: i32 = -1;
 
 /// What the kernels make of each case; nothing without a host compiler.
 fn built(cases: &[Case]) -> Option<Vec<Built>> {
-    let mut text = [
-        "#define FV_GROUP 1\n",
-        include_str!("shim.h"),
-        include_str!("../../../../kernels/params.cuh"),
-        PRELUDE,
-        include_str!("block.h"),
-        include_str!("../../../../kernels/range_ends.cuh"),
-        include_str!("../../../../kernels/own_tables.cuh"),
-    ]
-    .concat();
+    let mut text = of_a_cta(1);
     let mut main = String::from("int main() { take_arena();");
     let mut arena = Arena::default();
     let mut input = Vec::new();

@@ -4,7 +4,7 @@
 use foveate_mask::{BlockMask, Run as MaskRun, Tile};
 use foveate_mods::{Head, ScalarValue};
 
-use super::execute::{Arena, program_output, put_buffers};
+use super::execute::{Arena, of_a_cta, program_output, put_buffers};
 use super::*;
 use crate::choose::schedule::{Axis, TileSize, mask_slots};
 use crate::compile::cells::Cells;
@@ -122,16 +122,7 @@ fn cases() -> Vec<Case> {
 
 /// Slots of all runs, and words of all slots, as the kernel leaves them; nothing without a host compiler.
 fn written(cases: &[Case]) -> Option<Vec<(Vec<i32>, Vec<u32>)>> {
-    let mut text = [
-        "#define FV_GROUP 2\n",
-        include_str!("shim.h"),
-        include_str!("../../../../kernels/params.cuh"),
-        PRELUDE,
-        include_str!("block.h"),
-        include_str!("../../../../kernels/range_ends.cuh"),
-        include_str!("../../../../kernels/own_tables.cuh"),
-    ]
-    .concat();
+    let mut text = of_a_cta(2);
     let mut main = String::from("int main() { take_arena();");
     let (mut arena, mut input, mut sizes) = (Arena::default(), Vec::new(), Vec::new());
     for (i, case) in cases.iter().enumerate() {

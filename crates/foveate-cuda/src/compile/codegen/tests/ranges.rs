@@ -3,7 +3,7 @@
 use foveate_mods::ir::BinaryOp;
 use foveate_mods::{AnyBuffer, BufferData, DynExpr, ElementType, ScalarValue, SharedElements};
 
-use super::execute::{Arena, program_output};
+use super::execute::{Arena, of_a_cta, program_output};
 use super::*;
 use crate::compile::params::Abi;
 
@@ -188,17 +188,8 @@ fn tables_that_a_cta_makes_for_itself_are_those_of_plain_loops() {
     // Two buffers at a time, so that one table follows another.
     let buffers = buffers_to_read();
     let pairs: Vec<&[AnyBuffer]> = buffers.chunks(2).collect();
-    let mut text = [
-        "#define FV_GROUP 1\n",
-        include_str!("shim.h"),
-        include_str!("../../../../kernels/params.cuh"),
-        PRELUDE,
-        include_str!("block.h"),
-        include_str!("../../../../kernels/range_ends.cuh"),
-        include_str!("../../../../kernels/own_tables.cuh"),
-        "struct Tables { char* to; i64 bytes; };\n",
-    ]
-    .concat();
+    let mut text = of_a_cta(1);
+    text.push_str("struct Tables { char* to; i64 bytes; };\n");
     let mut main = String::from("int main() { take_arena();");
     let (mut arena, mut input, mut order) = (Arena::default(), Vec::new(), Vec::new());
     for (i, pair) in pairs.iter().enumerate() {
