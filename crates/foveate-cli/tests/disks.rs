@@ -32,13 +32,18 @@ impl Hosts {
     }
 
     fn start(&self, on: [&str; 3], args: &[&str]) -> [Child; 3] {
+        self.start_each(on, [args; 3])
+    }
+
+    /// Ranks that are each given arguments of their own.
+    fn start_each(&self, on: [&str; 3], args: [&[&str]; 3]) -> [Child; 3] {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (meet, recipe) = (format!("127.0.0.1:{port}"), self.0.path("recipe.toml"));
-        let start = |rank: usize| {
-            let (rank, host) = (rank.to_string(), self.0.path(on[rank]));
+        let start = |i: usize| {
+            let (rank, host) = (i.to_string(), self.0.path(on[i]));
             let mut command = self.0.command(&["train", recipe.to_str().unwrap(), "--ranks", "3"]);
             command.args(["--rank", &rank, "--meet", &meet, "--set", "run.dir=run"]);
-            command.args(["--set", "run.disks=local"]).args(args).current_dir(host);
+            command.args(["--set", "run.disks=local"]).args(args[i]).current_dir(host);
             command.env("FOVEATE_SILENCE", "4").env("FOVEATE_ARRIVAL", "8");
             command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
         };
@@ -53,7 +58,11 @@ impl Hosts {
 
     /// The one error of three ranks.
     fn refused(&self, on: [&str; 3], args: &[&str]) -> String {
-        let all = self.train(on, args);
+        self.refused_each(on, [args; 3])
+    }
+
+    fn refused_each(&self, on: [&str; 3], args: [&[&str]; 3]) -> String {
+        let all = self.start_each(on, args).map(|child| child.wait_with_output().unwrap());
         assert!(all.iter().all(|done| !done.status.success()));
         let all: Vec<String> = all.iter().map(said).collect();
         let errors = || all.iter().flat_map(|said| said.lines()).filter(|l| l.contains("error: "));
@@ -220,6 +229,16 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
         }
     }
     println!("{done} killed, {halves} times one host had a step that the other had not");
+}
+
+#[test]
+fn ranks_that_are_told_otherwise_of_disks_or_of_a_resume_are_refused_with_what_differs() {
+    let hosts = Hosts::new();
+    let (plain, shared): (&[&str], &[&str]) = (&[], &["--set", "run.disks=shared"]);
+    let said = hosts.refused_each(["a", "a", "b"], [plain, plain, shared]);
+    assert!(said.contains("run.disks"), "{said}");
+    let said = hosts.refused_each(["a", "a", "b"], [plain, &["--resume"], plain]);
+    assert!(said.contains("start of the run"), "{said}");
 }
 
 #[test]

@@ -35,7 +35,7 @@ use crate::machine;
 use crate::metrics::{JsonlLog, Record, RunMetrics, TensorBoardLog, unix_time};
 use crate::pack::PackOptions;
 use crate::ranks::{PARAMETERS, ROWS, Ranks};
-use crate::recipe::{GraphsChoice, Optimizer, Recipe, STEPS};
+use crate::recipe::{DisksChoice, GraphsChoice, Optimizer, Recipe, STEPS};
 use crate::schedule::Schedule;
 use crate::step_plan;
 use crate::tensor::{TensorRanks, copied_heads};
@@ -107,6 +107,11 @@ impl<'a, B: Blocks> Setup<'a, B> {
         gpu: Option<String>,
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
+        // What decides which transfers come next.
+        ranks.agree(&[
+            ("run.disks", u64::from(recipe.run.disks == DisksChoice::Local)),
+            ("start of the run", options.start as u64),
+        ])?;
         let mut disks = Disks::found(ranks, recipe)?;
         let whole = match options.start {
             Start::Resume => disks.newest(ranks, &Folder::new(&recipe.run.dir).checkpoints())?,
