@@ -16,6 +16,17 @@ pub enum Outcome {
     Declined(String),
 }
 
+impl Outcome {
+    /// Its place among counts of those that passed, failed and were declined.
+    pub fn column(&self) -> usize {
+        match self {
+            Self::Passed => 0,
+            Self::Failed(_) => 1,
+            Self::Declined(_) => 2,
+        }
+    }
+}
+
 /// One case on one backend.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Row {
@@ -53,12 +64,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut counts: BTreeMap<&str, [usize; 3]> = BTreeMap::new();
         for row in &self.rows {
-            let column = match row.outcome {
-                Outcome::Passed => 0,
-                Outcome::Failed(_) => 1,
-                Outcome::Declined(_) => 2,
-            };
-            counts.entry(&row.backend).or_default()[column] += 1;
+            counts.entry(&row.backend).or_default()[row.outcome.column()] += 1;
         }
         writeln!(f, "{:<20} {:>8} {:>8} {:>8}", "backend", "passed", "failed", "declined")?;
         for (backend, [passed, failed, declined]) in counts {

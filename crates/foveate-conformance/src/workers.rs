@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use foveate_conformance::{Case, Outcome, Report, Row};
 
+use crate::PROGRESS;
 use crate::options::Options;
 
 /// Whether a row says that no further work can be done in its process.
@@ -24,6 +25,7 @@ pub fn run(options: &Options, cases: &[Case], names: &[&str]) -> Result<Report, 
     let next = AtomicUsize::new(0);
     let rows: Mutex<BTreeMap<usize, Vec<Row>>> = Mutex::default();
     let trouble: Mutex<Option<String>> = Mutex::default();
+    let (began, told) = (Instant::now(), Mutex::new(Instant::now()));
     thread::scope(|scope| {
         for _ in 0..options.workers.min(cases.len()) {
             scope.spawn(|| {
@@ -32,8 +34,15 @@ pub fn run(options: &Options, cases: &[Case], names: &[&str]) -> Result<Report, 
                     let i = next.fetch_add(1, Ordering::Relaxed);
                     let Some(case) = cases.get(i) else { break };
                     match ask(options, &mut worker, i, case, names) {
-                        Ok(told) => {
-                            rows.lock().expect("no worker panics").insert(i, told);
+                        Ok(of_case) => {
+                            let mut rows = rows.lock().expect("no worker panics");
+                            rows.insert(i, of_case);
+                            let mut told = told.lock().expect("no worker panics");
+                            if told.elapsed() >= PROGRESS {
+                                *told = Instant::now();
+                                let rows = rows.values().map(Vec::as_slice);
+                                tell!("{}", progress(rows, cases.len(), began.elapsed()));
+                            }
                         }
                         Err(e) => {
                             trouble.lock().expect("no worker panics").get_or_insert(e);
@@ -49,6 +58,24 @@ pub fn run(options: &Options, cases: &[Case], names: &[&str]) -> Result<Report, 
     }
     let rows = rows.into_inner().expect("no worker panics");
     Ok(Report { rows: rows.into_values().flatten().collect() })
+}
+
+/// How far a run is after `spent`, of whose `all` cases these are done.
+fn progress<'a>(
+    done: impl ExactSizeIterator<Item = &'a [Row]>,
+    all: usize,
+    spent: Duration,
+) -> String {
+    let cases = done.len();
+    let mut counts = [0; 3];
+    done.flatten().for_each(|row| counts[row.outcome.column()] += 1);
+    let [passed, failed, declined] = counts;
+    let rate = cases as f64 / spent.as_secs_f64();
+    let left = (all - cases) as f64 / rate;
+    format!(
+        "{cases} of {all} cases, {rate:.1} a second, {left:.0} s left: \
+         {passed} passed, {failed} failed, {declined} declined"
+    )
 }
 
 /// One case on every backend, with as many workers as it takes down.
@@ -183,6 +210,19 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         Worker::of(command).unwrap()
+    }
+
+    #[test]
+    fn a_run_says_how_far_it_is() {
+        let row = |outcome| Row { case: "a case".into(), seed: 1, backend: "cpu".into(), outcome };
+        let rows = [
+            vec![row(Outcome::Passed), row(Outcome::Declined("too wide".into()))],
+            vec![row(Outcome::Passed), row(Outcome::Failed(vec!["out: wrong".into()]))],
+            vec![row(Outcome::Passed), row(Outcome::Passed)],
+        ];
+        let said = progress(rows.iter().map(Vec::as_slice), 12, Duration::from_secs(2));
+        let expected = "3 of 12 cases, 1.5 a second, 6 s left: 4 passed, 1 failed, 1 declined";
+        assert_eq!(said, expected);
     }
 
     #[test]

@@ -15,6 +15,8 @@ mod training;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use crate::PROGRESS;
+
 /// How long to look, and for what.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -27,9 +29,6 @@ pub struct Options {
     /// The binary under test.
     foveate: PathBuf,
 }
-
-/// Time between two lines of progress.
-const PROGRESS: Duration = Duration::from_secs(10);
 
 /// A kind of rounds.
 struct Kind {
