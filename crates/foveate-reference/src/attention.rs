@@ -344,13 +344,16 @@ impl<F: Real> Results<F> {
         let dim_v = problem.dims.dim_v;
         let value_scale = problem.scales(row)[1];
         (self.lse[row.at], self.max_score[row.at]) = (softmax.lse, softmax.max);
-        let keys = 0..row.sequence.k_len;
-        let weights: Vec<F> = keys.map(|kv| problem.dropped(scores, softmax, kv)).collect();
-        for (d, out) in self.out[row.at * dim_v..][..dim_v].iter_mut().enumerate() {
-            let of = |kv: usize| weighted(weights[kv], problem.v[problem.key(row, kv) * dim_v + d]);
-            let sum = (0..row.sequence.k_len).map(of).fold(F::of(0.0), |x, y| x + y);
-            *out = (problem.rounding.stored)(sum * value_scale);
+        let out = &mut self.out[row.at * dim_v..][..dim_v];
+        out.fill(F::of(0.0));
+        for kv in 0..row.sequence.k_len {
+            let weight = problem.dropped(scores, softmax, kv);
+            // 0 times whatever the value is.
+            if weight != F::of(0.0) {
+                add_scaled(out, weight, &problem.v[problem.key(row, kv) * dim_v..]);
+            }
         }
+        out.iter_mut().for_each(|x| *x = (problem.rounding.stored)(*x * value_scale));
     }
 
     fn backward(
@@ -378,18 +381,14 @@ impl<F: Real> Results<F> {
         for kv in (0..row.sequence.k_len).filter(|&kv| softmax.p[kv] != zero) {
             let key = problem.key(row, kv);
             let dropped = problem.dropped(scores, softmax, kv);
-            for (dv, &d_out) in self.dv[key * dim_v..].iter_mut().zip(d_out) {
-                *dv += dropped * d_out;
-            }
+            add_scaled(&mut self.dv[key * dim_v..][..dim_v], dropped, d_out);
             let dp = weighted(scores.factor[kv], round(dot(d_out, &problem.v[key * dim_v..])));
             let d_score = softmax.p[kv] * (dp - delta + d_lse);
             let at = row.point(kv, scores.raw[kv]);
             let d_raw = self.through_score(problem, &at, d_score, values)?;
             let d_dot = round(d_raw * problem.scale);
-            for d in 0..dim {
-                self.dq[row.at * dim + d] += d_dot * problem.k[key * dim + d];
-                self.dk[key * dim + d] += d_dot * problem.query(row)[d];
-            }
+            add_scaled(&mut self.dq[row.at * dim..][..dim], d_dot, &problem.k[key * dim..]);
+            add_scaled(&mut self.dk[key * dim..][..dim], d_dot, problem.query(row));
         }
         Ok(())
     }
@@ -473,6 +472,11 @@ fn root<F: Real>(program: &Program, values: &[Value<F>]) -> Value<F> {
 
 fn dot<F: Real>(x: &[F], y: &[F]) -> F {
     x.iter().zip(y).fold(F::of(0.0), |sum, (&x, &y)| sum + x * y)
+}
+
+/// Adds `x · y` to each of `sums`.
+fn add_scaled<F: Real>(sums: &mut [F], x: F, y: &[F]) {
+    sums.iter_mut().zip(y).for_each(|(sum, &y)| *sum += x * y);
 }
 
 /// `weight · x`, 0 for a weight of 0 whatever `x` is.
