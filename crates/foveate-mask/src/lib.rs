@@ -127,7 +127,7 @@ pub struct Tiling {
     pub block_masks: usize,
     /// Runs of live tiles in those block masks.
     pub runs: u64,
-    /// Memory of those block masks in bytes.
+    /// Memory of those block masks in bytes, and of mask bits where the forward reads them.
     pub block_mask_bytes: u64,
     /// Share of the pairs of query and key that are live; of those of the block masks on the CPU.
     pub density: f64,

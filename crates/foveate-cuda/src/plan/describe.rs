@@ -6,7 +6,7 @@ use foveate_problem::{Arrangement, Dims, Sequence};
 use super::kernels::sizes;
 use super::launch::{COUNTED_BYTES, dq_accum_bytes, head_gradient_bytes};
 use super::{CudaPlan, longest, sequences};
-use crate::choose::schedule::{Axis, Lists, Schedule, TileSize};
+use crate::choose::schedule::{Axis, Lists, Schedule, TileSize, mask_slots};
 use crate::choose::{Class, KernelPlan, Unmapped};
 use crate::compile::Candidate;
 use crate::compile::config::{Config, Kernel};
@@ -82,7 +82,12 @@ impl CudaPlan {
                 .iter()
                 .map(|c| kernel_line(self.running(c), info.arch()))
                 .collect(),
-            notes: self.without_hopper().into_iter().chain(self.notes()).collect(),
+            notes: self
+                .without_hopper()
+                .into_iter()
+                .chain(self.notes())
+                .chain(lists.without_room())
+                .collect(),
             tiling: Tiling {
                 tile_q: cell_q,
                 tile_kv: tile.kv,
@@ -160,7 +165,12 @@ struct ListStats {
     /// Masks that batch entries and heads share.
     masks: usize,
     runs: u64,
+    /// Of the runs and of mask bits.
     bytes: u64,
+    /// Tiles of a row that there is room for in mask bits.
+    row_slots: usize,
+    /// Partial cells that mask bits should have been for.
+    without_bits: usize,
 }
 
 impl ListStats {
@@ -171,7 +181,16 @@ impl ListStats {
         let each = dims.heads_q / heads / forward.heads();
         let TileSize { q, kv, cells } = TileSize::of(forward);
         let (bits, cell_q) = (cells.kind_bits(), q / cells.0);
-        let (mut kinds, mut live_pairs) = ([0; 2], 0);
+        let (mut kinds, mut live_pairs, mut without_bits) = ([0; 2], 0, 0);
+        let (bit_bytes, row_slots) = match forward.mask_bits {
+            true => {
+                let (rows, tile) = (lists.counts.len(), TileSize::of(forward));
+                let (tile_bytes, slots) = mask_slots(Axis::Queries, tile, schedule.longest, rows);
+                // Runs have the number of their first slot each.
+                (tile_bytes * slots * rows + 4 * lists.runs.len(), slots)
+            }
+            false => (0, 0),
+        };
         for s in &schedule.sequences {
             let [queries, keys] = [s.q_len, s.k_len].map(|len| len.max(0) as usize);
             let tiles = queries.div_ceil(q);
@@ -180,13 +199,20 @@ impl ListStats {
                 for tile in 0..tiles {
                     let row = first + tile;
                     let of_row = &lists.runs[row * lists.capacity..];
+                    let mut slots = row_slots;
                     for run in &of_row[..lists.counts[row] as usize] {
                         let (at, count) = (run.first as usize, (run.count_kind >> bits) as usize);
                         let columns = ((at + count) * kv).min(keys) - at * kv;
+                        // As `fv_mask_bits` gives slots to runs.
+                        let cut = cells.live(run.count_kind).any(|(_, partial)| partial);
+                        let fits = cut && count <= slots;
+                        slots -= if fits { count } else { 0 };
                         for (cell, partial) in cells.live(run.count_kind) {
                             let at = tile * q + cell * cell_q;
                             let rows = (at + cell_q).min(queries).saturating_sub(at);
                             kinds[usize::from(partial)] += count * each;
+                            let evaluated = forward.mask_bits && partial && !fits;
+                            without_bits += if evaluated { count * each } else { 0 };
                             live_pairs += (rows * columns * (dims.heads_q / heads)) as u64;
                         }
                     }
@@ -202,8 +228,20 @@ impl ListStats {
             live_pairs,
             masks: classes.len() * heads,
             runs: lists.counts.iter().map(|&n| n as u64).sum(),
-            bytes: (4 * lists.counts.len() + 8 * lists.runs.len()) as u64,
+            bytes: (4 * lists.counts.len() + 8 * lists.runs.len() + bit_bytes) as u64,
+            row_slots,
+            without_bits,
         }
+    }
+
+    /// That not all partial tiles have mask bits, where a kernel reads them.
+    fn without_room(&self) -> Option<String> {
+        let Self { row_slots, without_bits, partial, .. } = self;
+        let told = format!(
+            "the forward's mask bits have room for {row_slots} tiles of a row: {without_bits} of \
+             {partial} partial ones are evaluated"
+        );
+        (*without_bits > 0).then_some(told)
     }
 }
 
@@ -217,4 +255,63 @@ fn kernel_line(kernel: &Candidate, device: Arch) -> String {
         resources.registers,
         occupancy.ctas
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate_mods::MaskMod;
+    use foveate_mods::expr::{h, kv, q};
+
+    use super::*;
+    use crate::compile::config::{Elem, Family};
+
+    #[test]
+    fn mask_bits_have_no_room_for_all_partial_tiles_of_many_rows() {
+        let sides = |mask_bits| Config {
+            tile_q: 128,
+            tile_kv: 128,
+            warps: 12,
+            mask: true,
+            mask_bits,
+            family: Family::Hopper,
+            ..Config::new(Kernel::Forward, Elem::Bf16, 128, 128)
+        };
+        let stats = |heads: usize, mask_bits| {
+            let dims = Dims {
+                batch: 1,
+                heads_q: heads,
+                heads_kv: heads,
+                len_q: 2048,
+                len_k: 2048,
+                dim: 128,
+                dim_v: 128,
+                shared_kv: false,
+                packed: false,
+            };
+            let seen = q().ge(kv()) & ((q() + kv() + h()) % 2).eq(0);
+            let mask = MaskMod::new(seen.dynamic()).unwrap();
+            let (forward, sequences) = (sides(mask_bits), dims.sequences(None));
+            let schedule = Schedule::new(
+                &dims,
+                &sequences,
+                Some(&mask),
+                Axis::Queries,
+                TileSize::of(&forward),
+            );
+            ListStats::of(&schedule, schedule.lists.as_ref().unwrap(), &dims, &forward)
+        };
+        // 16 rows a head, the last of which has 16 tiles of two cells, 2 KiB of bits each.
+        let [few, many, evaluated] =
+            [(32, true), (64, true), (64, false)].map(|(n, by)| stats(n, by));
+        assert_eq!((few.row_slots, few.without_bits, few.without_room()), (16, 0, None));
+        assert_eq!((few.bytes - stats(32, false).bytes) >> 20, 16);
+        let tiles = |of: std::ops::RangeInclusive<usize>| 64 * 2 * of.sum::<usize>();
+        assert_eq!(
+            (many.row_slots, many.partial, many.without_bits),
+            (8, tiles(1..=16), tiles(9..=16))
+        );
+        let told = "the forward's mask bits have room for 8 tiles of a row: 12800 of 17408 partial ones are evaluated";
+        assert_eq!(many.without_room().as_deref(), Some(told));
+        assert_eq!((evaluated.without_bits, evaluated.without_room()), (0, None));
+    }
 }
