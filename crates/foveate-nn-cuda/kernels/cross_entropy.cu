@@ -3,8 +3,10 @@
 //     y = cap tanh(z / cap), or z     lse = ln sum exp(y)     loss = lse - y[label]     z-loss = z_weight lse^2
 //     dz = (exp(y - lse) (1 + 2 z_weight lse) - [label]) dy/dz
 //
-// The gradient is of both losses. A token without a label has losses 0 and gradient 0. Logits are read twice;
-// the second time mostly from L2.
+// The gradient is of both losses. A token without a label has losses 0 and gradient 0. Logits are read twice: the
+// second time from the end of the row to its start, so that what was read last is still in L2; the gradient is written
+// there by streaming stores, which leave room for logits. Long rows have CTAs of so many threads that an SM has one, for
+// 132 rows of 128,256 words are 34 MB, and twice as many more than L2 holds.
 //
 //   FV_CAP       0 no cap, 1 a cap
 
@@ -63,6 +65,25 @@ struct Exponentials {
     }
 };
 
+// Vectors of a row that a thread asks for before it computes with the first.
+constexpr int AHEAD = 4;
+
+// Calls `each(column, vector)` for this thread's vectors of a row, the last first where it goes `BACK`.
+template <bool BACK, typename F>
+__device__ void for_each_vector(const Elem* row, int width, F each) {
+    constexpr int STEP = THREADS * VECTOR, BY = BACK ? -STEP : STEP;
+    const int first = int(threadIdx.x) * VECTOR, last = first < width ? first + (width - 1 - first) / STEP * STEP : -1;
+    const auto is_there = [&](int column) { return BACK ? column >= 0 : column < width; };
+    #pragma unroll 1
+    for (int start = BACK ? last : first; is_there(start); start += AHEAD * BY) {
+        Vector<Elem, VECTOR> got[AHEAD];
+        #pragma unroll
+        for (int i = 0; i < AHEAD; ++i) if (is_there(start + i * BY)) got[i] = fetch(row + start + i * BY);
+        #pragma unroll
+        for (int i = 0; i < AHEAD; ++i) if (is_there(start + i * BY)) each(start + i * BY, got[i]);
+    }
+}
+
 struct Capped { float value, slope; };
 
 __device__ Capped capped(float z, float cap) {
@@ -75,23 +96,20 @@ __device__ Capped capped(float z, float cap) {
 // Of all logits of a row, for every thread of its CTA.
 __device__ Exponentials exponentials(const Elem* logits, int vocabulary, float cap) {
     Exponentials* const of_warps = scratch<Exponentials>();
-    const int first = threadIdx.x * VECTOR, step = THREADS * VECTOR;
     Exponentials all = {bits_float(0xff800000), 0.f};
-    for (int column = first; column < vocabulary; column += step) {
-        float z[VECTOR];
-        load(z, logits + column);
-        Exponentials here = {capped(z[0], cap).value, 0.f};
+    for_each_vector<false>(logits, vocabulary, [&](int, const Vector<Elem, VECTOR>& vector) {
+        float y[VECTOR];
         #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            z[i] = capped(z[i], cap).value;
-            here.most = max_or_nan(here.most, z[i]);
-        }
+        for (int i = 0; i < VECTOR; ++i) y[i] = capped(widen<FV_DTYPE>(vector.of[i]), cap).value;
+        Exponentials here = {y[0], 0.f};
+        #pragma unroll
+        for (int i = 1; i < VECTOR; ++i) here.most = max_or_nan(here.most, y[i]);
         // A row of -infinity alone: its exponentials are NaN, as its softmax is.
         #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) here.sum += exp2_fast((z[i] - here.most) * LOG2_E);
+        for (int i = 0; i < VECTOR; ++i) here.sum += exp2_fast((y[i] - here.most) * LOG2_E);
         if (here.most == bits_float(0xff800000)) here.sum = 0.f;
         all.add(here);
-    }
+    });
     #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) {
         const float most = shuffle_xor(all.most, lanes), sum = shuffle_xor(all.sum, lanes);
@@ -108,16 +126,16 @@ __device__ Exponentials exponentials(const Elem* logits, int vocabulary, float c
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Of 512 threads two CTAs find place on an SM.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
     Elem* const logits = p.logits.row(blockIdx.x);
     const int label = reinterpret_cast<const int*>(p.labels)[blockIdx.x];
-    const int first = threadIdx.x * VECTOR, step = THREADS * VECTOR;
     if (label < 0) {
         tell(p.losses, p.z_losses, 0.f, 0.f);
         const float zeros[VECTOR] = {};
         if (p.wants_gradient)
-            for (int column = first; column < p.vocabulary; column += step) store(logits + column, zeros);
+            for (int column = threadIdx.x * VECTOR; column < p.vocabulary; column += THREADS * VECTOR) store(logits + column, zeros);
         return;
     }
     const float at_label = capped(widen<FV_DTYPE>(logits[label]), p.cap).value;
@@ -127,16 +145,15 @@ fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
     tell(p.losses, p.z_losses, lse - at_label, p.z_weight * lse * lse);
     if (!p.wants_gradient) return;
     const float factor = fmaf(2.f * p.z_weight, lse, 1.f) / all.sum;
-    for (int column = first; column < p.vocabulary; column += step) {
-        float z[VECTOR];
-        load(z, logits + column);
+    for_each_vector<true>(logits, p.vocabulary, [&](int column, const Vector<Elem, VECTOR>& vector) {
+        float d[VECTOR];
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const Capped y = capped(z[i], p.cap);
-            z[i] = (exp2_fast((y.value - all.most) * LOG2_E) * factor - (column + i == label ? 1.f : 0.f)) * y.slope;
+            const Capped y = capped(widen<FV_DTYPE>(vector.of[i]), p.cap);
+            d[i] = (exp2_fast((y.value - all.most) * LOG2_E) * factor - (column + i == label ? 1.f : 0.f)) * y.slope;
         }
-        store(logits + column, z);
-    }
+        store_streaming(reinterpret_cast<Vector<Elem, VECTOR>*>(logits + column), narrowed(d));
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -171,17 +188,16 @@ fv_cross_entropy_part(const __grid_constant__ CrossEntropyPartParams p) {
     tell(p.losses, p.z_losses, label < 0 ? 0.f : lse - at_label, label < 0 ? 0.f : p.z_weight * lse * lse);
     if (!p.wants_gradient) return;
     const float factor = fmaf(2.f * p.z_weight, lse, 1.f) / all.sum;
-    for (int column = threadIdx.x * VECTOR; column < p.vocabulary; column += THREADS * VECTOR) {
-        float z[VECTOR];
-        load(z, logits + column);
+    for_each_vector<false>(logits, p.vocabulary, [&](int column, const Vector<Elem, VECTOR>& vector) {
+        float d[VECTOR];
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const Capped y = capped(z[i], p.cap);
-            const float d = exp2_fast((y.value - all.most) * LOG2_E) * factor - (column + i == own ? 1.f : 0.f);
-            z[i] = label < 0 ? 0.f : d * y.slope;
+            const Capped y = capped(widen<FV_DTYPE>(vector.of[i]), p.cap);
+            const float of_loss = exp2_fast((y.value - all.most) * LOG2_E) * factor - (column + i == own ? 1.f : 0.f);
+            d[i] = label < 0 ? 0.f : of_loss * y.slope;
         }
-        store(logits + column, z);
-    }
+        store_streaming(reinterpret_cast<Vector<Elem, VECTOR>*>(logits + column), narrowed(d));
+    });
 }
 
 // One CTA: the losses in their order, in f64.

@@ -55,6 +55,14 @@ __device__ u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 __device__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ double shuffle_xor(double x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ void sync_cta() { __syncthreads(); }
+// A store of 2, 4, 8 or 16 bytes that nobody reads soon: its line is the first to leave L2.
+template <typename T>
+__device__ void store_streaming(T* to, const T& x) {
+    if constexpr (sizeof(T) == 16) __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(x));
+    else if constexpr (sizeof(T) == 8) __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(x));
+    else if constexpr (sizeof(T) == 4) __stcs(reinterpret_cast<u32*>(to), reinterpret_cast<const u32&>(x));
+    else __stcs(reinterpret_cast<u16*>(to), reinterpret_cast<const u16&>(x));
+}
 // Of the device's clock, since a moment that is always the same.
 __device__ i64 nanoseconds() {
     i64 now;

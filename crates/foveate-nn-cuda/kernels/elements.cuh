@@ -39,12 +39,15 @@ __device__ void load(float (&x)[VECTOR], const typename ElemOf<DTYPE>::type* fro
     for (int i = 0; i < VECTOR; ++i) x[i] = widen<DTYPE>(v.of[i]);
 }
 template <int DTYPE = FV_DTYPE>
-__device__ void store(typename ElemOf<DTYPE>::type* to, const float (&x)[VECTOR]) {
-    typedef typename ElemOf<DTYPE>::type T;
-    Vector<T, VECTOR> v;
+__device__ Vector<typename ElemOf<DTYPE>::type, VECTOR> narrowed(const float (&x)[VECTOR]) {
+    Vector<typename ElemOf<DTYPE>::type, VECTOR> v;
     #pragma unroll
     for (int i = 0; i < VECTOR; ++i) v.of[i] = narrow<DTYPE>(x[i]);
-    *reinterpret_cast<Vector<T, VECTOR>*>(to) = v;
+    return v;
+}
+template <int DTYPE = FV_DTYPE>
+__device__ void store(typename ElemOf<DTYPE>::type* to, const float (&x)[VECTOR]) {
+    *reinterpret_cast<Vector<typename ElemOf<DTYPE>::type, VECTOR>*>(to) = narrowed<DTYPE>(x);
 }
 // f32 numbers that lie beside a vector of operands, 16 bytes at a time.
 __device__ void load_f32(float (&x)[VECTOR], const float* from) {

@@ -143,7 +143,7 @@ fn files(dtype: DType, vector: usize) -> Vec<(File, u32)> {
         files.push((File::Embedding { narrow: other }, 128));
         files.push((File::Gated { gelu: other }, 256));
         files.push((File::Rope { neighbours: other }, 128));
-        files.push((File::CrossEntropy { cap: other }, 512));
+        files.extend([512, 1024].map(|threads| (File::CrossEntropy { cap: other }, threads)));
     }
     files
 }

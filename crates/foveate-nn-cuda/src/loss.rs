@@ -94,7 +94,11 @@ pub struct AddLosses<'a> {
     pub totals: DeviceArray<'a>,
 }
 
+/// Of a CTA, for rows of logits that are short enough for several at once on an SM, and for others.
 const THREADS: u32 = 512;
+const THREADS_OF_LONG_ROWS: u32 = 1024;
+/// Words of a row that is long: [`THREADS_OF_LONG_ROWS`] have several vectors of it each.
+const LONG_ROW: usize = 65_536;
 
 /// The address of z-losses, or 0.
 fn start_of(z_losses: Option<DeviceTensor<1>>, tokens: usize) -> Result<Address, GpuError> {
@@ -154,13 +158,14 @@ impl Labelled {
         accesses.read_array("labels", labels)?;
         let file = File::CrossEntropy { cap: cap.is_some() };
         let vector = vector(dtype, &[rows], &[vocabulary]);
+        let threads = if vocabulary < LONG_ROW { THREADS } else { THREADS_OF_LONG_ROWS };
         Ok(Self {
             logits: rows,
             labels: labels.address,
             tokens,
             vocabulary: count("words of a vocabulary", vocabulary)?,
             cap: cap.unwrap_or(0.0),
-            source: Source { file, dtype, vector, threads: THREADS },
+            source: Source { file, dtype, vector, threads },
         })
     }
 }

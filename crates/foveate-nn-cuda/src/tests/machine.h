@@ -67,6 +67,9 @@ static T* scratch() { return reinterpret_cast<T*>(shared); }
 
 static void sync_cta() { meet(cta); }
 
+template <typename T>
+static void store_streaming(T* to, const T& x) { *to = x; }
+
 static i64 nanoseconds() {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();

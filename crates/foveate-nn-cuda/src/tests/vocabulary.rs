@@ -225,6 +225,38 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
     }
 }
 
+/// Rows of as many words as have CTAs of their own size, whose threads have several vectors each, and some one more
+/// than others; one at a time where words lie at odd places.
+#[test]
+fn losses_of_long_rows_are_those_of_f64() {
+    let mut random = Random::new(36);
+    let (dtype, labels) = (DType::BF16, [65_535, -100, 3]);
+    let labels_at = Memory::of(&labels);
+    for vocabulary in [9 * 8192 + 24, 66_001] {
+        let logits = Placing::dense(dtype).random([3, vocabulary], &mut random, 30.0);
+        let z = logits.values();
+        let losses = Placing::dense(DType::F32).empty([1, 3]);
+        let block = CrossEntropy {
+            logits: logits.tensor(),
+            labels: labels_at.array(ElementType::I32, &[3]),
+            losses: losses.vector(),
+            z_losses: None,
+            gradient: true,
+            cap: None,
+            z_weight: 1e-3,
+        };
+        if !run(&block) {
+            return;
+        }
+        let z_weight = f64::from(1e-3f32);
+        let expected = z.chunks(vocabulary).zip(labels).map(|(z, l)| entropy(z, l, None, z_weight));
+        let (of_losses, gradient): (Vec<_>, Vec<_>) =
+            expected.map(|([loss, _], gradient)| (loss, gradient)).unzip();
+        close("losses", &losses.values(), &of_losses, 2e-6);
+        close("gradient", &logits.values(), &gradient.concat(), tolerance(dtype) + 4e-6);
+    }
+}
+
 /// Ranks that have parts of the logits, of uneven lengths and one of them with nothing that counts: the losses
 /// of all of them, and each its part of the gradient.
 #[test]
