@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import meshes
-from gpu_runs import write_texts
+from gpu_runs import lost_to_save, write_texts
 
 NOT_BEGUN = "not begun"
 LONG = 65536
@@ -430,7 +430,7 @@ class Pairs:
         shutil.rmtree(place / "run" / "checkpoints", ignore_errors=True)
         if last == NOT_BEGUN:
             return
-        found = lost(place / "run" / "metrics.jsonl", every)
+        found = lost_to_save(place / "run" / "metrics.jsonl", every)
         if found is None:
             return self.rows.add("saving beside steps, 3B", {"failed": last}, f"FAILED: {last}")
         line = f"a step takes {found['quiet_s']:.3f} s; steps waited {found['waited_s']:.2f} s for the copy, "
@@ -531,30 +531,6 @@ def attention_rates(found: dict) -> dict | None:
         return None
     rate = lambda of: sum(b["flops"] for b in of) / sum(b["ms"] for b in of) * 1e-9
     return {"forward": rate(both[:1]), "backward": rate(both[1:]), "both": rate(both)}
-
-
-def lost(metrics: Path, every: int) -> dict | None:
-    """What steps lost to the save behind step `every`: by the wall clock, from there to the last step that began
-    before the save was whole, or the run was cut, less what as many quiet steps take. What is in no step's
-    seconds they waited."""
-    if not metrics.exists():
-        return None
-    records = [json.loads(line) for line in metrics.read_text().splitlines() if line.startswith("{")]
-    steps = {record["step"]: record for record in records if record["kind"] == "step"}
-    save = next((record for record in records if record["kind"] == "save" and record["step"] == every), None)
-    # The first steps compile.
-    quiet = [record["unix_time"] - steps[number - 1]["unix_time"]
-             for number, record in steps.items() if 5 < number <= every]
-    whole = save["unix_time"] if save else float("inf")
-    during = [r for number, r in steps.items() if every < number <= 2 * every and r["unix_time"] - r["seconds"] < whole]
-    if not quiet or not during:
-        return None
-    usual = statistics.median(quiet)
-    wall = during[-1]["unix_time"] - steps[every]["unix_time"]
-    waited, all_lost = wall - sum(record["seconds"] for record in during), wall - usual * len(during)
-    found = {"quiet_s": usual, "steps": len(during), "waited_s": waited,
-             "slowed_s": all_lost - waited, "lost_s": all_lost}
-    return found | {"seconds": save["seconds"] if save else None, "record": save}
 
 
 PARTS = ("prepare", "documents", "causal", "attention", "tensor", "saves", "shard", "simulated")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 
 _failures = []
 
@@ -37,3 +38,27 @@ def steps(run):
 def losses(run):
     """The losses of its steps, in order."""
     return [r["loss"] for _, r in sorted(steps(run).items())]
+
+
+def lost_to_save(metrics, every):
+    """What steps lost to the save behind step `every`: by the wall clock, from there to the last step that began
+    before the save was whole, or the run was cut, less what as many quiet steps take. What is in no step's
+    seconds they waited."""
+    if not metrics.exists():
+        return None
+    records = [json.loads(line) for line in metrics.read_text().splitlines() if line.startswith("{")]
+    steps = {record["step"]: record for record in records if record["kind"] == "step"}
+    save = next((record for record in records if record["kind"] == "save" and record["step"] == every), None)
+    # The first steps compile.
+    quiet = [record["unix_time"] - steps[number - 1]["unix_time"]
+             for number, record in steps.items() if 5 < number <= every]
+    whole = save["unix_time"] if save else float("inf")
+    during = [r for number, r in steps.items() if every < number <= 2 * every and r["unix_time"] - r["seconds"] < whole]
+    if not quiet or not during:
+        return None
+    usual = statistics.median(quiet)
+    wall = during[-1]["unix_time"] - steps[every]["unix_time"]
+    waited, all_lost = wall - sum(record["seconds"] for record in during), wall - usual * len(during)
+    found = {"quiet_s": usual, "steps": len(during), "waited_s": waited,
+             "slowed_s": all_lost - waited, "lost_s": all_lost}
+    return found | {"seconds": save["seconds"] if save else None, "record": save}

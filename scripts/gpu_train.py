@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import gpu_runs
-from gpu_runs import tell, write_texts
+from gpu_runs import lost_to_save, tell, write_texts
 
 SECONDS = 150  # a command's limit: kernels can hang
 RECIPE = """
@@ -388,6 +388,29 @@ def saves(place):
     shutil.rmtree(place.folder / "saves")
 
 
+def saves_beside(place):
+    """What steps of 1.2 billion parameters in `exact` lose to a save that is written beside them: to the copy that it
+    is made from, and to the writing for as many steps as were taken before. The run is killed then."""
+    if (free := shutil.disk_usage(place.folder).free) < SAVED_BYTES:
+        return print(f"a save of 1B beside steps: {free / 1e9:.0f} GB of disk are free, skipped", flush=True)
+    every, metrics = 30, place.folder / "beside" / "metrics.jsonl"
+    sets = [f"model.{size}" for size in ONE_BILLION] + ["data.len=8192", "train.batch_rows=1", "schedule.kind=constant"]
+    sets += ["model.max_position_embeddings=8192", "train.steps=100000", "train.async_save=true", f"train.save_every={every}"]
+    command = place.arguments("beside", "cuda:0", sets, "smollm", ["--json"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        told = (json.loads(line) for line in process.stdout)
+        steps = (line["metrics"]["step"] for line in told if line.get("kind") == "step")
+        last = next((step for step in steps if step == 2 * every), None)
+        process.kill()
+    found = last and lost_to_save(metrics, every)
+    if not found:
+        raise RuntimeError(f"the run ended before step {2 * every}")
+    detail = f"a step takes {found['quiet_s']:.3f} s; {found['steps']} beside a save waited {found['waited_s']:.2f} s for "
+    detail += f"the copy and took {found['slowed_s']:+.2f} s more, {found['lost_s']:.2f} s in all (aim 0.5 s);"
+    tell("1B in exact loses at most 2 s to a save", found["lost_s"] <= 2, detail)
+    shutil.rmtree(place.folder / "beside")
+
+
 def speed(place):
     """Tokens a second of a model of SmolLM-135M's sizes."""
     for state in ("exact", "f32"):
@@ -406,7 +429,7 @@ def main():
         print("train declined: no GPU")
         return 0
     place = Place(foveate, folder)
-    timed = [speed, saves]
+    timed = [speed, saves, saves_beside]
     checks = [beside_the_cpu, repeats, killed, graphs, every_state, offloaded, chosen, used, across, sanitized]
     if "--only" in sys.argv:
         wanted = sys.argv[sys.argv.index("--only") + 1].split(",")
