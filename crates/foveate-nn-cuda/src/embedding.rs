@@ -60,6 +60,8 @@ pub struct TokenOrder {
 /// Places of a segment at most: a CTA reads so many rows one after the other.
 const SEGMENT: usize = 64;
 const THREADS: u32 = 128;
+/// Of a CTA of the gradient, where a row has a vector for each of them.
+const THREADS_OF_WIDE_ROWS: u32 = 256;
 
 impl TokenOrder {
     /// Sorts the places where each token stands.
@@ -210,8 +212,10 @@ impl Block for EmbeddingBackward<'_> {
         let whole = whole_f32(d_table) && whole_f32(partial);
         let vector = if whole { vector } else { 1 };
         let file = File::Embedding { narrow: sum_dtype != DType::F32 };
-        let source = Source { file, dtype, vector, threads: THREADS };
-        let columns = |elems: usize| width.div_ceil(elems * THREADS as usize);
+        let wide = width >= vector * THREADS_OF_WIDE_ROWS as usize;
+        let threads = if wide { THREADS_OF_WIDE_ROWS } else { THREADS };
+        let source = Source { file, dtype, vector, threads };
+        let columns = |elems: usize| width.div_ceil(elems * threads as usize);
         let grid = [order.segments.len(), columns(vector)];
         let mut launches =
             vec![KernelLaunch::new(&source, "fv_embedding_backward", grid, &parameters)?];

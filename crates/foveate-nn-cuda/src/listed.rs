@@ -140,7 +140,7 @@ fn files(dtype: DType, vector: usize) -> Vec<(File, u32)> {
     held.dedup();
     files.extend(held.into_iter().map(|held| (File::HeadNorm { held }, 128)));
     for other in [false, true] {
-        files.push((File::Embedding { narrow: other }, 128));
+        files.extend([128, 256].map(|threads| (File::Embedding { narrow: other }, threads)));
         files.push((File::Gated { gelu: other }, 256));
         files.push((File::Rope { neighbours: other }, 128));
         files.extend([512, 1024].map(|threads| (File::CrossEntropy { cap: other }, threads)));

@@ -71,6 +71,41 @@ fn rows_by_token_and_their_gradient() {
     }
 }
 
+/// Rows that a CTA of twice as many threads has no end of, of tokens that stand at one place and at several.
+#[test]
+fn the_gradient_of_wide_rows_is_that_of_narrow_ones() {
+    let mut random = Random::new(25);
+    let (vocabulary, width, dtype) = (5, 2056, DType::BF16);
+    let ids: Vec<u32> = (0..70).map(|t| if t < 66 { 3 } else { t % 2 }).collect();
+    let order = TokenOrder::new(&ids).unwrap();
+    let (words, words_len) = (Memory::of(&order.words()), [order.words().len()]);
+    let d_out = Placing::dense(dtype).random([ids.len(), width], &mut random, 1.0);
+    let (g, f32s) = (d_out.values(), Placing::dense(DType::F32));
+    for sums in [f32s, Placing::dense(dtype)] {
+        let d_table = sums.random([vocabulary, width], &mut random, 1.0);
+        let mut expected = d_table.values();
+        for (t, &id) in ids.iter().enumerate() {
+            for i in 0..width {
+                expected[id as usize * width + i] += 2.0 * g[t * width + i];
+            }
+        }
+        let partial = f32s.empty([order.partial_rows(), width]);
+        let block = EmbeddingBackward {
+            d_out: d_out.tensor(),
+            d_table: d_table.tensor(),
+            first: None,
+            order: &order,
+            words: words.array(ElementType::I32, &words_len),
+            partial: partial.tensor(),
+            scale: 2.0,
+        };
+        if !run(&block) {
+            return;
+        }
+        close("d_table", &d_table.values(), &expected, tolerance(sums.dtype));
+    }
+}
+
 /// Rows of a part of a table: those of other tokens are 0, and nothing is added to any row by them.
 #[test]
 fn rows_of_a_part_of_a_table_and_their_gradient() {
