@@ -98,7 +98,7 @@ def unwrapped(name: str, given: Tensor) -> Tensor:
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(given):
         if torch._C._functorch.is_batchedtensor(given):
-            raise TraceError(f"{name} is a batch of torch.vmap; pass it to attention as an operand")
+            raise TraceError(f"{name} is a batch of torch.vmap: give its entries in the batch axis of one call instead")
         given = torch._C._functorch.get_unwrapped(given)
         if torch._C._functorch.is_functorch_wrapped_tensor(given) and given.requires_grad and torch.is_grad_enabled():
             raise TraceError(f"{name} gets its gradient by an outer transform of torch.func; pass it through the inner one")

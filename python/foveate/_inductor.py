@@ -75,6 +75,9 @@ def replace(graph: fx.Graph) -> None:
         options = node.args[6] if node.target is _forward else node.args[11]
         if not options.get(OURS):
             continue
+        if node.target is _backward:
+            # Torch's own lowering says so from 2.11 on; that of 2.10 fails by its code.
+            _checks.refuse_gradients(*(t.dtype for t in _value(node.args[:3])))
         try:
             with graph.inserting_before(node):
                 (_replace_forward if node.target is _forward else _replace_backward)(graph, node, options)
@@ -260,7 +263,6 @@ def _replace_forward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) ->
 def _replace_backward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
     args: Any = node.args
     query, key, value, out, lse, d_out, d_lse, score, _, block_mask, scale, _, score_operands, mask_operands = args
-    _checks.refuse_gradients(*(t.dtype for t in _value((query, key, value))))
     mods = _Mods(graph, query, key, score, block_mask, scale, options, score_operands, mask_operands)
     items = _items(node)
     captured: dict[int, list[fx.Node]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any, Callable
 
@@ -23,7 +24,7 @@ class Mask:
 
     Nothing is computed when a mask is made, and nothing depends on lengths: one mask serves all. Tensors are
     read when attention runs. A mask has no truth value, so ``and``, ``or``, ``not`` and ``if`` refuse it; it equals
-    itself alone.
+    itself alone. ``pickle`` takes it, with its tensors, where it takes the functions that the mask is made of.
 
     Args:
         what: The mask in Foveate's text form (``docs/text-form.md``), or a mask function
@@ -88,6 +89,13 @@ class Mask:
 
     def __repr__(self) -> str:
         return f"Mask({self._what})"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # Of a function pickle takes what it takes of a BlockMask's: one that a module has by its name.
+        first, *rest = self._reads
+        if isinstance(first, str) and first in _SIGNS:
+            return _SIGNS[first], tuple(rest)
+        return _of_text if rest else Mask, self._reads
 
     def _joined(self, other: Any, sign: str, join: Callable[[Any, Any], Any]) -> Mask:
         if not callable(other):
@@ -161,6 +169,14 @@ class Mask:
         q_len, k_len = q_ids.numel() - 1, k_ids.numel() - 1
         text = "q < q_end && kv < k_end && q_ids[min(q, q_end)] == k_ids[min(kv, k_end)]"
         return Mask(text, q_ids=q_ids, k_ids=k_ids, q_end=q_len, k_end=k_len)
+
+
+def _of_text(text: str, names: dict[str, Any]) -> Mask:
+    return Mask(text, **names)
+
+
+#: What joins masks, by its sign in ``Mask._reads``.
+_SIGNS: dict[Any, Callable[..., Any]] = {"&": operator.and_, "|": operator.or_, "~": operator.invert}
 
 
 def offsets_of(name: str, offsets: Tensor, rows: int | None = None) -> list[int]:

@@ -165,9 +165,12 @@ def test_a_transform_in_a_compiled_function_breaks_its_graph(transform):
 
 def test_a_captured_batch_is_refused():
     q, k, v = operands()
-    slopes = torch.randn(3, 4)
-    with pytest.raises(TraceError, match="vmap"):
+    slopes, documents = torch.randn(3, 4), torch.zeros(3, 13, dtype=torch.long)
+    words = "is a batch of torch.vmap: give its entries in the batch axis of one call instead"
+    with pytest.raises(TraceError, match=words):
         torch.vmap(lambda slope: flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h]))(slopes)
+    with pytest.raises(TraceError, match=f"`ids` {words}"):
+        torch.vmap(lambda ids: flex_attention(q, k, v, block_mask=Mask.document(ids)))(documents)
 
 
 class Layer(torch.nn.Module):

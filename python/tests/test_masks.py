@@ -1,5 +1,8 @@
 """``foveate.Mask``: named masks, text and their combinations, beside the formulas."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from reference import UNREAD, attention, close
@@ -129,6 +132,33 @@ def test_a_wrong_mask_is_one_clear_error(make, kind, words):
 def test_a_mask_equals_itself_alone_and_may_be_a_key():
     one, other = Mask.causal(), Mask.causal()
     assert one == one and one != other and len({one: 1, other: 2}) == 2
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "function" not in name])
+def test_a_mask_is_pickled_with_what_it_reads(name):
+    """As a data loader's worker hands it over."""
+    mask, gold = CASES[name]
+    for again in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
+        assert repr(again) == repr(mask)
+        assert torch.equal(create_mask(again, 2, 4, L, S), gold.expand(2, 4, L, S))
+
+
+def test_pickle_takes_the_functions_of_a_mask_that_it_takes_of_a_block_mask():
+    mask = Mask(causal) & ~Mask.sliding_window(3)
+    again = pickle.loads(pickle.dumps(mask))
+    assert repr(again) == repr(mask) and torch.equal(create_mask(again, 1, 1, L, S), create_mask(mask, 1, 1, L, S))
+    for made in (CASES["function first"][0], create_block_mask(lambda b, h, i, j: i >= j, None, None, L, S, device="cpu")):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="Can't pickle"):
+            pickle.dumps(made)
+
+
+def test_a_copy_of_a_mask_reads_tensors_of_its_own():
+    ids = IDS.clone()
+    mask = Mask.causal() & Mask.document(ids)
+    before, again = create_mask(mask, 1, 1, L, S), copy.deepcopy(mask)
+    ids.zero_()
+    assert torch.equal(create_mask(again, 1, 1, L, S), before)
+    assert not torch.equal(create_mask(mask, 1, 1, L, S), before)
 
 
 @pytest.mark.cpu("the words of a plan of the CPU")
