@@ -23,12 +23,13 @@ from ._arguments import device as device_of
 from ._arguments import dispatches, flag, integer, shown, unwrapped
 from ._compile import also_compiled
 from ._masks import Mask
+from ._native import State
 
-#: Masks that were made here.
-_own: weakref.WeakKeyDictionary[BlockMask, _State] = weakref.WeakKeyDictionary()
+#: Masks that were made here, and the device of those that are of one batch entry and head.
+_own: weakref.WeakKeyDictionary[BlockMask, tuple[State, torch.device | None]] = weakref.WeakKeyDictionary()
 #: Of lists on the CPU what they make of each tile, for operands of these lengths. Lists on a device may be written
 #: to by a graph that is replayed, which no version tells.
-_read: weakref.WeakKeyDictionary[BlockMask, tuple[_State, tuple[int, int], Tensor]] = weakref.WeakKeyDictionary()
+_read: weakref.WeakKeyDictionary[BlockMask, tuple[State, tuple[int, int], Tensor]] = weakref.WeakKeyDictionary()
 
 #: Before 2.13 torch has no such order, and its class no place for it.
 _torchs_write_order: Any = getattr(_torch_flex, "_compute_dq_write_order_from_block_mask", None)
@@ -101,14 +102,14 @@ def create_block_mask(
             order, full_order = _torchs_write_order(made, dq_kv_order=dq_kv_order)
             more = dict(dq_write_order=order, dq_write_order_full=full_order)
             vars(made).update(more, dq_kv_order=None, dq_kv_order_spt=dq_kv_order)
-    _own[made] = _State(made)
+    _own[made] = State(made), made.kv_num_blocks.device if extents[:2] == (1, 1) else None
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
 
 
 @contextlib.contextmanager
 def _counting_writes() -> Iterator[None]:
-    """Tensors that are made inside count what is written to them, as :class:`_State` asks, in inference mode too."""
+    """Tensors that are made inside count what is written to them, as :class:`State` asks, in inference mode too."""
     learns = torch.is_grad_enabled()
     # Leaving inference mode would enable gradients.
     with torch.inference_mode(False), torch.set_grad_enabled(learns):
@@ -236,11 +237,6 @@ def _listed(live: Tensor) -> tuple[Tensor, Tensor]:
     return live.sum(dim=-1).to(torch.int32), indices.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-def version_of(tensor: Tensor) -> object:
-    """What changes when the tensor is written to; of one that does not count its writes, something new each time."""
-    return object() if tensor.is_inference() else tensor._version
-
-
 def lists_of(mask: BlockMask) -> tuple[Any, Any, Any, Any]:
     """Numbers and indices of tiles, and those of full ones or None."""
     return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
@@ -249,23 +245,7 @@ def lists_of(mask: BlockMask) -> tuple[Any, Any, Any, Any]:
 def is_own(mask: BlockMask) -> bool:
     """Whether a block mask was made here and nothing of it has changed, so that its function alone counts."""
     known = _own.get(mask)
-    return known is not None and known.holds(mask)
-
-
-class _State:
-    """What of a block mask must not have changed for what was found of it to hold: its tables, held, and their
-    versions, its function and sizes."""
-
-    __slots__ = ("tables", "rest")
-
-    def __init__(self, mask: BlockMask) -> None:
-        self.tables = lists_of(mask)
-        versions = [None if t is None else version_of(t) for t in self.tables]
-        self.rest = (versions, mask.mask_mod, mask.seq_lengths, mask.BLOCK_SIZE)
-
-    def holds(self, mask: BlockMask) -> bool:
-        now = _State(mask)
-        return all(a is b for a, b in zip(self.tables, now.tables)) and self.rest == now.rest
+    return known is not None and known[0].holds(mask)
 
 
 def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int], device: torch.device) -> Any:
@@ -283,18 +263,19 @@ def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.
     if not isinstance(mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one, and Mask one of a mask function")
     batch, heads, q_len, kv_len = extents
-    own = is_own(mask)
-    tables_at = mask.kv_num_blocks
-    if own and mask.seq_lengths == (q_len, kv_len) and tables_at.shape[:2] == (1, 1) and tables_at.device == device:
+    known = _own.get(mask)
+    if known is not None and not known[0].holds(mask):
+        known = None
+    if known is not None and known[1] == device and mask.seq_lengths == (q_len, kv_len):
         return None
     check(mask, extents, device)
-    if own:
+    if known is not None:
         return None
     read = _read.get(mask)
     if read is not None and read[1] == (q_len, kv_len) and read[0].holds(mask):
         return read[2]
-    state = _State(mask)
-    made = table([t for t in state.tables if t is not None], mask.BLOCK_SIZE, q_len, kv_len)
+    state = State(mask)
+    made = table([t for t in lists_of(mask) if t is not None], mask.BLOCK_SIZE, q_len, kv_len)
     if device.type == "cpu":
         _read[mask] = (state, (q_len, kv_len), made)
     return made

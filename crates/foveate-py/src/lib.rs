@@ -3,7 +3,7 @@
 //! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
 //! (`value`, `expr`), what they become (`traced`), captured tensors (`capture`), borrowed operands
-//! (`tensor`), what a call asks for (`call`), plans that are kept by structure (`plan`, and `cuda` for
+//! (`tensor`), what a block mask was (`state`), what a call asks for (`call`), plans that are kept by structure (`plan`, and `cuda` for
 //! device tensors) and the threads that run them (`threads`), and kernels that torch's dispatcher calls
 //! without Python (`dispatcher`). Nothing here is public: it changes with the Python sources.
 //!
@@ -26,6 +26,7 @@ mod dtype;
 mod error;
 mod expr;
 mod plan;
+mod state;
 mod tensor;
 mod text;
 mod threads;
@@ -51,6 +52,8 @@ mod _native {
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]
     use crate::plan::{Plan, extents, kinds, plan};
+    #[pymodule_export]
+    use crate::state::State;
     #[pymodule_export]
     use crate::text::{parse, program};
     #[cfg(debug_assertions)]

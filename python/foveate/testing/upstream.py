@@ -92,7 +92,7 @@ SKIPS: tuple[tuple[str, str, str, str, str], ...] = (
 
 
 #: What answers calls of torch's names.
-_COUNTED: tuple[tuple[Any, str], ...] = ((_autograd.Call, "planned"), (_dense, "attention"), (_blocks, "_State"))
+_COUNTED: tuple[tuple[Any, str], ...] = ((_autograd.Call, "planned"), (_dense, "attention"), (_blocks, "State"))
 
 
 class _OnTheCpu(ast.NodeTransformer):
