@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 import torch.utils.data
 from reference import UNREAD, attention, close, dense
 
-from foveate import AuxRequest, Mask, create_block_mask, flex_attention, paged, varlen
+from foveate import AuxRequest, Mask, _checks, create_block_mask, flex_attention, paged, varlen
 
 SHAPES = [
     # B, Hq, Hkv, L, S, E, Ev
@@ -474,3 +474,42 @@ def test_a_deprecated_argument_is_said_once_and_again_when_torchs_list_is_cleare
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             flex_attention(q, k, v, return_lse=True)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_behind_a_mask_reaches_no_result_and_no_gradient_of_a_key_or_query(dtype, junk):
+    """Values beside a key that is seen, in a tile of their own and past the last document. The forward is safe of keys, too."""
+    hidden = torch.zeros(90, dtype=torch.bool)
+    hidden[[3, 40, *range(64, 90)]] = True
+    mask = Mask.causal() & (lambda b, h, i, j: ~hidden[j])
+    q, k, v = operands((2, 4, 2, 70, 90, 16, 16), dtype)
+
+    def filled(t, with_what):
+        return t.detach().masked_fill(hidden[:, None], with_what).requires_grad_()
+
+    def call(k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + 0.1 * (j - i), mask, enable_gqa=True)
+
+    clean, junk_v = call(filled(k, 0.0), filled(v, 0.0)), filled(v, junk)
+    torch.testing.assert_close(call(filled(k, junk), junk_v), clean)
+    d_out = torch.randn(clean.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    keys = filled(k, 0.0), filled(k, 0.0)
+    golds = torch.autograd.grad(call(keys[0], filled(v, 0.0)), (q, keys[0]), d_out)
+    ours = torch.autograd.grad(call(keys[1], junk_v), (q, keys[1], junk_v), d_out)
+    for one, two in zip(ours, golds):
+        torch.testing.assert_close(one, two)
+    assert bool(ours[2].isfinite().all()) and not ours[2][:, :, hidden].any()
+
+
+def test_options_for_triton_change_nothing_and_are_said_once(caplog, monkeypatch):
+    q, k, v = operands(SHAPES[0])
+    monkeypatch.setattr(_checks, "_said", set())
+    options = {"BLOCK_M": 32, "num_warps": 8, "PRESCALE_QK": True, "BACKEND": "TRITON", "fwd_num_stages": 1}
+    with caplog.at_level("INFO", "foveate"):
+        for _ in range(2):
+            assert torch.equal(flex_attention(q, k, v, kernel_options=options), flex_attention(q, k, v))
+    (said,) = [record.getMessage() for record in caplog.records if "Triton" in record.getMessage()]
+    assert "BLOCK_M" in said and "num_warps" in said
+    with pytest.raises(RuntimeError, match="BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION"):
+        flex_attention(q, k, v, kernel_options={"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True})
