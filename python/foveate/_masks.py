@@ -90,7 +90,9 @@ class Mask:
     def __repr__(self) -> str:
         return f"Mask({self._what})"
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not Mask:  # A class may say what its masks are.
+            return super().__reduce_ex__(protocol)
         # Of a function pickle takes what it takes of a BlockMask's: one that a module has by its name.
         first, *rest = self._reads
         if isinstance(first, str) and first in _SIGNS:

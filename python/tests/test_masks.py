@@ -152,6 +152,23 @@ def test_pickle_takes_the_functions_of_a_mask_that_it_takes_of_a_block_mask():
             pickle.dumps(made)
 
 
+class Ahead(Mask):
+    """A class of masks, which says by itself what they are."""
+
+    def __init__(self, by):
+        super().__init__(causal)
+        self.by = by
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return super().__call__(b, h, q_idx, kv_idx) & (q_idx - kv_idx >= self.by)
+
+
+def test_a_mask_of_another_class_is_pickled_as_one_of_it():
+    mask = Ahead(3)
+    for again in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
+        assert type(again) is Ahead and torch.equal(create_mask(again, 1, 1, L, S)[0, 0], I - J >= 3)
+
+
 def test_a_copy_of_a_mask_reads_tensors_of_its_own():
     ids = IDS.clone()
     mask = Mask.causal() & Mask.document(ids)
