@@ -172,16 +172,31 @@ def _decomposition(op: Any, positional: int, names: tuple[str, ...], form: tuple
         return op(*all_given[:positional], **dict(zip(names, all_given[positional:])))
 
     examples = [torch.zeros((), dtype=x) for x in form if isinstance(x, torch.dtype)]
-    try:
-        module = make_fx(call, tracing_mode="fake")(*examples)
-    except Exception as error:  # Whatever its body, which knows nothing of tensors without elements, makes of them.
-        raise TraceError(f"`{op}` does not decompose for traced values: {str(error).splitlines()[0]}") from None
-    for node in module.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "namespace", "aten") not in ("aten", "prims"):
-            raise TraceError(f"`{node.target}` has no decomposition that a mask or score could be traced through; call what it computes")
-        if node.op == "output" and not isinstance(node.args[0], fx.Node):
-            raise TraceError(f"`{op}` gives several tensors, or none, in a mask or score")
+    bodies: dict[Any, Any] = {}
+    while True:
+        try:
+            module = make_fx(call, decomposition_table=bodies, tracing_mode="fake")(*examples)
+        except Exception as error:  # Whatever its body, which knows nothing of tensors without elements, makes of them.
+            raise TraceError(f"`{op}` does not decompose for traced values: {str(error).splitlines()[0]}") from None
+        targets = (node.target for node in module.graph.nodes if node.op == "call_function")
+        others = [target for target in targets if getattr(target, "namespace", "aten") not in ("aten", "prims")]
+        if not others:
+            break
+        for target in others:
+            if target in bodies or not _has_body(target):
+                raise TraceError(f"`{target}` has no decomposition that a mask or score could be traced through; call what it computes")
+            bodies[target] = functools.partial(target._op_dk, _OF_ALL_DEVICES)
+    if any(node.op == "output" and not isinstance(node.args[0], fx.Node) for node in module.graph.nodes):
+        raise TraceError(f"`{op}` gives several tensors, or none, in a mask or score")
     return module
+
+
+#: The key of a kernel for all devices: one that consists of other operators, though it has a gradient of its own.
+_OF_ALL_DEVICES = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+def _has_body(op: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeExplicitAutograd"))
 
 
 def _interpreted(trace: _trace.Trace, module: fx.GraphModule, given: tuple[Any, ...]) -> Any:
@@ -207,6 +222,8 @@ def _operation(trace: _trace.Trace, target: Any, args: tuple[Any, ...], kwargs: 
     if not isinstance(target, torch._ops.OpOverload):
         # Arithmetic on captured integers.
         return target(*args, **kwargs)
+    if target.namespace not in _NAMED:
+        return decomposed(trace, target, args, kwargs)
     name = target._schema.name.split("::")[1]
     special = _SPECIAL.get(name)
     if special is not None:
@@ -219,7 +236,7 @@ def _operation(trace: _trace.Trace, target: Any, args: tuple[Any, ...], kwargs: 
 
 def is_reading(target: torch._ops.OpOverload) -> bool:
     """Whether an operation on a captured tensor is part of reading it."""
-    return target._schema.name.split("::")[1] in _SPECIAL
+    return target.namespace in _NAMED and target._schema.name.split("::")[1] in _SPECIAL
 
 
 def _index(trace: _trace.Trace, of: Any, indices: Sequence[Any]) -> Any:
@@ -278,6 +295,8 @@ def _argument(trace: _GraphTrace, mask: Any, name: str, values: Sequence[torch.T
     return mask
 
 
+#: Whose operators are what their names say; others may have the name of one of torch's.
+_NAMED = ("aten", "prims", "foveate")
 #: Operations of graphs that have no name in torch's functions, or other arguments there.
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "argument": _argument,

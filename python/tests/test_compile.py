@@ -736,3 +736,26 @@ def test_the_tile_of_a_block_mask_may_be_symbolic():
         torch.testing.assert_close(compiled(q, k, v, mask), flex_attention(q * 2, k, v, block_mask=mask))
     assert len(backend.graphs) <= 4, len(backend.graphs)
     assert not any(name.startswith("flex_attention") for name in backend.operators), backend.operators
+
+
+def test_an_operator_of_another_library_is_what_it_computes_and_not_what_it_is_called():
+    library = torch.library.Library("foveate_named", "DEF")
+    library.define("relu(Tensor x) -> Tensor")
+    library.impl("relu", lambda x: x * 0.25 + 1, "CompositeExplicitAutograd")
+    torch.library.register_fake("foveate_named::relu", torch.empty_like, lib=library)
+    library.define("index(Tensor x) -> Tensor")
+    library.impl("index", torch.exp, "CPU")
+    torch.library.register_fake("foveate_named::index", torch.empty_like, lib=library)
+    own = torch.ops.foveate_named
+    q, k, v = (t.detach() for t in operands(1, 2, 2, 24, 24, 8, 8))
+    backend = Backend()
+    compiled = backend.compile(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: own.relu(s)))
+    plain = flex_attention(q, k, v, lambda s, b, h, i, j: s * 0.25 + 1)
+    torch.testing.assert_close(compiled(q, k, v), plain)
+    assert backend.operators == ["foveate.forward.default"]
+    backend = Backend()
+    compiled = backend.compile(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: own.index(s)))
+    with pytest.warns(UserWarning, match="`foveate_named.index.default` has no decomposition"):
+        torch.testing.assert_close(compiled(q, k, v), flex_attention(q, k, v, lambda s, b, h, i, j: torch.exp(s)))
+    assert backend.operators == ["flex_attention"]
+    library._destroy()

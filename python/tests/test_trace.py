@@ -627,10 +627,21 @@ _SHORT = torch.zeros(3)
 SCALES = torch.tensor([0.5, 2.0])
 
 
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return torch.ops.foveate_test.tanh(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
 @pytest.fixture(scope="module")
 def library():
     """Operators of a library: one that consists of torch's, one that has the name of another of torch's, one that reads a
-    tensor of its own, one that looks at its argument, one that nothing is known of, and one of two results."""
+    tensor of its own, one that looks at its argument, one that nothing is known of, one of two results, and one that has a body
+    for all devices, in an `autograd.Function` or out of it."""
     library = torch.library.Library("foveate_test", "DEF")
     bodies = {
         "cap(Tensor x, float most, *, bool twice=False) -> Tensor": lambda x, most, twice=False: torch.tanh(x / most) * most * (1 + twice),
@@ -645,6 +656,8 @@ def library():
     library.define("opaque(Tensor x) -> Tensor")
     library.impl("opaque", lambda x: x + 1, "CPU")
     library.impl("opaque", torch.empty_like, "Meta")
+    library.define("tanh(Tensor x) -> Tensor")
+    library.impl("tanh", lambda x: torch.ops.foveate_test.relu(x).tanh() * 3, "CompositeExplicitAutograd")
     yield torch.ops.foveate_test
     library._destroy()
 
@@ -658,6 +671,8 @@ def test_operators_that_consist_of_others_are_traced_through(library):
         (lambda s, b, h, i, j: library.relu(s), lambda s, b, h, i, j: s * 0.25 + 1),
         (lambda s, b, h, i, j: s + library.relu(i - j), lambda s, b, h, i, j: s + (i - j) * 0.25 + 1),
         (lambda s, b, h, i, j: torch.ops.aten.tanh.default(s), lambda s, b, h, i, j: torch.tanh(s)),
+        (lambda s, b, h, i, j: library.tanh(s), lambda s, b, h, i, j: torch.tanh(s * 0.25 + 1) * 3),
+        (lambda s, b, h, i, j: _Applied.apply(s), lambda s, b, h, i, j: torch.tanh(s * 0.25 + 1) * 3),
     )
     for by_operator, plain in pairs:
         outs = [flex_attention(q, q, q, score) for score in (by_operator, plain)]
