@@ -85,6 +85,16 @@ def test_a_file_for_torchs_flex_attention_runs_on_foveate_and_ends_in_a_table(mo
     assert "itself, 1 of: its own reason" in table
 
 
+def test_a_test_that_calls_operators_alone_has_run_on_foveate(tmp_path):
+    """As what Inductor compiles does: kernels that torch calls without Python."""
+    head = FILE[: FILE.index("@pytest.mark.skipif")]
+    test = "def test_under_a_mode():\n    with FlopCounterMode(display=False):\n        flex_attention(*operands())\n"
+    (tmp_path / "test_theirs.py").write_text(f"{head}from torch.utils.flop_counter import FlopCounterMode\n\n\n{test}")
+    command = [sys.executable, "-B", "-m", "foveate.testing.upstream", "--compiled", str(tmp_path / "test_theirs.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert re.search(r"test_theirs.py +1 +1 +0 +0 +0 +1/1 ", ran.stdout), ran.stdout + ran.stderr
+
+
 def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE)
     run = (

@@ -47,7 +47,7 @@ mod _native {
         Plan as CudaPlan, cuda_plan, library_folders, tile_kinds, tile_runs, tile_tables, varies,
     };
     #[pymodule_export]
-    use crate::dispatcher::{kernel_error, kernel_functions, register_kernels};
+    use crate::dispatcher::{kernel_calls, kernel_error, kernel_functions, register_kernels};
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]

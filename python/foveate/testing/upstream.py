@@ -39,7 +39,7 @@ import torch.utils.checkpoint
 from torch.nn.attention import flex_attention as _torch_flex
 
 import foveate
-from foveate import _autograd, _blocks, _dense, _enable
+from foveate import _autograd, _blocks, _dense, _enable, _native
 
 #: Why a test is skipped.
 REASONS = {
@@ -210,8 +210,8 @@ class _Run:
         self.collected: set[tuple[str, str]] = set()
         #: The test functions of each file.
         self.functions: dict[str, list[str]] = {}
-        #: Calls that Foveate answered.
-        self.calls = 0
+        #: Calls that Foveate answered in Python, and how many kernels torch had called before the test.
+        self.calls, self.kernels = 0, 0
         self.compile = torch.compile
         for owner, name in _COUNTED:
             setattr(owner, name, self._counted(getattr(owner, name)))
@@ -223,6 +223,10 @@ class _Run:
             return function(*args, **kwargs)
 
         return counted
+
+    def _answered(self) -> bool:
+        """Whether the test has called attention of Foveate's, or an operator, as compiled functions do."""
+        return self.calls > 0 or _native.kernel_calls() != self.kernels
 
     def _compile(self, model: Any = None, **options: Any) -> Any:
         """``torch.compile``, for ``--eager``."""
@@ -274,7 +278,7 @@ class _Run:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Generator[None, Any, Any]:
-        self.calls = 0
+        self.calls, self.kernels = 0, _native.kernel_calls()
         torch._dynamo.reset()
         if self.eager and re.search(r"\bcompile\b", item.path.read_text()):
             torch.compile = self._compile
@@ -285,7 +289,7 @@ class _Run:
             finally:
                 torch.compile = self.compile
                 setattr(torch.utils.checkpoint, _CHECKPOINT.__name__, _CHECKPOINT)
-            if self.calls:
+            if self._answered():
                 return ran
             # It compiles nothing, so all of its calls are Foveate's, and what it compares with is the judge.
             with foveate.enable():
@@ -308,7 +312,7 @@ class _Run:
             # A run may end before its table.
             print(f"\nfailed: {report.nodeid.split('::')[-1]}: {first}", flush=True)
         elif report.when == "call":
-            self.cases[report.nodeid] = _Case(file, function, "passed" if self.calls else "untouched", "")
+            self.cases[report.nodeid] = _Case(file, function, "passed" if self._answered() else "untouched", "")
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:

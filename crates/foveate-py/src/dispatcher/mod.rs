@@ -21,7 +21,7 @@ use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -37,6 +37,9 @@ static SHIM: OnceLock<Shim> = OnceLock::new();
 
 /// Whether torch has the kernels. Asked and said with the GIL held.
 static REGISTERED: AtomicBool = AtomicBool::new(false);
+
+/// How many kernels have been called.
+static CALLS: AtomicU64 = AtomicU64::new(0);
 
 /// What a kernel says after Python's end.
 const GONE: &CStr =
@@ -74,6 +77,12 @@ pub fn register_kernels(path: PathBuf) -> Option<String> {
 #[pyfunction]
 pub fn kernel_functions() -> Vec<&'static str> {
     shim::FUNCTIONS.to_vec()
+}
+
+/// How many kernels torch has called, in this process.
+#[pyfunction]
+pub fn kernel_calls() -> u64 {
+    CALLS.load(Ordering::Relaxed)
 }
 
 /// The exception of the kernel that failed last in this thread, if it has these words; it is not kept.
@@ -114,6 +123,7 @@ extern "C-unwind" fn paged(stack: *mut Value, _: u64, _: u64) {
 /// `stack` holds the arguments of `T` in this layout, and has place for its results. The caller has
 /// nothing to drop.
 unsafe fn serve<T: Task>(stack: *mut Value, layout: Layout) {
+    CALLS.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the caller's promise.
     if let Some(words) = unsafe { attempt::<T>(stack, layout) } {
         let shim = SHIM.get().expect("kernels are registered by it");
