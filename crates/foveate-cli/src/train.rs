@@ -367,7 +367,7 @@ fn introduce(run: &Started) {
     }
     if let Some(passed) = &run.passed_over {
         crate::output::tell!(
-            "a newer checkpoint is passed over, and removed at the next save: {passed}"
+            "a newer checkpoint is passed over, and set aside at the next save: {passed}"
         );
     }
     if let Some(mixed) = &run.mixed_devices {

@@ -1,14 +1,17 @@
 //! Ranks whose hosts have no folder in common: processes that each see another folder of the run.
 
 mod place;
+#[path = "place/preload.rs"]
+mod preload;
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant, SystemTime};
 
 use foveate::tensor::random::Random;
 use place::Place;
+use preload::preloaded;
 
 /// A run of three ranks, and the folders that stand for the disks of hosts.
 struct Hosts(Place);
@@ -37,6 +40,16 @@ impl Hosts {
 
     /// Ranks that are each given arguments of their own.
     fn start_each(&self, on: [&str; 3], args: [&[&str]; 3]) -> [Child; 3] {
+        self.start_as(on, args, |_, _| ())
+    }
+
+    /// Ranks whose commands are changed, by number.
+    fn start_as(
+        &self,
+        on: [&str; 3],
+        args: [&[&str]; 3],
+        change: impl Fn(usize, &mut Command),
+    ) -> [Child; 3] {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (meet, recipe) = (format!("127.0.0.1:{port}"), self.0.path("recipe.toml"));
         let start = |i: usize| {
@@ -45,6 +58,7 @@ impl Hosts {
             command.args(["--rank", &rank, "--meet", &meet, "--set", "run.dir=run"]);
             command.args(["--set", "run.disks=local"]).args(args[i]).current_dir(host);
             command.env("FOVEATE_SILENCE", "4").env("FOVEATE_ARRIVAL", "8");
+            change(i, &mut command);
             command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
         };
         [0, 1, 2].map(start)
@@ -72,6 +86,12 @@ impl Hosts {
 
     fn step(&self, host: &str, step: u64) -> PathBuf {
         self.0.path(host).join(format!("run/checkpoints/step-{step:06}"))
+    }
+
+    /// The names of the checkpoints of which a host has its part.
+    fn saved(&self, host: &str) -> Vec<String> {
+        let names = names(&self.0.path(host).join("run/checkpoints"));
+        names.into_iter().filter(|name| name.starts_with("step-")).collect()
     }
 }
 
@@ -173,8 +193,8 @@ fn a_run_on_local_disks_resumes_from_the_newest_checkpoint_that_is_whole() {
     let mesh = ["--set", "mesh.replicate=3", "--set", "train.steps=16"];
     let [first, ..] = hosts.train(["a", "a", "b"], &[&resume[..], &mesh].concat());
     assert!(first.status.success(), "{}", said(&first));
-    let passed = "a newer checkpoint is passed over, and removed at the next save: step 12: no disk has its ";
-    assert!(said(&first).contains(passed), "{}", said(&first));
+    let passed = format!("{PASSED}12: no disk has its ");
+    assert!(said(&first).contains(&passed), "{}", said(&first));
     assert_eq!(hosts.0.steps("a/run").len(), 16);
     // Ranks that begin again on other hosts, one of them new, where a run ended while its part was on the way.
     std::fs::create_dir_all(hosts.step("c", 16)).unwrap();
@@ -186,8 +206,91 @@ fn a_run_on_local_disks_resumes_from_the_newest_checkpoint_that_is_whole() {
     assert_eq!(names(&hosts.step("c", 20).join("..")), names(&hosts.step("a", 20).join("..")));
 }
 
-/// As often as `FOVEATE_KILLS` says any rank is killed, saves included: each host has a step whole or the run goes on
-/// from one before, and what it reaches is what one reaches that was left alone.
+/// What a resume says that finds parts of a newer checkpoint.
+const PASSED: &str = "a newer checkpoint is passed over, and set aside at the next save: step ";
+
+/// Whichever host dies, the other has renamed its part of a checkpoint that is not whole; that before it is, though
+/// one alone is kept.
+#[test]
+fn a_host_that_dies_between_the_renames_of_a_checkpoint_leaves_the_one_before_whole() {
+    let (hosts, on) = (Hosts::new(), ["a", "a", "b"]);
+    let Some((name, library)) = preloaded(&hosts.0.path(""), "dies_at_rename") else { return };
+    let args = ["--set", "train.keep=1", "--start-over"];
+    hosts.trained(on, &args);
+    let right = (hosts.0.steps("a/run"), hosts.0.weights("b/run", 24));
+    for dies in [0, 2] {
+        let ranks = hosts.start_as(on, [&args; 3], |rank, command| {
+            if rank == dies {
+                command.env(name, &library).env("DIES_AT", "step-000012");
+            }
+        });
+        let ended = ranks.map(|child| child.wait_with_output().unwrap().status.code());
+        let lost = [0, 1, 2].map(|rank| (rank != dies).then_some(75));
+        assert_eq!(ended, lost);
+        let (lives, dead) = if dies == 0 { ("b", "a") } else { ("a", "b") };
+        assert_eq!(hosts.saved(dead), ["step-000008"]);
+        assert_eq!(hosts.saved(lives), ["step-000008", "step-000012"]);
+        let resumed = hosts.train(on, &["--set", "train.keep=1", "--resume"]);
+        assert!(resumed.iter().all(|done| done.status.success()), "{}", said(&resumed[0]));
+        let passed = format!("{PASSED}12: no disk has its part-{dies:05}-00000.safetensors");
+        assert!(said(&resumed[0]).contains(&passed), "{}", said(&resumed[0]));
+        assert_eq!(hosts.0.steps("a/run"), right.0);
+        assert!(hosts.0.weights("b/run", 24) == right.1);
+        assert_eq!([hosts.saved("a"), hosts.saved("b")], [["step-000024"], ["step-000024"]]);
+    }
+}
+
+/// In the folder of the run, and above it, where marks lie of ranks that began before it was there.
+#[test]
+fn marks_of_ranks_that_were_killed_are_removed_an_hour_later() {
+    let (hosts, few) = (Hosts::new(), ["--set", "train.steps=1", "--start-over"]);
+    hosts.trained(["a", "a", "b"], &few);
+    let [old, above, young] =
+        ["a/run/.foveate-rank-00000-aa", "a/.foveate-rank-00001-bb", "a/.foveate-rank-00002-cc"]
+            .map(|name| hosts.0.path(name));
+    let hours = SystemTime::now() - Duration::from_secs(2 * 3600);
+    for path in [&old, &above, &young] {
+        let mark = std::fs::File::create(path).unwrap();
+        if path != &young {
+            mark.set_modified(hours).unwrap();
+        }
+    }
+    hosts.trained(["a", "a", "b"], &few);
+    assert_eq!([&old, &above, &young].map(|path| path.exists()), [false, false, true]);
+}
+
+/// A host whose newer checkpoints are gone for a while, and come back or do not.
+#[test]
+fn a_part_that_is_passed_over_is_kept_aside_until_the_run_has_come_as_far() {
+    let (hosts, on) = (Hosts::new(), ["a", "a", "b"]);
+    let train = |steps: &str, how: &str| {
+        let done = hosts.train(on, &["--set", "train.keep=3", "--set", steps, how]);
+        assert!(done.iter().all(|done| done.status.success()), "{}", said(&done[0]));
+        said(&done[0])
+    };
+    for comes_back in [true, false] {
+        train("train.steps=12", "--start-over");
+        let (aside, away) = (hosts.step("a", 12).with_file_name("aside-step-000012"), "away");
+        std::fs::rename(hosts.step("b", 12), hosts.0.path(away)).unwrap();
+        std::fs::remove_dir_all(hosts.step("b", 8)).unwrap();
+        assert!(train("train.steps=8", "--resume").contains(&format!("{PASSED}12: ")));
+        let kept = ["aside-step-000012", "step-000004", "step-000008"];
+        assert_eq!(names(&hosts.step("a", 8).join("..")), kept);
+        if comes_back {
+            std::fs::rename(&aside, hosts.step("a", 12)).unwrap();
+            std::fs::rename(hosts.0.path(away), hosts.step("b", 12)).unwrap();
+            assert!(!train("train.steps=16", "--resume").contains("passed over"));
+            assert_eq!(hosts.0.steps("a/run").last().unwrap().0, 16);
+        } else {
+            train("train.steps=12", "--resume");
+            assert_eq!(hosts.saved("a"), ["step-000004", "step-000008", "step-000012"]);
+            assert!(!aside.exists());
+        }
+    }
+}
+
+/// As often as `FOVEATE_KILLS` says any rank is killed, saves included: once a checkpoint was whole there is always one
+/// that is, at most the newest is on one host alone, and what a run reaches is what one reaches that was left alone.
 #[test]
 fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
     let kills = std::env::var("FOVEATE_KILLS").map_or(2, |n| n.parse::<usize>().unwrap());
@@ -199,12 +302,10 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
     hosts.trained(on, &long);
     let took = began.elapsed().as_millis() as usize;
     let right = (hosts.0.steps("a/run"), hosts.0.weights("b/run", 60));
-    let (mut done, mut halves, mut over) = (0, 0, true);
+    let (mut done, mut was_whole, mut over) = (0, false, true);
     loop {
-        let steps = |host: &str| names(&hosts.0.path(host).join("run/checkpoints"));
-        let saved = |name: &String| name.starts_with("step-") && steps("b").contains(name);
-        let how = if !over && steps("a").iter().any(saved) { "--resume" } else { "--start-over" };
-        over = false;
+        let how = if !over && was_whole { "--resume" } else { "--start-over" };
+        (over, was_whole) = (false, !over && was_whole);
         let mut ranks = hosts.start(on, &[&long[..], &[how]].concat());
         let harmed = random.below(3);
         std::thread::sleep(Duration::from_millis(random.below(took) as u64));
@@ -214,10 +315,12 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
             done += 1;
         }
         let ended = ranks.map(|child| child.wait_with_output().unwrap());
-        let whole = |host: &str| -> Vec<String> {
-            steps(host).into_iter().filter(|name| name.starts_with("step-")).collect()
-        };
-        halves += usize::from(whole("a") != whole("b"));
+        let [a, b] = ["a", "b"].map(|host| hosts.saved(host));
+        let whole = a.iter().rfind(|name| b.contains(name));
+        assert!(whole.is_some() || !was_whole, "no checkpoint is whole: {a:?} and {b:?}");
+        was_whole = whole.is_some();
+        let newer = |all: &[String]| all.iter().filter(|name| Some(*name) > whole).count();
+        assert!(how == "--start-over" || newer(&a) + newer(&b) <= 1, "{a:?} and {b:?}");
         if harms {
             continue;
         }
@@ -228,7 +331,6 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
             break;
         }
     }
-    println!("{done} killed, {halves} times one host had a step that the other had not");
 }
 
 #[test]

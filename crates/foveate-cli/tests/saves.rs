@@ -8,6 +8,8 @@ mod ends;
 // Not all of it is needed here.
 #[allow(dead_code)]
 mod place;
+#[path = "place/preload.rs"]
+mod preload;
 #[path = "place/run.rs"]
 mod run;
 

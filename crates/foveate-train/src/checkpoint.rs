@@ -184,6 +184,16 @@ fn remove(folder: &Path, step: u64, place: &Path) -> Result<(), TrainError> {
         .map_err(|e| TrainError::write(place, e))
 }
 
+/// How the name begins of a part of a checkpoint that was newer than the one that a run went on from.
+const ASIDE: &str = "aside-step-";
+
+/// Keeps the part of a checkpoint of a step at `place` under a name that no resume looks for.
+fn set_aside(folder: &Path, step: u64, place: &Path) -> Result<(), TrainError> {
+    let aside = folder.join(format!("{ASIDE}{step:06}"));
+    let gone = if aside.exists() { fs::remove_dir_all(&aside) } else { Ok(()) };
+    gone.and_then(|()| fs::rename(place, &aside)).map_err(|e| TrainError::write(place, e))
+}
+
 fn remove_leftovers(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -197,10 +207,19 @@ fn remove_leftovers(folder: &Path) -> io::Result<()> {
 /// Checkpoints under `folder`, oldest first. A folder of such a name without any file of a
 /// checkpoint is somebody else's.
 fn list(folder: &Path) -> Vec<(u64, PathBuf)> {
+    list_named(folder, "step-")
+}
+
+/// What [`set_aside`] has kept under `folder`.
+fn list_aside(folder: &Path) -> Vec<(u64, PathBuf)> {
+    list_named(folder, ASIDE)
+}
+
+fn list_named(folder: &Path, begin: &str) -> Vec<(u64, PathBuf)> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut found: Vec<(u64, PathBuf)> = entries
         .filter_map(|e| {
-            let step = e.file_name().to_string_lossy().strip_prefix("step-")?.parse().ok()?;
+            let step = e.file_name().to_string_lossy().strip_prefix(begin)?.parse().ok()?;
             Some((step, e.path()))
         })
         .filter(|(_, path)| is_checkpoint(path))

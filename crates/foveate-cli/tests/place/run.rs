@@ -8,6 +8,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::place::Place;
+use crate::preload::preloaded;
 
 /// Variables of a process.
 pub type Variables = Vec<(&'static str, String)>;
@@ -127,16 +128,5 @@ impl Run<'_> {
 /// The variables of a disk on which every file takes so many milliseconds; none, and a line that says so, where
 /// there is no C compiler.
 pub fn slow_disk(folder: &Path, ms: u64) -> Option<Variables> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/place/slow_disk.c");
-    let library = folder.join("slow_disk.so");
-    let mut compile = Command::new("cc");
-    compile.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&library).arg(source);
-    match compile.status() {
-        Ok(status) => assert!(status.success(), "slow_disk.c does not compile"),
-        Err(e) => {
-            println!("skipped: no C compiler `cc`: {e}");
-            return None;
-        }
-    }
-    Some(vec![("LD_PRELOAD", library.display().to_string()), ("SLOW_MS", ms.to_string())])
+    Some(vec![preloaded(folder, "slow_disk")?, ("SLOW_MS", ms.to_string())])
 }

@@ -24,8 +24,8 @@ use super::checksums::{self, Manifest};
 use super::content::{Carried, Content, Kept, Values};
 use super::layout::{self, Disk, Layout, Part, Piece};
 use super::{
-    CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint, list, remove, remove_but,
-    remove_leftovers, unreadable,
+    CONFIG, INDEX, MASTERS, SINGLE, STATE, Snapshot, is_checkpoint, list, list_aside, remove,
+    remove_but, remove_leftovers, set_aside, unreadable,
 };
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::SaveDtype;
@@ -333,7 +333,12 @@ impl Save {
         let Some(keep) = self.keep else { return Ok(()) };
         if !self.disks.is_empty() {
             for (step, later) in list(&self.folder).iter().filter(|(step, _)| *step > self.step) {
-                remove(&self.folder, *step, later)?;
+                set_aside(&self.folder, *step, later)?;
+            }
+            for (step, aside) in list_aside(&self.folder) {
+                if step <= self.step {
+                    remove(&self.folder, step, &aside)?;
+                }
             }
         }
         remove_but(&self.folder, keep)

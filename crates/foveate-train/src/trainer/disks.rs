@@ -9,7 +9,7 @@
 use std::collections::BTreeSet;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -67,7 +67,7 @@ impl Disks {
         }
         let dir = std::path::absolute(&recipe.run.dir);
         let dir = ranks.together(dir.map_err(|e| TrainError::write(&recipe.run.dir, e)))?;
-        let leaders = leaders(ranks, dir.ancestors().find(|place| place.is_dir()))?;
+        let leaders = leaders(ranks, dir.ancestors().filter(|place| place.is_dir()))?;
         let host = machine::host().unwrap_or_else(|| "unknown".to_owned());
         let own = (host, dir.join("checkpoints"));
         let all = ranks.all(&serde_json::to_vec(&own).expect("plain text"))?;
@@ -218,9 +218,13 @@ impl Disks {
     }
 }
 
-/// Of every rank the first one that sees the same place on its disk.
-fn leaders(ranks: Ranks<'_>, place: Option<&Path>) -> Result<Vec<usize>, TrainError> {
-    let place = place.unwrap_or(Path::new("."));
+/// Of every rank the first one that sees the same place on its disk: the first of `places`. Marks that earlier runs
+/// left are removed from there and from the next, where they lie that were made before the first was there.
+fn leaders<'a>(
+    ranks: Ranks<'_>,
+    places: impl Iterator<Item = &'a Path> + Clone,
+) -> Result<Vec<usize>, TrainError> {
+    let place = places.clone().next().unwrap_or(Path::new("."));
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     let now = ranks.bytes_of_first((now ^ u64::from(std::process::id())).to_le_bytes().to_vec())?;
     let run = now.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
@@ -235,7 +239,7 @@ fn leaders(ranks: Ranks<'_>, place: Option<&Path>) -> Result<Vec<usize>, TrainEr
     });
     // It may be none, where it could not be made.
     let _ = fs::remove_file(&own);
-    remove_old_marks(place);
+    places.take(2).for_each(remove_old_marks);
     let parse = |first: Vec<u8>| Ok(u64::from_le_bytes(first.try_into().map_err(other)?) as usize);
     marked?.into_iter().map(parse).collect()
 }
@@ -272,27 +276,27 @@ fn send(ranks: Ranks<'_>, place: &Path, files: BTreeMap<String, Wanted>) -> Resu
     let mut queues = vec![Vec::new(); ranks.count()];
     for (name, Wanted { from, to, bytes }) in &files {
         let pieces = bytes.div_ceil(PIECE as u64).max(1);
-        queues[*from].extend((0..pieces).map(|piece| (name, to, piece + 1 == pieces)));
+        // To one rank at a time: a piece is in memory once, however many want it.
+        let of_all = |piece: u64| to.iter().map(move |&to| (name, to, piece, piece + 1 == pieces));
+        queues[*from].extend((0..pieces).flat_map(of_all));
     }
     let rounds = queues.iter().map(Vec::len).max().unwrap_or(0);
-    let (mut source, mut sinks) = (None, BTreeMap::<usize, File>::new());
+    let mut sinks = BTreeMap::<usize, File>::new();
     for round in 0..rounds {
         let mut parts = vec![Vec::new(); ranks.count()];
         let read = match queues[ranks.rank()].get(round) {
             None => Ok(()),
-            Some((name, to, last)) => {
+            Some(&(name, to, piece, _)) => {
                 let path = place.join(name);
-                let read = piece_of(&mut source, &path, *last).map(|bytes| {
-                    to.iter().for_each(|&rank| parts[rank] = bytes.clone());
-                });
+                let read = piece_of(&path, piece).map(|bytes| parts[to] = bytes);
                 read.map_err(|e| TrainError::checkpoint(&path, format!("could not be read: {e}")))
             }
         };
         ranks.together(read)?;
         let arrived = ranks.world().exchange(parts)?;
         let mut write = |from: usize, bytes: &[u8]| -> Result<(), TrainError> {
-            let Some((name, to, last)) = queues[from].get(round) else { return Ok(()) };
-            if !to.contains(&ranks.rank()) {
+            let Some(&(name, to, _, last)) = queues[from].get(round) else { return Ok(()) };
+            if to != ranks.rank() {
                 return Ok(());
             }
             let (path, coming) = (place.join(name), place.join(format!(".{name}.coming")));
@@ -302,7 +306,7 @@ fn send(ranks: Ranks<'_>, place: &Path, files: BTreeMap<String, Wanted>) -> Resu
                 Entry::Vacant(begins) => begins.insert(File::create(&coming).map_err(failed)?),
             };
             file.write_all(bytes).map_err(failed)?;
-            if *last && let Some(file) = sinks.remove(&from) {
+            if last && let Some(file) = sinks.remove(&from) {
                 file.sync_all().and_then(|()| fs::rename(&coming, &path)).map_err(failed)?;
             }
             Ok(())
@@ -313,16 +317,11 @@ fn send(ranks: Ranks<'_>, place: &Path, files: BTreeMap<String, Wanted>) -> Resu
     Ok(())
 }
 
-/// The next piece of the file at `path`, which is open between its pieces.
-fn piece_of(source: &mut Option<File>, path: &Path, last: bool) -> std::io::Result<Vec<u8>> {
-    if source.is_none() {
-        *source = Some(File::open(path)?);
-    }
-    let mut bytes = Vec::new();
-    source.as_ref().expect("opened above").take(PIECE as u64).read_to_end(&mut bytes)?;
-    if last {
-        *source = None;
-    }
+/// A piece of a file.
+fn piece_of(path: &Path, piece: u64) -> std::io::Result<Vec<u8>> {
+    let (mut file, mut bytes) = (File::open(path)?, Vec::new());
+    file.seek(SeekFrom::Start(piece * PIECE as u64))?;
+    file.take(PIECE as u64).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
