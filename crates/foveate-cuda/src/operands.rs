@@ -65,10 +65,9 @@ pub struct DeviceBackward<'a> {
     pub d_out: DeviceTensor,
     /// Gradient of the loss with respect to `lse`, f32.
     pub d_lse: Option<DeviceTensor<3>>,
-    /// Gradient of q, if it is wanted; dq, dk and dv have one dtype. What only unwanted ones need is not
-    /// computed.
+    /// Gradient of q, if it is wanted. What only unwanted ones need is not computed.
     pub dq: Option<DeviceTensor>,
-    /// Gradient of k (summed over the batch when k is shared), if it is wanted.
+    /// Gradient of k (summed over the batch when k is shared), if it is wanted; dk and dv have one dtype.
     pub dk: Option<DeviceTensor>,
     /// Gradient of v (summed over the batch when v is shared), if it is wanted.
     pub dv: Option<DeviceTensor>,
@@ -320,7 +319,9 @@ impl DeviceBackward<'_> {
         for ((name, tensor), shape) in self.destinations().zip(shapes) {
             let Some(tensor) = tensor else { continue };
             tensor.check_shape(name, shape)?;
-            tensor.check_dtype(name, self.grad_dtype())?;
+            if name != "dq" {
+                tensor.check_dtype(name, self.grad_dtype())?;
+            }
             written(name, tensor.dtype)?;
         }
         if let Some(d_sink) = &self.d_sink {
@@ -343,9 +344,14 @@ impl DeviceBackward<'_> {
         self.destinations().filter_map(|(name, tensor)| Some((name, tensor?)))
     }
 
-    /// The dtype of dq, dk and dv; that of q where none is wanted.
+    /// The dtype of dq; that of q where it is not wanted.
+    pub(crate) fn dq_dtype(&self) -> DType {
+        self.dq.as_ref().map_or(self.operands.q.dtype, |tensor| tensor.dtype)
+    }
+
+    /// The dtype of dk and dv; that of q where neither is wanted.
     pub(crate) fn grad_dtype(&self) -> DType {
-        self.gradients().next().map_or(self.operands.q.dtype, |(_, tensor)| tensor.dtype)
+        self.dk.as_ref().or(self.dv.as_ref()).map_or(self.operands.q.dtype, |tensor| tensor.dtype)
     }
 
     /// Which gradients are wanted.

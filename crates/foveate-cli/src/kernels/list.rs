@@ -389,7 +389,9 @@ impl Variant {
             Self::Sink => Class { sink: true, ..class },
             Self::Checked => Class { checked: true, ..class },
             Self::Align(align) => Class { align, unmapped: Unmapped::aligned(align), ..class },
-            Self::Wide => Class { out_dtype: Elem::F32, grad_dtype: Elem::F32, ..class },
+            Self::Wide => {
+                Class { out_dtype: Elem::F32, dq_dtype: Elem::F32, grad_dtype: Elem::F32, ..class }
+            }
         }
     }
 }

@@ -22,7 +22,9 @@ pub struct Class {
     pub dtype: Elem,
     /// The type of out.
     pub out_dtype: Elem,
-    /// The type of dq, dk and dv.
+    /// The type of dq.
+    pub dq_dtype: Elem,
+    /// The type of dk and dv.
     pub grad_dtype: Elem,
     /// Elements of a row of q and k.
     pub dim: usize,
@@ -125,6 +127,7 @@ impl Class {
         Self {
             dtype,
             out_dtype: dtype.result(),
+            dq_dtype: dtype.result(),
             grad_dtype: dtype.result(),
             dim,
             dim_v,
@@ -267,15 +270,19 @@ impl Class {
                 score,
                 checked,
                 dropout: self.dropout,
-                // Of a query head they are sums, and rounded when these are added up.
-                grad_dtype: if tiles.split_gqa { Elem::F32 } else { self.grad_dtype },
+                grad_dtype: match kernel {
+                    Kernel::BackwardDq => self.dq_dtype,
+                    // Of a query head they are sums, and rounded when these are added up.
+                    _ if tiles.split_gqa => Elem::F32,
+                    _ => self.grad_dtype,
+                },
                 dscore: self.dscore,
                 captures: kernel.owns_keys() && self.captures,
                 deterministic: self.deterministic,
                 separate_dq: kernel.owns_keys() && separate_dq,
                 ..plain
             },
-            Kernel::Dq => Config { grad_dtype: self.grad_dtype, ..plain },
+            Kernel::Dq => Config { grad_dtype: self.dq_dtype, ..plain },
             Kernel::GroupSums => Config { group, grad_dtype: self.grad_dtype, ..plain },
             Kernel::BlockLists
             | Kernel::RangeTable

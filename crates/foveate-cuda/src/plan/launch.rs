@@ -135,6 +135,7 @@ impl CudaPlan {
             return Ok(());
         }
         let class = Class {
+            dq_dtype: written("dq", args.dq_dtype())?,
             grad_dtype: written("a gradient", args.grad_dtype())?,
             align: args.align(),
             unmapped: self.unmapped(&args.operands, Some(&args.d_out)),

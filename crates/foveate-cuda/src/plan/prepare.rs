@@ -40,7 +40,8 @@ impl CudaPlan {
         if let Some(wanted) = backward {
             plan.differentiable()?;
             let class = Class {
-                grad_dtype: written("dq", args.operands.q.dtype)?,
+                dq_dtype: written("dq", args.operands.q.dtype)?,
+                grad_dtype: written("dk", args.operands.q.dtype)?,
                 align: args.align(),
                 unmapped: plan.unmapped(&args.operands, Some(&args.out)),
                 sink: args.operands.sink.is_some(),

@@ -184,6 +184,28 @@ fn a_pass_that_hangs_names_its_kernels_with_their_configurations() {
 }
 
 #[test]
+fn dq_has_a_dtype_of_its_own_and_dk_and_dv_have_one() {
+    if !inside("dq_has_a_dtype_of_its_own_and_dk_and_dv_have_one") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let plan = plan(&PLAIN, &DIMS, CudaOptions::default());
+    let backward = Tensors::new(&DIMS).backward_alone();
+    let wide =
+        |tensor: Option<DeviceTensor>| tensor.map(|t| DeviceTensor { dtype: DType::F32, ..t });
+    let (dk, dv) = (wide(backward.dk), wide(backward.dv));
+    plan.backward_on(&queue, &DeviceBackward { dk, dv, ..backward.clone() }).unwrap();
+    fs::write(std::path::Path::new(&env::var_os("HOME").unwrap()).join("busy"), "").unwrap();
+    let said = queue.stream().wait(Duration::from_millis(20), "a step").unwrap_err().to_string();
+    let of =
+        |kernel: &str| said.split("; ").find(|launch| launch.starts_with(kernel)).expect(&said);
+    assert!(of("fv_backward (").contains(", gradients f32"), "{said}");
+    assert!(!of("fv_dq (").contains("gradients"), "{said}");
+    let other = plan.backward_on(&queue, &DeviceBackward { dk, ..backward }).unwrap_err();
+    assert!(other.to_string().contains("dv is bf16; it must be f32"), "{other}");
+}
+
+#[test]
 fn gradients_that_nobody_asks_for_are_not_computed() {
     if !inside("gradients_that_nobody_asks_for_are_not_computed") {
         return;
