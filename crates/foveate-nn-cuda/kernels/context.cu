@@ -15,7 +15,7 @@ struct JoinParams {
 
 struct SumKeysParams {
     u64 from;                   // f32 [all rows, width]
-    u64 sources;                // i32 [parts, rows]: rows of `from`, -1 where a part has none; null: one part, rows as they are
+    u64 sources;                // i32 [parts, rows]: rows of `from`, -1 where a part has none
     Rows to;                    // [rows, width]
     int parts, rows, width;
 };
@@ -67,7 +67,7 @@ fv_sum_keys(const __grid_constant__ SumKeysParams p) {
     float sum[VECTOR] = {};
     #pragma unroll 1
     for (int part = 0; part < p.parts; ++part) {
-        const i64 source = p.sources == 0 ? row : i64(reinterpret_cast<const int*>(p.sources)[i64(part) * p.rows + row]);
+        const i64 source = reinterpret_cast<const int*>(p.sources)[i64(part) * p.rows + row];
         if (source < 0) continue;
         float x[VECTOR];
         load_f32(x, reinterpret_cast<const float*>(p.from) + source * p.width + column);

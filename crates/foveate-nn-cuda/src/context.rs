@@ -39,8 +39,8 @@ pub struct Join {
 pub struct SumKeys<'a> {
     /// f32 `[all rows, width]`.
     pub from: DeviceTensor<2>,
-    /// i32 `[parts, rows]`, -1 where a part has nothing for a row; none: one part, the first rows of `from`.
-    pub sources: Option<DeviceArray<'a>>,
+    /// i32 `[parts, rows]`, -1 where a part has nothing for a row.
+    pub sources: DeviceArray<'a>,
     /// `[rows, width]`, f16, bf16 or f32, written.
     pub to: DeviceTensor<2>,
 }
@@ -124,18 +124,9 @@ impl Block for SumKeys<'_> {
         let [all, _] = self.from.layout.shape;
         let from = dense("from", &self.from, [all, width], DType::F32)?;
         let to = matrix("to", &self.to, [rows, width], dtype)?;
-        let parts = match &self.sources {
-            Some(sources) => {
-                let parts = sources.shape.first().map_or(0, |len| len / rows.max(1));
-                array("sources", sources, ElementType::I32, parts * rows)?;
-                accesses.read_array("sources", sources)?;
-                parts
-            }
-            None if all < rows => {
-                return Err(GpuError::argument(format!("from has {all} rows; to has {rows}")));
-            }
-            None => 1,
-        };
+        let parts = self.sources.shape.first().map_or(0, |len| len / rows.max(1));
+        array("sources", &self.sources, ElementType::I32, parts * rows)?;
+        accesses.read_array("sources", &self.sources)?;
         accesses.read("from", &self.from)?;
         accesses.write("to", &self.to)?;
         let vector = match whole_f32(from) {
@@ -144,7 +135,7 @@ impl Block for SumKeys<'_> {
         };
         let parameters = SumKeysParams {
             from,
-            sources: self.sources.as_ref().map_or(0, |sources| sources.address),
+            sources: self.sources.address,
             to,
             parts: count("parts", parts)?,
             rows: count("rows", rows)?,

@@ -327,5 +327,5 @@ fn of_device(plan: &ShardPlan, rank: &RankPlan) -> (u64, u64) {
     let stages = rank.stages.iter().filter(|stage| !stage.compute.kv.is_empty()).count();
     let joined = if stages > 1 { 4 * (2 * out + 3 * rows) } else { 0 };
     let returned = rank.returned.iter().map(|part| part.bytes).sum::<u64>();
-    (of(&["k", "v"]), joined.max(of(&["dq", "dk", "dv"]) + returned))
+    (of(&["k", "v"]), joined.max(of(&["dk", "dv"]) + returned))
 }

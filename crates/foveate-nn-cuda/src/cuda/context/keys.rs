@@ -150,19 +150,17 @@ impl Keys {
         d_qkv: &mut CudaArray,
     ) -> Result<(), NnError> {
         let PackedHeads { rows, len, heads_q, dim, .. } = self.heads;
-        let (width, q_width) = (self.width(), heads_q * dim);
-        let (dtype, all) = (forward.qkv.dtype(), self.rows.len());
+        let (width, dtype, all) = (self.width(), forward.qkv.dtype(), self.rows.len());
         let (places, returned) = self.rows.returned_to(rows);
         let keys = self.kept[pass.slot].vector().start();
         let d_keys = 4 * (rows * all + returned) * width;
         let d_keys = blocks.scratch("gradients of keys", d_keys)?;
-        let d_q = blocks.scratch("gradients of queries", 4 * rows * len * q_width)?;
         if self.is_needed() {
             let plan = self.plan(pass, [0, 0]);
             let [q, ..] = packed(self.heads, forward.qkv.vector().start(), dtype);
             let [k, v] = self.views(keys, dtype, 0, all);
             let [dk, dv] = self.views(d_keys.address(), DType::F32, 0, all);
-            let dq = output(self.heads, d_q.address(), DType::F32);
+            let [dq, ..] = packed(self.heads, d_qkv.vector().start(), dtype);
             let of_rows = (
                 output(self.heads, forward.out.vector().start(), dtype),
                 statistics(self.heads, forward.lse.vector().start()),
@@ -179,24 +177,15 @@ impl Keys {
             let outgoing = spans(&self.rows.returns(rows));
             moving.begin(blocks.queue.stream(), outgoing, &spans(&places))?;
         }
-        let to = |first: usize, width| {
-            let address = d_qkv.vector().start();
-            columns(address, dtype, [rows * len, width], self.heads.width(), first)
-        };
-        let wide = |address: Address, rows, width| {
-            DeviceTensor::contiguous(address, DType::F32, [rows, width])
-        };
-        if self.is_needed() {
-            let from = wide(d_q.address(), rows * len, q_width);
-            blocks.run(&SumKeys { from, sources: None, to: to(0, q_width) })?;
-        }
         if moves {
             moving.end(blocks)?;
         }
         if self.is_needed() {
-            let from = wide(d_keys.address(), rows * all + returned, width);
-            let sources = Some(self.sources.array());
-            blocks.run(&SumKeys { from, sources, to: to(q_width, width) })?;
+            let all = [rows * all + returned, width];
+            let from = DeviceTensor::contiguous(d_keys.address(), DType::F32, all);
+            let (address, stride) = (d_qkv.vector().start(), self.heads.width());
+            let to = columns(address, dtype, [rows * len, width], stride, heads_q * dim);
+            blocks.run(&SumKeys { from, sources: self.sources.array(), to })?;
         }
         Ok(())
     }
