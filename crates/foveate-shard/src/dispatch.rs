@@ -4,7 +4,7 @@
 //! the runs of the block masks of all layers. Chunks go to ranks in equal numbers: the heaviest
 //! first, to the least loaded rank, ties to the rank that already needs most of the same keys. Then
 //! chunks of the most loaded rank are exchanged while that helps. A row that is balanced in its own
-//! order stays in it, because neighbours share keys. The same masks always give the same dispatch. Rows
+//! order stays in it, because neighbours share keys, and one that few exchanges balance stays near it. The same masks always give the same dispatch. Rows
 //! that other ranks compute have a dispatch of their own; every rank has as many tokens of each.
 
 use std::ops::Range;
@@ -102,9 +102,15 @@ impl Dispatch {
         } else {
             // A shorter chunk stays where it is in the row's own order.
             let fixed = (!len.is_multiple_of(chunk)).then_some(number - 1);
-            let mut given = by_weight(&chunks, &quotas.lengths(), fixed);
-            exchange(&chunks, &mut given, fixed);
-            given
+            let exchanged = |mut given: Vec<Vec<usize>>| {
+                exchange(&chunks, &mut given, fixed);
+                let imbalance = imbalance(&loads(&chunks, &given));
+                (imbalance <= BALANCED, most_wanted(&chunks, &given), given)
+            };
+            let apart = exchanged(by_weight(&chunks, &quotas.lengths(), fixed));
+            let near = exchanged(in_order);
+            // Few keys fewer are not worth what balance it lacks.
+            if near.0 && 4 * near.1 <= 3 * apart.1 { near.2 } else { apart.2 }
         };
         let mut ranges = Vec::with_capacity(number);
         let mut lengths = Vec::with_capacity(ranks);
@@ -151,6 +157,16 @@ impl Dispatch {
 
 fn loads(chunks: &[Chunk], given: &[Vec<usize>]) -> Vec<u64> {
     given.iter().map(|own| own.iter().map(|&i| chunks[i].work).sum()).collect()
+}
+
+/// Keys that a rank needs at most beside those of its own chunks.
+fn most_wanted(chunks: &[Chunk], given: &[Vec<usize>]) -> usize {
+    let of_rank = |own: &Vec<usize>| {
+        let needs = own.iter().fold(Ranges::default(), |all, &i| all.union(&chunks[i].keys));
+        let own = Ranges::of(own.iter().map(|&i| chunks[i].tokens.clone()));
+        needs.difference(&own).len()
+    };
+    given.iter().map(of_rank).max().unwrap_or(0)
 }
 
 /// The largest load by the mean load.

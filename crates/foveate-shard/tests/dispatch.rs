@@ -254,6 +254,25 @@ fn the_strategy_is_that_of_the_fewest_bytes() {
     assert!(chosen.iter().all(|&times| times > 5), "{chosen:?}");
 }
 
+/// Which chunks change places decides how many keys a rank needs of others.
+#[test]
+fn a_row_of_documents_stays_near_its_own_order() {
+    let lengths = [
+        2024, 1781, 2161, 4131, 14125, 1695, 4415, 4093, 2675, 3216, 4515, 4856, 2275, 7043, 3825,
+        2706,
+    ];
+    let mask = masks::causal() & masks::document_lengths(&lengths).unwrap();
+    let planes = Planes::new(whole(1 << 16), &[layer(mask)], TILE).unwrap();
+    let map = Map::new(Mesh::new([1, 1, 2, 1]).unwrap());
+    let plan = ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
+    let proven = plan.prove(&planes, &Limits::default()).unwrap();
+    assert!(proven.proof().imbalance < 1.01, "{}", proven.proof().imbalance);
+    // Heaviest first to the least loaded rank, one rank needs 17,056 keys of the other.
+    let token = 2 * 8 * 128 * 2 + 4;
+    let most = proven.proof().bytes.iter().map(|bytes| bytes.forward_received).max().unwrap();
+    assert!(most / token < 12_000, "{}", most / token);
+}
+
 /// Planes of thousands of short rows are no more than those of few long ones.
 #[test]
 fn masks_are_counted_by_their_tiles() {
