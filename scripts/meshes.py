@@ -42,6 +42,7 @@ def beside_gpus(program):
         length, gpus = step["len"], step["mesh"].split("=")[1]
         settings = {"train.recompute": "none", "precision.state": step["state"], "data.len": length}
         settings |= {"model.max_position_embeddings": length} if length > 8192 else {}
+        settings |= {"mesh.strategy": step["strategy"]} if "strategy" in step else {}
         more = ["--doc-lens", ",".join(map(str, step["doc_lens"]))] if "doc_lens" in step else []
         found = simulate(program, step["model"], step["mesh"], step["rows"], "h200x8", settings, more)["step_ms"]
         off = 100 * (found / step["ms"] - 1)

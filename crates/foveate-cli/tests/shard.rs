@@ -100,7 +100,7 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
             2,
             "2 key/value heads of a rank cannot be cut over 4",
         ),
-        (&["--mesh", "context=4", "--strategy", "ring"], 2, "gather, exchange, exchange:1"),
+        (&["--mesh", "context=4", "--strategy", "ring"], 2, "gather, exchange, exchange:0"),
         (
             &["--mesh", "context=4", "--doc-lens", "5"],
             2,
@@ -176,6 +176,9 @@ fn measured_steps_are_predicted_within_a_tenth_and_stand_in_the_manual() {
         set("data.len", &len);
         if len > 8192 {
             set("model.max_position_embeddings", &len);
+        }
+        if let Some(strategy) = step.get("strategy") {
+            set("mesh.strategy", strategy);
         }
         if let Some(lens) = step.get("doc_lens") {
             let lens: Vec<_> = lens.as_array().unwrap().iter().map(|n| n.to_string()).collect();

@@ -26,14 +26,14 @@ use crate::plane::{Planes, PlanesPart, Whole};
 use crate::ranges::Ranges;
 
 /// How keys and queries of different ranks of `context` meet. As text it is `gather`, `exchange` (in 2
-/// stages), `exchange:1` to `exchange:4`, or `heads`.
+/// stages), `exchange:0` to `exchange:4`, or `heads`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Strategy {
     /// Every rank receives all keys.
     Gather,
     /// Every rank receives the keys that its queries need, in so many stages, 1 to 4; its own keys
-    /// are computed on first.
+    /// are computed on first. In none: attention begins when all have arrived, and joins no parts.
     Exchange(usize),
     /// All to all: every rank gives its tokens of most heads for all tokens of some heads.
     HeadsForTokens,
@@ -43,6 +43,7 @@ impl fmt::Display for Strategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gather => f.write_str("gather"),
+            Self::Exchange(0) => f.write_str("exchange before attention"),
             Self::Exchange(stages) => write!(f, "exchange in {}", Count(*stages, "stage")),
             Self::HeadsForTokens => f.write_str("heads for tokens"),
         }
@@ -53,7 +54,7 @@ impl FromStr for Strategy {
     type Err = ShardError;
 
     fn from_str(text: &str) -> Result<Self, ShardError> {
-        let stages = |n: &str| n.parse().ok().filter(|n| (1..=MOST_STAGES).contains(n));
+        let stages = |n: &str| n.parse().ok().filter(|n| *n <= MOST_STAGES);
         match text {
             "gather" => Ok(Self::Gather),
             "heads" => Ok(Self::HeadsForTokens),
@@ -61,7 +62,7 @@ impl FromStr for Strategy {
             _ => match text.strip_prefix("exchange:").and_then(stages) {
                 Some(stages) => Ok(Self::Exchange(stages)),
                 None => refused(format!(
-                    "{text:?} is no strategy; gather, exchange, exchange:1 to \
+                    "{text:?} is no strategy; gather, exchange, exchange:0 to \
                      exchange:{MOST_STAGES}, or heads is expected"
                 )),
             },
@@ -89,6 +90,9 @@ impl From<Strategy> for String {
 
 /// Stages of an exchange at most.
 const MOST_STAGES: usize = 4;
+
+/// How many bytes the memory of a GPU moves while one comes from another GPU of its host.
+const MEMORY_TO_LINK: u64 = 9;
 
 /// Shapes of a model that masks do not know.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -347,15 +351,20 @@ impl ShardPlan {
             sink,
         };
         let back = |peer: usize, tokens: Ranges| self.part(group[peer], keys(tokens), &BACK);
+        let wants = |reader: usize| match self.strategy {
+            Strategy::Gather => Ranges::one(0..self.whole.kv_len),
+            _ => needs[reader].clone(),
+        };
+        let from = |owner: usize, reader: usize| wants(reader).intersection(&kv[owner]);
         let (stages, returns, returned);
         match self.strategy {
-            Strategy::Gather => {
-                let sends = others().map(|o| with_keys(o, kv[c].clone())).collect();
-                let receives = others().map(|o| with_keys(o, kv[o].clone())).collect();
-                let all = Ranges::one(0..self.whole.kv_len);
+            Strategy::Gather | Strategy::Exchange(0) => {
+                let sends = others().map(|o| with_keys(o, from(c, o))).collect();
+                let receives = others().map(|o| with_keys(o, from(o, c))).collect();
+                let all = kv[c].union(&wants(c));
                 stages = vec![stage(sends, receives, Cells { kv: all, ..own.clone() }, true)];
-                returns = others().map(|o| back(o, kv[o].clone())).collect::<Vec<_>>();
-                returned = others().map(|o| back(o, kv[c].clone())).collect::<Vec<_>>();
+                returns = others().map(|o| back(o, from(o, c))).collect::<Vec<_>>();
+                returned = others().map(|o| back(o, from(c, o))).collect::<Vec<_>>();
             }
             Strategy::Exchange(number) => {
                 let arrives =
@@ -372,7 +381,6 @@ impl ShardPlan {
                     all.push(stage(sends.collect(), receives.collect(), compute, false));
                 }
                 stages = all;
-                let from = |owner: usize, reader: usize| needs[reader].intersection(&kv[owner]);
                 returns = others().map(|o| back(o, from(o, c))).collect();
                 returned = others().map(|o| back(o, from(c, o))).collect();
             }
@@ -542,8 +550,8 @@ fn choose(
                 "heads for tokens: there are fewer key/value heads than ranks of tensor; use exchange",
             );
         }
-        Some(Strategy::Exchange(stages)) if !(1..=MOST_STAGES).contains(&stages) => {
-            return refused(format!("exchange in {stages} stages; give 1 to {MOST_STAGES}"));
+        Some(Strategy::Exchange(stages)) if stages > MOST_STAGES => {
+            return refused(format!("exchange in {stages} stages; give 0 to {MOST_STAGES}"));
         }
         Some(Strategy::HeadsForTokens) if kv_heads < ranks => {
             return refused(format!(
@@ -573,9 +581,11 @@ fn choose(
         let kv = &places.tokens[place / heads].kv;
         needs.iter().zip(kv).map(|(needs, own)| needs.difference(own))
     });
-    let received = received
-        .map(|keys| part_bytes(shape, &cells(kv_heads, Ranges::default(), keys), &WITH_KEYS));
-    let exchange = received.max().unwrap_or(0);
+    let received = received.map(|keys| {
+        let tokens = keys.len();
+        (part_bytes(shape, &cells(kv_heads, Ranges::default(), keys), &WITH_KEYS), tokens)
+    });
+    let (exchange, tokens) = received.max().unwrap_or((0, 0));
     let own_heads = Cut::even(kv_heads, ranks);
     let swapped = (0..ranks).map(|c| {
         let own = own_heads.range(c).len();
@@ -604,5 +614,14 @@ fn choose(
             format!("{kv_heads} cannot be divided over {ranks}")
         }
     };
-    Ok((Strategy::Exchange(if exchange == 0 { 1 } else { 2 }), reason))
+    // Parts of attention are f32 in place of what is stored, and read again; those of later stages, of about as
+    // many queries as there are keys, are joined.
+    let queries = q.iter().map(Ranges::len).max().unwrap_or(0);
+    let parts = 8 * (queries + 2 * queries.min(tokens));
+    let joined = (batch * kv_heads * group * shape.dim_v * parts) as u64;
+    let (stages, why) = match exchange * MEMORY_TO_LINK <= joined {
+        true => (0, "the keys arrive sooner than parts of attention would be joined"),
+        false => (2, "more keys arrive than parts of attention take to join"),
+    };
+    Ok((Strategy::Exchange(stages), format!("{reason}; {why}")))
 }

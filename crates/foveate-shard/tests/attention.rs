@@ -260,6 +260,7 @@ fn the_attention_of_every_mesh_and_strategy_is_that_of_the_whole() {
             let mut strategies = vec![
                 None,
                 Some(Strategy::Gather),
+                Some(Strategy::Exchange(0)),
                 Some(Strategy::Exchange(1)),
                 Some(Strategy::Exchange(3)),
             ];

@@ -431,7 +431,7 @@ fn the_verdict_is_that_of_a_check_entry_by_entry() {
         let mesh =
             [1 + random.below(2), 1 + random.below(2), 1 + random.below(4), 1 + random.below(2)];
         let strategies =
-            [Strategy::Gather, Strategy::Exchange(1 + random.below(4)), Strategy::HeadsForTokens];
+            [Strategy::Gather, Strategy::Exchange(random.below(5)), Strategy::HeadsForTokens];
         let mut strategy = strategies[random.below(3)];
         if kv_heads / mesh[3] < mesh[2] && strategy == Strategy::HeadsForTokens {
             strategy = Strategy::Gather;

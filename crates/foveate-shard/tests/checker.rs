@@ -62,6 +62,7 @@ fn right_plans_are_proven_on_every_mesh_and_strategy() {
     for mesh in [[1, 1, 1, 1], [2, 1, 1, 2], [1, 2, 3, 2], [2, 2, 2, 2], [1, 1, 4, 1]] {
         for strategy in [
             Strategy::Gather,
+            Strategy::Exchange(0),
             Strategy::Exchange(1),
             Strategy::Exchange(4),
             Strategy::HeadsForTokens,

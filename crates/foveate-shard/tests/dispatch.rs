@@ -254,6 +254,28 @@ fn the_strategy_is_that_of_the_fewest_bytes() {
     assert!(chosen.iter().all(|&times| times > 5), "{chosen:?}");
 }
 
+/// Where parts of attention are more bytes to join than keys are to wait for, these come first.
+#[test]
+fn keys_come_before_attention_where_joining_parts_of_it_takes_longer() {
+    let len = 1 << 14;
+    for (kv_heads, context, mask, stages) in [
+        (8, 2, masks::causal(), 0),
+        (8, 5, masks::causal(), 2),
+        (8, 8, documents(len, 100), 0),
+        (8, 4, masks::sliding_window(500).unwrap(), 0),
+        (4, 8, masks::full(), 2),
+    ] {
+        let whole = Whole { batch: 1, heads: 32, kv_heads, q_len: len, kv_len: len };
+        let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
+        let map = Map::new(Mesh::new([1, 1, context, 1]).unwrap());
+        let plan = ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
+        let ShardPlan { strategy, reason, .. } = &plan;
+        assert_eq!(*strategy, Strategy::Exchange(stages), "{kv_heads} heads, {context}: {reason}");
+        let why = if stages == 0 { "the keys arrive sooner" } else { "more keys arrive" };
+        assert!(reason.contains(why), "{reason}");
+    }
+}
+
 /// Which chunks change places decides how many keys a rank needs of others.
 #[test]
 fn a_row_of_documents_stays_near_its_own_order() {

@@ -47,7 +47,7 @@ pub struct PlanArgs {
     /// Rows of a batch over all ranks (train.batch_rows when left out)
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     rows: Option<usize>,
-    /// How keys meet queries: gather, exchange (in 2 stages), exchange:1 to exchange:4, or heads; the
+    /// How keys meet queries: gather, exchange (in 2 stages), exchange:0 to exchange:4, or heads; the
     /// one that receives the fewest bytes when left out
     #[arg(long)]
     strategy: Option<Strategy>,

@@ -11,7 +11,7 @@ use foveate_nn::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     Gather,
-    /// In so many stages behind the rank's own keys.
+    /// In so many stages behind the rank's own keys; in none, before attention.
     Exchange(usize),
     Heads,
 }
@@ -42,9 +42,11 @@ pub fn plans(
         match how {
             _ if reader == owner => Vec::new(),
             How::Gather => tokens[owner].clone(),
-            How::Exchange(_) if stage == 0 => Vec::new(),
+            How::Exchange(1..) if stage == 0 => Vec::new(),
             How::Exchange(stages) => of_owner
-                .filter(|(i, range)| range.start < end(reader) && i % stages == stage - 1)
+                .filter(|(i, range)| {
+                    range.start < end(reader) && (stages == 0 || i % stages == stage - 1)
+                })
                 .map(|(_, range)| range)
                 .collect(),
             How::Heads => unreachable!("heads move"),
@@ -64,7 +66,7 @@ pub fn plans(
     let plan = |rank: usize| {
         let all = |of: &dyn Fn(usize) -> Vec<Range<usize>>| (0..ranks).map(of).collect();
         let stage = |stage: usize| KeyStage {
-            moves: how == How::Gather || stage > 0,
+            moves: matches!(how, How::Gather | How::Exchange(0)) || stage > 0,
             sends: all(&|other| moved(other, rank, stage)),
             receives: all(&|other| moved(rank, other, stage)),
             queries: queries(rank, stage),

@@ -329,8 +329,9 @@ fn steps_over_context_come_to_what_one_rank_comes_to() {
 }
 
 /// Every way to bring keys to queries, with heads that can be given for tokens.
-pub(crate) const STRATEGIES: [Strategy; 6] = [
+pub(crate) const STRATEGIES: [Strategy; 7] = [
     Strategy::Gather,
+    Strategy::Exchange(0),
     Strategy::Exchange(1),
     Strategy::Exchange(2),
     Strategy::Exchange(3),
