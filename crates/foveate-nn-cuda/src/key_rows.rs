@@ -1,8 +1,10 @@
 //! Where keys of several ranks lie on one of them, and which gradients of them go where.
 //!
-//! A rank has, of each row of the batch, its own keys and behind them those that arrive, by stage, then by
-//! rank: all that its queries see, in one array. Gradients of keys lie alike, and return by the way that the
-//! keys came; the rank that holds them has what others send behind its own array, and sums in order of rank.
+//! A rank has, of each row of the batch, its own keys and those that arrive: all that its queries see, in one array.
+//! Where attention waits for all of them they lie in order of position: neighbours are in one tile, and what a mask
+//! lets a tile of queries see is as it is in the row. Otherwise own keys come first, behind them those of each
+//! stage, by rank. Gradients of keys lie alike, and return by the way that the keys came; the rank that holds them
+//! has what others send behind its own array, and sums in order of rank.
 
 use std::ops::Range;
 
@@ -19,43 +21,55 @@ pub struct KeyRows {
     pub sends: Vec<Vec<Vec<Range<usize>>>>,
     /// By stage and rank: where the keys lie that come from the rank.
     pub receives: Vec<Vec<Vec<Range<usize>>>>,
+    /// Where own keys lie, in their order; pieces that lie side by side are one.
+    pub own: Vec<Range<usize>>,
     rank: usize,
-    /// Own keys.
-    own: usize,
 }
 
 impl KeyRows {
     /// Those of `plan`, whose keys move in `stages`.
     pub fn new(plan: &ContextPlan, stages: &[KeyStage]) -> Self {
-        let own = &plan.tokens[plan.rank];
-        let mut all = Self {
-            stages: Vec::new(),
-            positions: own.iter().cloned().flatten().map(|p| p as i32).collect(),
-            sends: Vec::new(),
-            receives: Vec::new(),
-            rank: plan.rank,
-            own: own.iter().map(Range::len).sum(),
-        };
+        // Positions, in the order in which their keys lie.
+        let mut order = plan.tokens[plan.rank].clone();
         let mut first = 0;
-        for stage in stages {
-            let place = |range: &Range<usize>| {
-                let start = place_of(own, range.start);
-                start..start + range.len()
-            };
-            let sends = stage.sends.iter().map(|to| to.iter().map(place).collect()).collect();
-            let mut arrive = |range: &Range<usize>| {
-                let start = all.positions.len();
-                all.positions.extend(range.clone().map(|p| p as i32));
-                start..all.positions.len()
-            };
-            let receives =
-                stage.receives.iter().map(|from| from.iter().map(&mut arrive).collect()).collect();
-            all.sends.push(sends);
-            all.receives.push(receives);
-            all.stages.push(first..all.positions.len());
-            first = all.positions.len();
+        let of_stage = |stage: &KeyStage| {
+            order.extend(stage.receives.iter().flatten().cloned());
+            let end = order.iter().map(Range::len).sum();
+            std::mem::replace(&mut first, end)..end
+        };
+        let of_stages = stages.iter().map(of_stage).collect();
+        if let [_] = stages {
+            order.sort_unstable_by_key(|range| range.start);
         }
-        all
+        let mut next = 0;
+        let placed = |range: &Range<usize>| {
+            next += range.len();
+            (range.clone(), next - range.len())
+        };
+        let placed: Vec<(Range<usize>, usize)> = order.iter().map(placed).collect();
+        let place = |range: &Range<usize>| {
+            let within = placed.iter().find(|(of, _)| of.contains(&range.start));
+            let start = within.map_or(0, |(of, place)| place + range.start - of.start);
+            start..start + range.len()
+        };
+        let places = |of: &[Vec<Range<usize>>]| -> Vec<Vec<Range<usize>>> {
+            of.iter().map(|of_rank| of_rank.iter().map(place).collect()).collect()
+        };
+        let mut own: Vec<Range<usize>> = Vec::new();
+        for piece in plan.tokens[plan.rank].iter().map(place) {
+            match own.last_mut().filter(|last| last.end == piece.start) {
+                Some(last) => last.end = piece.end,
+                None => own.push(piece),
+            }
+        }
+        Self {
+            stages: of_stages,
+            positions: order.iter().cloned().flatten().map(|p| p as i32).collect(),
+            sends: stages.iter().map(|stage| places(&stage.sends)).collect(),
+            receives: stages.iter().map(|stage| places(&stage.receives)).collect(),
+            own,
+            rank: plan.rank,
+        }
     }
 
     /// Keys of a row.
@@ -99,19 +113,24 @@ impl KeyRows {
     /// -1 where there is none.
     pub fn sources(&self, rows: usize) -> Vec<i32> {
         let (places, _) = self.returned_to(rows);
-        let mut sources = vec![-1; places.len() * rows * self.own];
+        let own: Vec<usize> = self.own.iter().cloned().flatten().collect();
+        let mut sources = vec![-1; places.len() * rows * own.len()];
         for (rank, places) in places.iter().enumerate() {
-            let sources = &mut sources[rank * rows * self.own..][..rows * self.own];
+            let sources = &mut sources[rank * rows * own.len()..][..rows * own.len()];
             if rank == self.rank {
                 for (i, source) in sources.iter_mut().enumerate() {
-                    *source = (i / self.own * self.len() + i % self.own) as i32;
+                    *source = (i / own.len() * self.len() + own[i % own.len()]) as i32;
                 }
             }
+            // Own keys lie in their order.
+            let which = |place: usize| own.binary_search(&place).expect("its own key");
             let keys = (0..rows).flat_map(|row| {
-                self.returned(rank).flat_map(Range::clone).map(move |key| row * self.own + key)
+                let keys = self.returned(rank).flat_map(Range::clone).map(which);
+                keys.map(move |key| (row, key))
             });
             let from = places.iter().cloned().flatten();
-            keys.zip(from).for_each(|(key, from)| sources[key] = from as i32);
+            keys.zip(from)
+                .for_each(|((row, key), from)| sources[row * own.len() + key] = from as i32);
         }
         sources
     }
@@ -126,11 +145,4 @@ pub fn of_rows<'a, I: Iterator<Item = &'a Range<usize>>>(
     let row =
         |row: usize| pieces().map(move |piece| row * len + piece.start..row * len + piece.end);
     (0..rows).flat_map(row).collect()
-}
-
-/// The place of a position among those of `ranges`.
-fn place_of(ranges: &[Range<usize>], position: usize) -> usize {
-    let before = ranges.iter().take_while(|range| range.end <= position).map(Range::len);
-    let within = ranges.iter().find(|range| range.contains(&position));
-    before.sum::<usize>() + within.map_or(0, |range| position - range.start)
 }

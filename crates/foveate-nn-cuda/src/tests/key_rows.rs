@@ -13,9 +13,10 @@ fn exchanged(plans: &[std::sync::Arc<ContextPlan>], all: &[KeyRows]) -> Vec<Vec<
     let mut arrays: Vec<_> = all.iter().map(|keys| vec![nothing; ROWS * keys.len()]).collect();
     for (rank, plan) in plans.iter().enumerate() {
         let own = plan.tokens[rank].iter().cloned().flatten();
-        for (i, position) in own.enumerate() {
+        let places = all[rank].own.iter().cloned().flatten();
+        for (position, place) in own.zip(places) {
             for row in 0..ROWS {
-                arrays[rank][row * all[rank].len() + i] = (row, position as i32);
+                arrays[rank][row * all[rank].len() + place] = (row, position as i32);
             }
         }
     }
@@ -38,6 +39,7 @@ fn keys_arrive_once_and_gradients_return_to_where_the_keys_are() {
     for (ranks, how, len, chunk) in [
         (1, How::Gather, 7, 3),
         (2, How::Gather, 40, 8),
+        (3, How::Exchange(0), 61, 8),
         (3, How::Exchange(1), 61, 8),
         (4, How::Exchange(3), 97, 5),
         // The last rank has no token.
@@ -67,10 +69,15 @@ fn keys_arrive_once_and_gradients_return_to_where_the_keys_are() {
             }
             let (first, last) = (keys.stages.first().unwrap(), keys.stages.last().unwrap());
             assert_eq!((first.start, last.end), (0, keys.len()));
+            if keys.stages.len() == 1 {
+                assert!(keys.positions.is_sorted(), "{how:?} on rank {rank}");
+            }
         }
         // A gradient is the rank that it is from, and its key.
         for (owner, keys) in all.iter().enumerate() {
-            let own: usize = plans[owner].tokens[owner].iter().map(|range| range.len()).sum();
+            let own_keys: Vec<usize> =
+                plans[owner].tokens[owner].iter().cloned().flatten().collect();
+            let own = own_keys.len();
             let (places, returned) = keys.returned_to(ROWS);
             let mut gradients: Vec<_> = arrays[owner].iter().map(|&key| (owner, key)).collect();
             gradients.resize(ROWS * keys.len() + returned, (usize::MAX, (0, 0)));
@@ -86,7 +93,7 @@ fn keys_arrive_once_and_gradients_return_to_where_the_keys_are() {
             assert_eq!(sources.len(), ranks * ROWS * own);
             for (i, &source) in sources.iter().enumerate() {
                 let (reader, key) = (i / (ROWS * own), i % (ROWS * own));
-                let key = (key / own, keys.positions[key % own]);
+                let key = (key / own, own_keys[key % own] as i32);
                 let has = arrays[reader].contains(&key);
                 assert_eq!(source >= 0, has, "the key {key:?} of {owner} on {reader}");
                 if has {

@@ -25,7 +25,7 @@ use crate::vectors::CopyRows;
 /// Keys, by a plan.
 pub(super) struct Keys {
     heads: PackedHeads,
-    rows: KeyRows,
+    rows: Box<KeyRows>,
     /// Whether any rank sends something, by stage.
     moves: Vec<bool>,
     /// Tokens that each stage computes.
@@ -46,7 +46,7 @@ impl Keys {
         plan: &Arc<ContextPlan>,
         stages: &[KeyStage],
     ) -> Result<Self, NnError> {
-        let rows = KeyRows::new(plan, stages);
+        let rows = Box::new(KeyRows::new(plan, stages));
         // What the first stage gives, later ones join.
         let first = stages
             .iter()
@@ -60,6 +60,8 @@ impl Keys {
             return Err(failed(&GpuError::argument(said)));
         }
         let sources = rows.sources(heads.rows);
+        let own = plan.tokens[plan.rank].iter().cloned().flatten();
+        let own: Vec<i32> = own.map(|position| position as i32).collect();
         let told = [heads.len, plan.whole[1]];
         let followed = |positions: &[i32], told: usize| {
             let mut positions = positions.to_vec();
@@ -68,7 +70,7 @@ impl Keys {
         };
         let arrays = [
             (plan.whole.to_vec(), plan.documents.clone()),
-            followed(&rows.positions[..heads.len], told[0]),
+            followed(&own, told[0]),
             followed(&rows.positions, told[1]),
             (vec![sources.len()], sources),
         ];
@@ -103,11 +105,17 @@ impl Keys {
         let (keys, packed_width) = (kept.vector().start(), self.heads.width());
         for row in 0..rows {
             let from = qkv.vector().start();
-            let first = row * len * packed_width + packed_width - width;
-            blocks.run(&CopyRows {
-                from: columns(from, dtype, [len, width], packed_width, first),
-                to: columns(keys, dtype, [len, width], width, row * all * width),
-            })?;
+            let mut token = row * len;
+            for Range { start, end } in self.rows.own.iter().cloned() {
+                let shape = [end - start, width];
+                let first = token * packed_width + packed_width - width;
+                let to = (row * all + start) * width;
+                blocks.run(&CopyRows {
+                    from: columns(from, dtype, shape, packed_width, first),
+                    to: columns(keys, dtype, shape, width, to),
+                })?;
+                token += end - start;
+            }
         }
         let at = RowsAt::new(keys, width, dtype);
         for (stage, _) in self.moves.iter().enumerate().filter(|(_, moves)| **moves) {
