@@ -6,6 +6,7 @@
 //! folder, except `run.dir`, which is relative to where the command runs.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use foveate::tensor::count::Count;
@@ -522,8 +523,13 @@ impl Recipe {
     /// something impossible: with file, line and column, or the override.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, TrainError> {
         let place = path.display().to_string();
-        let text = whole::read_text(path)
-            .map_err(|e| TrainError::recipe(&place, format!("could not be read: {e}")))?;
+        let text = whole::read_text(path).map_err(|e| {
+            let remedy = match e.kind() {
+                io::ErrorKind::NotFound => "; give the path of a recipe that is there",
+                _ => "",
+            };
+            TrainError::recipe(&place, format!("could not be read: {e}{remedy}"))
+        })?;
         Self::parse(&text, &place, overrides)
     }
 

@@ -112,6 +112,7 @@ fn wrong_input_gets_one_line_on_one_rank() {
     assert!(ends.iter().all(|(status, _)| *status == Some(1)), "{said}");
     let one = errors(&said);
     assert!(one.len() == 1 && one[0].contains("recipe.toml: could not be read"), "{said}");
+    assert!(one[0].ends_with("; give the path of a recipe that is there"), "{said}");
     for (args, says) in [
         (&["train", "recipe.toml", "--rank", "0"][..], "--ranks"),
         (&["train", "recipe.toml", "--rank", "2", "--ranks", "2", "--meet", "a:1"], "rank 2 of 2"),
