@@ -56,6 +56,35 @@ fn a_recipe_is_proven_on_a_mesh_and_drawn() {
     }
 }
 
+/// Rows, chunks and heads that nothing divides: it is proven where every rank has something, and refused with what can
+/// be where it has not.
+#[test]
+fn a_mesh_that_divides_nothing_is_proven_or_refused_with_the_numbers() {
+    let mesh = ["--mesh", "shard=3,context=5"];
+    let (code, out, said) = check("tiny.toml", &[&mesh[..], &["--json"]].concat());
+    assert_eq!(code, Some(0), "{said}");
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&report["ranks"], &report["labels"]), (&15.into(), &(8 * 512).into()));
+    // Two or three rows, and six or seven chunks of a row, on each rank.
+    let loads: Vec<f64> =
+        report["loads"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
+    assert!(loads.len() == 15 && loads.iter().all(|&load| load > 0.0), "{out}");
+    assert!(number(&report, "imbalance") < 1.15, "{out}");
+    let (code, _, said) =
+        check("tiny.toml", &["--mesh", "shard=3,context=5", "--max-imbalance", "1.1"]);
+    assert!(code == Some(1) && said.contains("imbalance"), "{said}");
+    for (more, says) in [
+        (&["--rows", "2"][..], "3 ranks share the rows"),
+        (&["--set", "data.len=4"], "5 ranks need one each"),
+        (&["--mesh", "shard=3,context=5,tensor=7"], "6 query heads cannot be cut over 7 ranks"),
+    ] {
+        let mesh: &[&str] = if more[0] == "--mesh" { &[] } else { &mesh };
+        let (code, _, said) = check("tiny.toml", &[mesh, more].concat());
+        let errors = said.lines().filter(|line| line.starts_with("error: ")).count();
+        assert!(code == Some(2) && errors == 1 && said.contains(says), "{said}");
+    }
+}
+
 #[test]
 fn what_cannot_be_planned_or_proven_is_one_line() {
     for (args, code, says) in [

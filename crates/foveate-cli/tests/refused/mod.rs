@@ -90,6 +90,12 @@ fn wrong_input_gets_one_line_on_one_rank() {
         ("mesh={ shard = 2 }", "mesh `shard=2` has 2 ranks, but 3 run"),
         ("mesh={ tensor = 3 }", "which cannot be cut over 3 ranks of tensor; use 1 to 2 of them"),
         ("mesh={ context = 3 }\ndata.len=2", "a row of 2 tokens is 2 chunks of 1, and 3 ranks"),
+        // A mask is true or false: what it reads has no gradient.
+        (
+            "attention.learned={ edge = { shape = [2] } }\nattention.mask=causal & edge[h] < 1.0\n\
+             attention.score=score",
+            "mask: it captures `edge`, which is to be learned, but a mask has no gradient",
+        ),
     ] {
         let sets: Vec<&str> = set.split('\n').flat_map(|set| ["--set", set]).collect();
         let launched = ["launch", "--ranks", "3", "--", "train", "recipe.toml"];
