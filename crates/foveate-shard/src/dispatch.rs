@@ -4,8 +4,9 @@
 //! the runs of the block masks of all layers. Chunks go to ranks in equal numbers: the heaviest
 //! first, to the least loaded rank, ties to the rank that already needs most of the same keys. Then
 //! chunks of the most loaded rank are exchanged while that helps. A row that is balanced in its own
-//! order stays in it, because neighbours share keys, and one that few exchanges balance stays near it. The same masks always give the same dispatch. Rows
-//! that other ranks compute have a dispatch of their own; every rank has as many tokens of each.
+//! order stays in it, because neighbours share keys, and one that few exchanges balance stays near
+//! it. The same masks always give the same dispatch. Rows that other ranks compute have a dispatch of
+//! their own; every rank has as many tokens of each.
 
 use std::ops::Range;
 

@@ -94,6 +94,9 @@ const MOST_STAGES: usize = 4;
 /// How many bytes the memory of a GPU moves while one comes from another GPU of its host.
 const MEMORY_TO_LINK: u64 = 9;
 
+/// GPUs of a host: ranks of `context` and `tensor` stand next to each other, so no more of them share a host's links.
+const OF_HOST: usize = 8;
+
 /// Shapes of a model that masks do not know.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelShape {
@@ -114,7 +117,8 @@ pub struct ModelShape {
 /// What the planner is told besides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PlanOptions {
-    /// The strategy; the one that receives the fewest bytes when it is `None`.
+    /// The strategy; when it is `None` the one that receives the fewest bytes, an exchange before attention where
+    /// that is less than joining its parts.
     pub strategy: Option<Strategy>,
     /// Tokens of a chunk, a multiple of the tile; chosen when it is `None`.
     pub chunk: Option<usize>,
@@ -619,9 +623,12 @@ fn choose(
     let queries = q.iter().map(Ranges::len).max().unwrap_or(0);
     let parts = 8 * (queries + 2 * queries.min(tokens));
     let joined = (batch * kv_heads * group * shape.dim_v * parts) as u64;
-    let (stages, why) = match exchange * MEMORY_TO_LINK <= joined {
-        true => (0, "the keys arrive sooner than parts of attention would be joined"),
-        false => (2, "more keys arrive than parts of attention take to join"),
+    let (stages, why) = if ranks * sharding.map().parts(Axis::Heads) > OF_HOST {
+        (2, "they may be on several hosts, whose keys arrive while it computes on its own")
+    } else if exchange * MEMORY_TO_LINK <= joined {
+        (0, "the keys arrive sooner than parts of attention would be joined")
+    } else {
+        (2, "more keys arrive than parts of attention take to join")
     };
     Ok((Strategy::Exchange(stages), format!("{reason}; {why}")))
 }

@@ -48,7 +48,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     rows: Option<usize>,
     /// How keys meet queries: gather, exchange (in 2 stages), exchange:0 to exchange:4, or heads; the
-    /// one that receives the fewest bytes when left out
+    /// one that receives the fewest bytes when left out, an exchange before attention or in 2 stages
     #[arg(long)]
     strategy: Option<Strategy>,
     /// Tokens of a chunk, a multiple of the tile: 128, or less where a row is short
