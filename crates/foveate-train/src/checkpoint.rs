@@ -156,7 +156,7 @@ fn name_of(moment: Moment) -> &'static str {
     }
 }
 
-/// Removes every checkpoint under `folder`, the oldest first.
+/// Removes every checkpoint under `folder`, the oldest first, and what was set aside.
 ///
 /// # Errors
 /// When one cannot be removed.
@@ -165,6 +165,7 @@ pub fn remove_all(folder: &Path) -> Result<(), TrainError> {
         return Ok(());
     }
     remove_but(folder, 0)?;
+    list_aside(folder).iter().try_for_each(|(step, place)| remove(folder, *step, place))?;
     remove_leftovers(folder).map_err(|e| TrainError::write(folder, e))
 }
 

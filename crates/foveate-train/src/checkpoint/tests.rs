@@ -84,6 +84,21 @@ impl SavedRun {
 }
 
 #[test]
+fn all_is_removed_with_what_was_set_aside_and_nothing_of_others() {
+    let place = tempfile::tempdir().unwrap();
+    let named = |name: &str| place.path().join(name);
+    for name in ["step-000004", "step-000008", "notes"] {
+        std::fs::create_dir(named(name)).unwrap();
+        std::fs::write(named(name).join(CONFIG), "{}").unwrap();
+    }
+    set_aside(place.path(), 8, &named("step-000008")).unwrap();
+    assert!(named("aside-step-000008").exists() && !named("step-000008").exists());
+    remove_all(place.path()).unwrap();
+    let left = std::fs::read_dir(place.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(left.collect::<Vec<_>>(), ["notes"]);
+}
+
+#[test]
 fn what_was_saved_is_loaded_bit_for_bit() {
     let dir = tempfile::tempdir().unwrap();
     let run = SavedRun::new(1, 20);
