@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -400,8 +401,13 @@ def saves_beside(place):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         told = (json.loads(line) for line in process.stdout)
         steps = (line["metrics"]["step"] for line in told if line.get("kind") == "step")
-        last = next((step for step in steps if step == 2 * every), None)
-        process.kill()
+        limit = threading.Timer(SECONDS, process.kill)
+        limit.start()
+        try:
+            last = next((step for step in steps if step == 2 * every), None)
+        finally:
+            limit.cancel()
+            process.kill()
     found = last and lost_to_save(metrics, every)
     if not found:
         raise RuntimeError(f"the run ended before step {2 * every}")
