@@ -48,8 +48,8 @@ foveate-conformance run [--cases FOLDER] [--only TEXT] [--on gpu|cpu|all] [--bac
     Runs every case whose name has TEXT in it on the backends whose names have theirs; of the cases
     N, evenly chosen, or the smallest that together have every feature of all (cover). Cases in f32
     run in the dtype given. With --workers 0 cases run in this process. With bounded waits Hopper kernels
-    that hang end after seconds, and the driver prints in which wait, CTA and thread. Failures and how
-    far it is are told on stderr as they come, the table on stdout at the end.
+    that hang end after seconds, and the driver prints in which wait, CTA and thread. Failures of
+    workers and how far they are are told on stderr as they come, the table on stdout at the end.
 foveate-conformance determinism [--repeats N] [--only TEXT]
     Runs deterministic passes again and again and compares every bit, and the numbers with those of
     sums in any order; reads and writes past 2^31 elements.

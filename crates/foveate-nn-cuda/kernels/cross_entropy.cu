@@ -4,8 +4,8 @@
 //     dz = (exp(y - lse) (1 + 2 z_weight lse) - [label]) dy/dz
 //
 // The gradient is of both losses. A token without a label has losses 0 and gradient 0. Logits are read twice: the
-// second time from the end of the row to its start, so that what was read last is still in L2; the gradient is written
-// there by streaming stores, which leave room for logits. Long rows have CTAs of so many threads that an SM has one, for
+// second time, where a rank has all words, from the end of the row to its start, so that what was read last is still in L2;
+// the gradient is written there by streaming stores, which leave room for logits. Long rows have CTAs of so many threads that an SM has one, for
 // 132 rows of 128,256 words are 34 MB, and twice as many more than L2 holds.
 //
 //   FV_CAP       0 no cap, 1 a cap

@@ -49,7 +49,8 @@ impl KeyRows {
         let placed: Vec<(Range<usize>, usize)> = order.iter().map(placed).collect();
         let place = |range: &Range<usize>| {
             let within = placed.iter().find(|(of, _)| of.contains(&range.start));
-            let start = within.map_or(0, |(of, place)| place + range.start - of.start);
+            let (of, first) = within.expect("what moves is a rank's own or arrives");
+            let start = first + range.start - of.start;
             start..start + range.len()
         };
         let places = |of: &[Vec<Range<usize>>]| -> Vec<Vec<Range<usize>>> {

@@ -193,7 +193,7 @@ pub struct Config {
     pub dtype: Elem,
     /// The type of out. `FV_OUT_DTYPE`
     pub out_dtype: Elem,
-    /// The type of dq, dk and dv. `FV_GRAD_DTYPE`
+    /// The type of what it writes: dk and dv, or dq where it makes dq alone. `FV_GRAD_DTYPE`
     pub grad_dtype: Elem,
     /// Elements of a row of q and k. `FV_D`
     pub dim: usize,

@@ -238,8 +238,8 @@ impl ListStats {
     fn without_room(&self) -> Option<String> {
         let Self { row_slots, without_bits, partial, .. } = self;
         let told = format!(
-            "the forward's mask bits have room for {row_slots} tiles of a row: {without_bits} of \
-             {partial} partial ones are evaluated"
+            "the forward's mask bits have room for {row_slots} tiles of keys for each tile of queries: \
+             {without_bits} of {partial} partial tiles are evaluated"
         );
         (*without_bits > 0).then_some(told)
     }
@@ -310,7 +310,8 @@ mod tests {
             (many.row_slots, many.partial, many.without_bits),
             (8, tiles(1..=16), tiles(9..=16))
         );
-        let told = "the forward's mask bits have room for 8 tiles of a row: 12800 of 17408 partial ones are evaluated";
+        let told = "the forward's mask bits have room for 8 tiles of keys for each tile of queries: \
+                    12800 of 17408 partial tiles are evaluated";
         assert_eq!(many.without_room().as_deref(), Some(told));
         assert_eq!((evaluated.without_bits, evaluated.without_room()), (0, None));
     }

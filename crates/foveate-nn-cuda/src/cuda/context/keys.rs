@@ -177,15 +177,12 @@ impl Keys {
             let gradients = [dq, dk, dv];
             plan.backward(&blocks.queue, [q, k, v], &pass.learned, of_rows, gradients)?;
         }
-        let moves = self.moves.contains(&true);
-        if moves {
+        if self.moves.contains(&true) {
             let at = RowsAt::new(d_keys.address(), width, DType::F32);
             let spans =
                 |of: &[Vec<_>]| -> Spans { of.iter().map(|pieces| at.spans(pieces)).collect() };
             let outgoing = spans(&self.rows.returns(rows));
             moving.begin(blocks.queue.stream(), outgoing, &spans(&places))?;
-        }
-        if moves {
             moving.end(blocks)?;
         }
         if self.is_needed() {
