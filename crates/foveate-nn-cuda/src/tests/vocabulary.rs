@@ -261,19 +261,21 @@ fn losses_and_gradients_of_logits_are_those_of_f64() {
 }
 
 /// Rows of as many words as have CTAs of their own size, whose threads have several vectors each, and some one more
-/// than others; one at a time where words lie at odd places.
+/// than others; one at a time where words lie at odd places. On a rank that has all of them, and on one of several.
 #[test]
 fn losses_of_long_rows_are_those_of_f64() {
     let mut random = Random::new(36);
     let (dtype, labels) = (DType::BF16, [65_535, -100, 3]);
-    let labels_at = Memory::of(&labels);
+    let memory = Memory::of(&labels);
     for vocabulary in [9 * 8192 + 24, 66_001] {
         let logits = Placing::dense(dtype).random([3, vocabulary], &mut random, 30.0);
         let z = logits.values();
-        let losses = Placing::dense(DType::F32).empty([1, 3]);
+        let f32s = Placing::dense(DType::F32);
+        let [losses, of_part] = [(); 2].map(|()| f32s.empty([1, 3]));
+        let labels_at = memory.array(ElementType::I32, &[3]);
         let block = CrossEntropy {
             logits: logits.tensor(),
-            labels: labels_at.array(ElementType::I32, &[3]),
+            labels: labels_at,
             losses: losses.vector(),
             z_losses: None,
             gradient: true,
@@ -283,12 +285,36 @@ fn losses_of_long_rows_are_those_of_f64() {
         if !run(&block) {
             return;
         }
+        // A rank that has all words as its part.
+        let part = Placing::dense(dtype).matrix([3, vocabulary], &z);
+        let sums = f32s.empty([3, LOGIT_SUMS]);
+        let (first, cap) = (0, None);
+        run(&LogitSums {
+            logits: part.tensor(),
+            labels: labels_at,
+            first,
+            sums: sums.tensor(),
+            cap,
+        });
+        run(&CrossEntropyPart {
+            logits: part.tensor(),
+            labels: labels_at,
+            first,
+            sums: sums.tensor(),
+            losses: of_part.vector(),
+            z_losses: None,
+            gradient: true,
+            cap,
+            z_weight: 1e-3,
+        });
         let z_weight = f64::from(1e-3f32);
         let expected = z.chunks(vocabulary).zip(labels).map(|(z, l)| entropy(z, l, None, z_weight));
         let (of_losses, gradient): (Vec<_>, Vec<_>) =
             expected.map(|([loss, _], gradient)| (loss, gradient)).unzip();
-        close("losses", &losses.values(), &of_losses, 2e-6);
-        close("gradient", &logits.values(), &gradient.concat(), tolerance(dtype) + 4e-6);
+        for (losses, logits) in [(losses, logits), (of_part, part)] {
+            close("losses", &losses.values(), &of_losses, 2e-6);
+            close("gradient", &logits.values(), &gradient.concat(), tolerance(dtype) + 4e-6);
+        }
     }
 }
 
