@@ -137,9 +137,8 @@ impl Ranks {
                 break;
             }
             if interrupt.pressed() && !told {
-                // Ctrl-C reaches the ranks from the terminal; SIGTERM comes to this process alone.
                 told = true;
-                self.terminate();
+                self.ask_to_end();
             }
             if until.is_some_and(|until| Instant::now() >= until) {
                 break;
@@ -165,13 +164,14 @@ impl Ranks {
         }
     }
 
-    /// Sends SIGTERM to the ranks that run.
-    fn terminate(&self) {
+    /// Sends SIGUSR1 to the ranks that run: Ctrl-C in a terminal and some schedulers signal them, too, and a second SIGINT
+    /// or SIGTERM would end them before they have saved.
+    fn ask_to_end(&self) {
         #[cfg(unix)]
         for (child, _) in self.0.iter().filter(|(_, ended)| ended.is_none()) {
             let id = rustix::process::Pid::from_child(child);
             // One that has just ended needs none.
-            let _ = rustix::process::kill_process(id, rustix::process::Signal::TERM);
+            let _ = rustix::process::kill_process(id, rustix::process::Signal::USR1);
         }
     }
 }

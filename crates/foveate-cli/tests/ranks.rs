@@ -448,11 +448,14 @@ fn a_loss_that_is_no_number_is_told_once_and_ends_all() {
     );
 }
 
-/// A signal to the launcher, or to any one of its ranks.
+/// A signal to the launcher, to any one of its ranks, or to all of them, as Ctrl-C is in a terminal.
 #[cfg(unix)]
 #[test]
 fn a_signal_saves_after_the_same_step_on_all_ranks() {
     ends_saved("-TERM", |launcher| launcher.id().to_string());
+    for signal in ["-INT", "-TERM", "-USR1"] {
+        ends_saved(signal, |launcher| format!("-{}", launcher.id()));
+    }
     ends_saved("-USR1", |launcher| {
         // The second of its ranks.
         let of = launcher.id().to_string();
@@ -466,15 +469,16 @@ fn ends_saved(signal: &str, to: impl FnOnce(&Child) -> String) {
     let place = place();
     let steps = ["--set", "train.steps=4000"];
     let launch = ["launch", "--ranks", "2", "--", "train", "recipe.toml"];
-    let child = place.command(&[&launch[..], &steps].concat());
-    let mut child = { child }.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut command = place.command(&[&launch[..], &steps].concat());
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let log = place.path("run/metrics.jsonl");
     while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 3 {
         assert!(child.try_wait().unwrap().is_none(), "it ended before its first steps");
         std::thread::sleep(Duration::from_millis(5));
     }
     let pid = to(&child);
-    assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    assert!(Command::new("kill").args([signal, "--", &pid]).status().unwrap().success());
     let done = child.wait_with_output().unwrap();
     let said = text(done.stderr);
     assert_eq!(done.status.code(), Some(130), "{said}");
