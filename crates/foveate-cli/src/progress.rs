@@ -14,9 +14,14 @@ pub struct Progress {
     plain: bool,
     /// Goes before the time that is left.
     at_most: &'static str,
+    /// Steps that were done before the first one that is told of.
+    before: Option<usize>,
     began: Instant,
     said: Instant,
 }
+
+/// Between two drawings of a bar.
+const TICK: Duration = Duration::from_millis(500);
 
 /// Between two plain lines.
 const EVERY: Duration = Duration::from_secs(20);
@@ -45,9 +50,9 @@ impl Progress {
             "{{bar:30}} {{pos}}/{{len}}  {{msg}}  {{per_sec}}  {{elapsed}} elapsed, {at_most}{{eta}} left"
         ));
         bar.set_style(style.expect("the template is valid"));
-        bar.enable_steady_tick(Duration::from_millis(500));
+        bar.enable_steady_tick(TICK);
         let now = Instant::now();
-        Self { bar, plain, at_most, began: now, said: now }
+        Self { bar, plain, at_most, before: None, began: now, said: now }
     }
 
     /// One step more is done, `what`; what `print` writes to the terminal does not disturb the bar.
@@ -60,12 +65,23 @@ impl Progress {
     /// `done` of `all` steps are done, the last of them `what`.
     pub fn at(&mut self, done: usize, all: usize, what: &str) {
         self.bar.set_length(all as u64);
+        let before = *self.before.get_or_insert_with(|| {
+            // A run that goes on: what it did earlier took none of this time. The bar counts from the position at
+            // its last tick, and is not ticked by hand while it ticks by itself.
+            let before = done.saturating_sub(1);
+            self.bar.disable_steady_tick();
+            self.bar.set_position(before as u64);
+            self.bar.tick();
+            self.bar.reset_eta();
+            self.bar.enable_steady_tick(TICK);
+            before
+        });
         self.bar.set_position(done as u64);
         self.bar.set_message(what.to_owned());
         if self.plain && self.said.elapsed() >= EVERY && done < all {
             self.said = Instant::now();
             let seconds = self.elapsed().as_secs_f64();
-            let rate = done as f64 / seconds;
+            let rate = (done - before) as f64 / seconds;
             let (left, at_most) = ((all - done) as f64 / rate, self.at_most);
             crate::output::tell!(
                 "{done}/{all}  {what}  {rate:.1}/s  {seconds:.0} s elapsed, {at_most}{left:.0} s \
@@ -168,6 +184,17 @@ impl Drop for Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_done_before_counts_for_no_rate() {
+        let mut progress = Progress::new(0);
+        progress.at(1001, 2000, "a step");
+        thread::sleep(Duration::from_millis(600));
+        progress.at(1002, 2000, "a step");
+        assert_eq!((progress.before, progress.bar.position()), (Some(1000), 1002));
+        let rate = progress.bar.per_sec();
+        assert!(rate < 100.0, "2 steps in 0.6 s, and {rate} a second");
+    }
 
     #[test]
     fn work_is_waited_for_however_long_it_takes_and_a_panic_ends_it() {
