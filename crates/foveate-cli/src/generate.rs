@@ -186,7 +186,11 @@ impl<B: Blocks> Writer<'_, B> {
             out.flush()?;
         }
         let shown = (!args.json).then_some(&mut *out);
-        let (written, answer) = self.write(&mut generator, capacity - read.len(), shown)?;
+        let most = capacity - read.len();
+        let (written, answer) = self.write(&mut generator, most, shown)?;
+        if written.len() == most && most < args.max_tokens {
+            crate::output::tell!("it ends here: the model takes {limit} tokens in all");
+        }
         if args.json {
             out.json(&json!({
                 "prompt": prompt,

@@ -425,6 +425,10 @@ score = "softcap(30) then relative_bias"
     assert!(evaluated["loss"].as_f64().unwrap() > 0.0, "{evaluated}");
     let wrote = place.run(&["generate", checkpoint, "--prompt", "the quick", "--max-tokens", "3"]);
     assert!(wrote.status.success(), "{}", String::from_utf8_lossy(&wrote.stderr));
+    assert!(!String::from_utf8_lossy(&wrote.stderr).contains("it ends here"));
+    let wrote = place.run(&["generate", checkpoint, "--prompt", "the", "--max-tokens", "9999"]);
+    let said = String::from_utf8_lossy(&wrote.stderr);
+    assert!(wrote.status.success() && said.contains("it ends here: the model takes "), "{said}");
     let set = ["train", "recipe.toml", "--set", "attention.layers=[\"local\", \"globl\"]"];
     let refused = place.run(&set);
     let refused = String::from_utf8(refused.stderr).unwrap();

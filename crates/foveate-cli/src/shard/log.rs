@@ -28,7 +28,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     for file in &args.files {
         let files = if file.is_dir() { of_folder(file)? } else { vec![file.clone()] };
         for file in files {
-            logs.push(TransferLog::read(&file)?);
+            let remedy = "give the folder `transfers` of a run, or files of it";
+            logs.push(TransferLog::read(&file).map_err(|e| Failure::from(e).help(remedy))?);
         }
     }
     let comparison = compare(logs.clone())?;
@@ -70,6 +71,10 @@ fn of_folder(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
         files.push(entry.map_err(failed)?.path());
     }
     files.retain(|file| is_log(file));
+    if files.is_empty() {
+        let message = "there is no transfer log in it; a rank writes one when another fails";
+        return Err(Failure::new(format!("{}: {message}", dir.display())));
+    }
     files.sort();
     Ok(files)
 }

@@ -67,6 +67,16 @@ fn what_is_no_file_is_refused_at_once() {
     assert!(code == Some(2) && refused, "{code:?} {stderr}");
     let (code, _, stderr) = run(&["shard", "log", "/dev/zero"]);
     assert!(code == Some(1) && stderr.contains("/dev/zero: it is not a file"), "{code:?} {stderr}");
+    let empty = tempfile::tempdir().unwrap();
+    let (nowhere, empty) = (empty.path().join("nowhere"), empty.path());
+    for (folder, said) in [
+        (empty, "no transfer log in it; a rank"),
+        (&nowhere, "give the folder `transfers` of a run"),
+    ] {
+        let (code, _, stderr) = run(&["shard", "log", folder.to_str().unwrap()]);
+        let named = stderr.contains(folder.to_str().unwrap()) && stderr.contains(said);
+        assert!(code == Some(1) && named, "{code:?} {stderr}");
+    }
 }
 
 /// Numbers that come late are waited for, which is said.
