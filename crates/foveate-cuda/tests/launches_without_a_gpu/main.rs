@@ -14,7 +14,7 @@ use foveate_cuda::{
     DeviceOperands, DeviceTensor, ElementType, Engine,
 };
 use foveate_gpu::driver::{Allocation, Graph};
-use foveate_gpu::trace;
+use foveate_gpu::{Queue, trace};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Arrangement, Dims, Dropout, Spec};
 use foveate_tensor::DType;
@@ -164,6 +164,12 @@ fn a_pass_queues_its_kernels_in_order_and_makes_lists_and_tables_once() {
     );
 }
 
+/// What is said of a queue that hangs, which it does from here on.
+fn last_launches(queue: &Queue) -> String {
+    fs::write(std::path::Path::new(&env::var_os("HOME").unwrap()).join("busy"), "").unwrap();
+    queue.stream().wait(Duration::from_millis(20), "a step").unwrap_err().to_string()
+}
+
 #[test]
 fn a_pass_that_hangs_names_its_kernels_with_their_configurations() {
     if !inside("a_pass_that_hangs_names_its_kernels_with_their_configurations") {
@@ -174,8 +180,7 @@ fn a_pass_that_hangs_names_its_kernels_with_their_configurations() {
     let tensors = Tensors::new(&DIMS);
     plan.forward_on(&queue, &tensors.forward).unwrap();
     plan.backward_on(&queue, &tensors.backward_alone()).unwrap();
-    fs::write(std::path::Path::new(&env::var_os("HOME").unwrap()).join("busy"), "").unwrap();
-    let said = queue.stream().wait(Duration::from_millis(20), "a step").unwrap_err().to_string();
+    let said = last_launches(&queue);
     let launches = said.split("hangs in one of its last ").nth(1).expect(&said);
     assert!(launches.starts_with("5 launches (fv_forward (forward bf16 D 64, "), "{said}");
     for kernel in ["; fv_delta (delta ", "; fv_backward (backward bf16 D 64, ", "; fv_dq (dq "] {
@@ -195,8 +200,7 @@ fn dq_has_a_dtype_of_its_own_and_dk_and_dv_have_one() {
         |tensor: Option<DeviceTensor>| tensor.map(|t| DeviceTensor { dtype: DType::F32, ..t });
     let (dk, dv) = (wide(backward.dk), wide(backward.dv));
     plan.backward_on(&queue, &DeviceBackward { dk, dv, ..backward.clone() }).unwrap();
-    fs::write(std::path::Path::new(&env::var_os("HOME").unwrap()).join("busy"), "").unwrap();
-    let said = queue.stream().wait(Duration::from_millis(20), "a step").unwrap_err().to_string();
+    let said = last_launches(&queue);
     let of =
         |kernel: &str| said.split("; ").find(|launch| launch.starts_with(kernel)).expect(&said);
     assert!(of("fv_backward (").contains(", gradients f32"), "{said}");
