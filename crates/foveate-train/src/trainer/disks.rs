@@ -1,10 +1,10 @@
 //! Which ranks have the folder of a run on one disk.
 //!
 //! All have it on one unless the recipe says `run.disks = "local"`. Then each rank leaves a mark in the folder,
-//! or the nearest one above that is there, and looks for those of others: ranks that see each other's have one disk, and the first of them does there what
-//! rank 0 does where all share one. A checkpoint is whole where all its files are on some disk; a run goes on from
-//! the newest such one, and what a rank needs that is on another disk comes from there, in pieces, over the
-//! collectives.
+//! or the nearest one above that is there, and looks for those of others: ranks that see each other's have one
+//! disk, and the first of them does there what rank 0 does where all share one. A checkpoint is whole where all its
+//! files are on some disk; a run goes on from the newest such one, and what a rank needs that is on another disk
+//! comes from there, in pieces, over the collectives.
 
 use std::collections::BTreeSet;
 use std::collections::btree_map::{BTreeMap, Entry};
