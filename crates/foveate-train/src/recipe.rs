@@ -526,6 +526,7 @@ impl Recipe {
         let text = whole::read_text(path).map_err(|e| {
             let remedy = match e.kind() {
                 io::ErrorKind::NotFound => "; give the path of a recipe that is there",
+                io::ErrorKind::IsADirectory => "; give the path of a recipe in it",
                 _ => "",
             };
             TrainError::recipe(&place, format!("could not be read: {e}{remedy}"))

@@ -60,6 +60,9 @@ fn what_is_no_file_is_refused_at_once() {
         let (code, _, stderr) = run(&line.split(' ').collect::<Vec<_>>());
         assert!(code == Some(1) && stderr.contains(said), "{line}: {code:?} {stderr}");
     }
+    let (code, _, stderr) = run(&["train", concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes")]);
+    let said = "could not be read: is a directory; give the path of a recipe in it";
+    assert!(code == Some(1) && stderr.contains(said), "{code:?} {stderr}");
     let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
     let machine = ["shard", "check", recipe, "--mesh", "context=4", "--machine", "/dev/zero"];
     let (code, _, stderr) = run(&machine);
