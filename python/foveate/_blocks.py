@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from . import _cuda, _native, _region, _source, _trace
+from . import _cuda, _native, _source, _trace
 from ._arguments import device as device_of
 from ._arguments import dispatches, flag, integer, shown, unwrapped
 from ._compile import also_compiled
 from ._masks import Mask
 from ._native import State
+from ._torchs import KNOWS_FULL_BLOCKS, TORCHS
 
 #: Masks that were made here, and the device of those that are of one batch entry and head.
 _own: weakref.WeakKeyDictionary[BlockMask, tuple[State, torch.device | None]] = weakref.WeakKeyDictionary()
@@ -37,7 +38,36 @@ _torchs_write_order: Any = getattr(_torch_flex, "_compute_dq_write_order_from_bl
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@also_compiled(_region.create_block_mask)
+def _in_region(
+    breaking: Callable[..., Any],
+    mask_mod: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """:func:`create_block_mask` in a compiled region: torch's own, whose tables attention in the region does not
+    read, so that they are made only where the graph uses them otherwise. What torch's does not know breaks the graph."""
+    of = (mask_mod, B, H, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE)
+    more = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
+    made: BlockMask
+    if KNOWS_FULL_BLOCKS:
+        made = TORCHS["create_block_mask"](*of, False, *more)
+    elif separate_full_blocks:
+        made = TORCHS["create_block_mask"](*of)
+    else:
+        made = breaking(*of, False, *more)
+    made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
+    return made
+
+
+@also_compiled(_in_region)
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,

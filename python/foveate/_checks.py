@@ -16,7 +16,8 @@ from ._arguments import flag, number, probability, shown, tensor, unwrapped, war
 
 _log = logging.getLogger("foveate")
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: What the engine computes with; float64 takes plain operations of torch.
+_FUSED = (torch.float32, torch.bfloat16, torch.float16)
 _said: set[str] = set()
 #: Of every device, in a third of the time that asking for one takes.
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -34,8 +35,7 @@ def autocasts(query: Tensor) -> bool:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v, and nothing else, in the dtype of the autocast that is on."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    eligible = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(t.to(dtype) if t.dtype in eligible else t for t in tensors)
+    return tuple(t.to(dtype) if t.dtype in _FUSED else t for t in tensors)
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gqa: bool) -> None:
@@ -60,7 +60,7 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, e
             raise ValueError(f"{name} is a nested tensor, of the layout that foveate.varlen takes: [n, j, heads, dim]")
         if given.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got {name}.layout: {given.layout}; {name}.to_dense() is one")
-    if query.dtype not in _DTYPES:
+    if query.dtype not in (*_FUSED, torch.float64):
         raise ValueError(f"query must be float32, bfloat16, float16 or float64, got query.dtype: {query.dtype}")
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         raise ValueError(
@@ -248,3 +248,16 @@ def rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Ten
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise ValueError(f"query, key and value must have one dtype, float32, bfloat16 or float16, got {dtypes}")
     return q, k, v
+
+
+def check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+    """Raises what :func:`foveate.paged` raises for tensors that are no pages of one dtype."""
+    for name, tensor in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise ValueError(f"{name} must be a tensor of 4 axes, got {shape}")
+        if tensor.dtype not in _FUSED or tensor.dtype != query.dtype:
+            dtypes = f"{query.dtype}, {key_pages.dtype} and {value_pages.dtype}"
+            raise ValueError(
+                f"query, key_pages and value_pages must have one dtype, float32, bfloat16 or float16, got {dtypes}"
+            )

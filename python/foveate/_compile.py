@@ -12,6 +12,9 @@ from typing import Any, Callable, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 
+#: Options of torch's operator in a graph: that Foveate made it, and for which other layout, "varlen" or "paged".
+OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -18,22 +18,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _blocks, _flex, _sharded
 from ._arguments import warn
 from ._native import TraceError
+from ._torchs import TORCHS
 
 #: The global of torch's module that the exchanged code calls.
 _GLOBAL = "_foveate_in_place_of"
 _said: set[str] = set()
 
-
-def _copy(function: types.FunctionType) -> Callable[..., Any]:
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-#: Torch's functions as they were.
-TORCHS: dict[str, Callable[..., Any]] = {
-    name: _copy(getattr(_torch_flex, name)) for name in ("flex_attention", "create_block_mask")
-}
 _PUBLIC: tuple[Callable[..., Any], ...] = (_flex.flex_attention, _blocks.create_block_mask)
 #: What torch's functions take and Foveate's do not, in a version that is newer, with the defaults.
 _MORE: dict[str, dict[str, Any]] = {
@@ -44,8 +34,6 @@ _MORE: dict[str, dict[str, Any]] = {
     }
     for (name, function), ours in zip(TORCHS.items(), _PUBLIC)
 }
-#: Torch's create_block_mask takes what Foveate's does, since 2.13.
-KNOWS_FULL_BLOCKS = "separate_full_blocks" in inspect.signature(TORCHS["create_block_mask"]).parameters
 _CODE = {name: getattr(_torch_flex, name).__code__ for name in TORCHS}
 
 

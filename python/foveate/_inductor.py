@@ -29,7 +29,8 @@ from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rn
 from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE
 
 from . import _checks, _graph, _native
-from ._region import LAYOUT, OURS
+from ._compile import LAYOUT, OURS
+from ._interpreter import is_reading
 
 _LN2 = math.log(2.0)
 _aten = torch.ops.aten
@@ -172,7 +173,7 @@ def _moved_out(
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), examples.__getitem__)
         examples[node] = node.target(*args, **kwargs)
-        if isinstance(examples[node], torch.Tensor) and examples[node].dim() and not _graph.is_reading(node.target):
+        if isinstance(examples[node], torch.Tensor) and examples[node].dim() and not is_reading(node.target):
             wanted[node] = None
     results = [node for node in wanted if any(user not in wanted for user in node.users)]
     if not results:

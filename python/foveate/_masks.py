@@ -9,7 +9,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from . import _native, _region, _source, _trace
+from . import _native, _source, _trace
 from ._arguments import flag, offsets_vector, shown
 
 
@@ -205,8 +205,24 @@ def _ids(offsets: list[int]) -> Tensor:
 
 def _parsed(text: str, names: dict[str, Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        return _region.parsed(text, names)
+        return _operator(text, names)
     trace = _trace.running()
     tensors = [(name, trace.capture(t, f"`{name}`")) for name, t in names.items() if isinstance(t, Tensor)]
     numbers = [(name, n) for name, n in names.items() if not isinstance(n, Tensor)]
     return _native.parse(text, tensors, numbers, trace.extents[1], max(trace.extents[2:]))
+
+
+def _operator(text: str, names: dict[str, Any]) -> Any:
+    """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it."""
+    tensors = {name: t for name, t in names.items() if isinstance(t, Tensor)}
+    floats = {name: n for name, n in names.items() if isinstance(n, float)}
+    integers = {name: int(n) for name, n in names.items() if name not in tensors and name not in floats}
+    return torch.ops.foveate.mask(
+        text,
+        list(tensors),
+        list(tensors.values()),
+        list(integers),
+        list(integers.values()),
+        list(floats),
+        list(floats.values()),
+    )

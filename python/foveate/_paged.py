@@ -15,8 +15,6 @@ from ._compile import also_compiled
 from ._masks import Mask
 from ._trace import ScoreMod
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @overload
 def paged(
@@ -91,7 +89,7 @@ def paged(
             of the table, or an entry that a key needs is no page.
         TraceError: A function does something that cannot be traced.
     """
-    check(query, key_pages, value_pages)
+    _checks.check_pages(query, key_pages, value_pages)
     query, key_pages, value_pages = (t.resolve_neg() for t in (query, key_pages, value_pages))
     aux = AuxRequest() if return_aux is None else return_aux
     _checks.check_aux(aux)
@@ -141,19 +139,6 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def vmap(*_: Any) -> Any:
         raise NotImplementedError("foveate.paged has no rule for torch.vmap; give the entries in the batch axis of one call")
-
-
-def check(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
-    """Raises what :func:`paged` raises for tensors that are no pages of one dtype."""
-    for name, tensor in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
-            raise ValueError(f"{name} must be a tensor of 4 axes, got {shape}")
-        if tensor.dtype not in _DTYPES or tensor.dtype != query.dtype:
-            dtypes = f"{query.dtype}, {key_pages.dtype} and {value_pages.dtype}"
-            raise ValueError(
-                f"query, key_pages and value_pages must have one dtype, float32, bfloat16 or float16, got {dtypes}"
-            )
 
 
 def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, Any]:

@@ -16,11 +16,9 @@ from torch._higher_order_ops.flex_attention import flex_attention as _operator
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _checks
+from . import _blocks, _checks
+from ._compile import LAYOUT, OURS
 from ._masks import Mask
-
-#: Options of the operator: that Foveate made it, and for which other layout, "varlen" or "paged".
-OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
 
 
 def _install() -> None:
@@ -94,8 +92,6 @@ def flex_attention(
     Arguments of a wrong kind, which are errors there, break the graph, and so does float64, which Inductor has no operator
     for; other backends run torch's, of plain operations. A sink joins the operator's results by their ``lse``.
     """
-    from . import _blocks
-
     outside = (
         _outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
         or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
@@ -276,8 +272,6 @@ def paged(
     sink: Tensor | None = None,
 ) -> Any:
     """:func:`foveate.paged` in a compiled region. What wants a gradient breaks the graph, for there is none."""
-    from . import _paged
-
     aux = AuxRequest() if return_aux is None else return_aux
     tensors = (query, key_pages, value_pages, page_table, lengths)
     outside = _outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
@@ -295,7 +289,7 @@ def paged(
             return_aux=return_aux,
             sink=sink,
         )
-    _paged.check(query, key_pages, value_pages)
+    _checks.check_pages(query, key_pages, value_pages)
     layout = ("paged", [page_table, lengths])
     out, lse, max_scores = _attention(
         query, key_pages, value_pages, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, 0.0, layout
@@ -303,51 +297,3 @@ def paged(
     if return_aux is None:
         return out
     return out, AuxOutput(lse=lse if aux.lse else None, max_scores=max_scores if aux.max_scores else None)
-
-
-def create_block_mask(
-    breaking: Callable[..., Any],
-    mask_mod: Any,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: Any = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
-    _compile: bool = False,
-    separate_full_blocks: bool = True,
-    compute_dq_write_order: bool = False,
-    dq_kv_order: bool = True,
-) -> BlockMask:
-    """:func:`foveate.create_block_mask` in a compiled region: torch's own, whose tables attention in the region does not
-    read, so that they are made only where the graph uses them otherwise. What torch's does not know breaks the graph."""
-    from ._blocks import _device
-    from ._enable import KNOWS_FULL_BLOCKS, TORCHS
-
-    of = (mask_mod, B, H, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE)
-    more = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
-    made: BlockMask
-    if KNOWS_FULL_BLOCKS:
-        made = TORCHS["create_block_mask"](*of, False, *more)
-    elif separate_full_blocks:
-        made = TORCHS["create_block_mask"](*of)
-    else:
-        made = breaking(*of, False, *more)
-    made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
-    return made
-
-
-def parsed(text: str, names: dict[str, Any]) -> Any:
-    """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it."""
-    tensors = {name: t for name, t in names.items() if isinstance(t, Tensor)}
-    floats = {name: n for name, n in names.items() if isinstance(n, float)}
-    integers = {name: int(n) for name, n in names.items() if name not in tensors and name not in floats}
-    return torch.ops.foveate.mask(
-        text,
-        list(tensors),
-        list(tensors.values()),
-        list(integers),
-        list(integers.values()),
-        list(floats),
-        list(floats.values()),
-    )

@@ -118,9 +118,9 @@ class Trace(Reader):
         if isinstance(func, _OPERATORS):
             namespace, name = str(func).split(".")[:2]
             if namespace not in ("aten", "prims"):
-                from . import _graph
+                from . import _interpreter
 
-                return _graph.decomposed(self, func, args, kwargs)
+                return _interpreter.decomposed(self, func, args, kwargs)
         if name.endswith("_") and not name.endswith("__"):
             raise unknown(name)  # It would have to write.
         return called(name.strip("_"), *args, **kwargs)

@@ -1,5 +1,7 @@
 """What ``import foveate`` does, and what it says where torch does not suit it. Each import has a process of its own."""
 
+import ast
+import glob
 import os
 from pathlib import Path
 
@@ -50,3 +52,22 @@ def test_without_a_torch_that_is_new_enough_the_import_says_so(tmp_path, torch_m
     done = run("import foveate", PYTHONPATH=os.pathsep.join([str(tmp_path), str(package)]))
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and last.startswith("ImportError: foveate needs PyTorch 2.10") and words in last
+
+
+def test_modules_import_each_other_in_one_direction():
+    """Those that functions import when they run are counted, those for types alone are not."""
+    folder = os.path.dirname(foveate.__file__)
+    needs = {}
+    for path in sorted(glob.glob(os.path.join(folder, "*.py"))):
+        tree = ast.parse(Path(path).read_text())
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+        names = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                names |= {node.module.split(".")[0]} if node.module else {name.name for name in node.names}
+        needs[os.path.basename(path)[:-3]] = names
+    needs = {name: {n for n in of if n in needs} for name, of in needs.items()}
+    while free := [name for name, of in needs.items() if not of & needs.keys()]:
+        for name in free:
+            del needs[name]
+    assert not needs, f"modules that import each other in a circle, or stand on one: {sorted(needs)}"
