@@ -2,7 +2,7 @@
 
 use super::config::{Config, Entry};
 use super::machine_code::MachineCode;
-use super::resources::{LOCAL_BYTES_ALLOWED, Resources, shared_bytes_of};
+use super::resources::{Resources, local_bytes_allowed, shared_bytes_of};
 use crate::error::CudaError;
 use foveate_gpu::GpuErrorKind;
 use foveate_gpu::kernel::{Excess, Expected};
@@ -38,7 +38,7 @@ pub fn compare(config: &Config, compiled: &Compiled) -> Result<Result<(), Excess
         name: &name,
         entry,
         registers: planned.registers as u32,
-        local_bytes: LOCAL_BYTES_ALLOWED,
+        local_bytes: local_bytes_allowed(config),
         static_shared_bytes: 0,
         shared_bytes: config
             .kernel
@@ -82,6 +82,7 @@ pub fn taken(planned: &Resources, compiled: &Compiled, entry: &KernelResources) 
 mod tests {
     use super::*;
     use crate::compile::config::{Elem, Kernel};
+    use crate::compile::resources::LOCAL_BYTES_ALLOWED;
     use foveate_gpu::Arch;
 
     fn compiled(entries: &[(&str, u32, u32)]) -> Compiled {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::candidate::Candidate;
 use super::check::compare;
 use super::config::{Config, Family, TilesOf};
-use super::resources::{LOCAL_BYTES_ALLOWED, Resources};
+use super::resources::{Resources, local_bytes_allowed};
 use crate::error::CudaError;
 use foveate_gpu::GpuErrorKind;
 use foveate_gpu::kernel::Excess;
@@ -88,7 +88,7 @@ fn tolerate(
         }
         let registers = excess.taken.registers as usize;
         let resources = Resources { registers, ..candidate.resources.clone() };
-        let local = excess.taken.local_bytes > LOCAL_BYTES_ALLOWED;
+        let local = excess.taken.local_bytes > local_bytes_allowed(&candidate.config);
         let fewer = resources.occupancy(profile).ctas < candidate.occupancy.ctas;
         if local || fewer { Err(excess) } else { Ok(()) }
     })
@@ -185,6 +185,29 @@ mod tests {
         let advisory = Advisory { code: 7510, function: None, text };
         let reason = advisory.to_string();
         Excess { taken: KernelResources::default(), advisory: Some(advisory), reason }
+    }
+
+    /// Where none of these holds dq has a kernel of its own, which takes longer than a few words.
+    #[test]
+    fn a_kernel_that_adds_dq_in_order_may_take_more_local_memory() {
+        let profile = Profile::named("h200").unwrap();
+        let class =
+            Class { deterministic: true, mask: true, ..Class::new(Elem::Bf16, 128, 128, 3) };
+        let choice = |class: &Class| {
+            choose(&profile, class, &SIZES, Kernel::Backward, &KernelOptions::default(), None)
+        };
+        let ordered = choice(&class).unwrap().chosen;
+        let any = choice(&Class { deterministic: false, ..class }).unwrap().chosen;
+        assert!(ordered.config.ordered_dq && !any.config.ordered_dq);
+        let excess = |local_bytes| {
+            let taken =
+                KernelResources { registers: 168, local_bytes, ..KernelResources::default() };
+            Err(Excess { taken, advisory: None, reason: String::new() })
+        };
+        for (candidate, allowed) in [(&ordered, 48), (&any, 40)] {
+            assert!(tolerate(candidate, &profile, excess(allowed)).is_ok());
+            assert!(tolerate(candidate, &profile, excess(allowed + 1)).is_err());
+        }
     }
 
     #[test]

@@ -424,7 +424,7 @@ fn dq_has_a_kernel_of_its_own_where_all_that_add_it_in_order_spill() {
     assert!(!kernels.contains("ordered dq"), "{kernels}");
     // That kernel's own on Hopper spills, too.
     let [note, _] = &notes[..] else { panic!("{notes:?}") };
-    assert!(note.contains(" B of local memory, 40 are allowed; dq has a kernel of"), "{note}");
+    assert!(note.contains(" B of local memory, 48 are allowed; dq has a kernel of"), "{note}");
     // What is asked for runs.
     let (last, kernels, notes) = made(waves(), &["true"]);
     assert!(last == "fv_dq" && kernels.contains("ordered dq"), "{kernels}");
