@@ -220,9 +220,10 @@ impl Class {
         }
     }
 
-    /// Whether partial tiles of `kernel` on Hopper read bits of the mask.
-    pub(crate) fn has_mask_bits(&self, kernel: Kernel) -> bool {
-        let from = self.mask_bits_from(kernel);
+    /// Whether partial tiles of `kernel` on Hopper read bits of the mask. Not in rows where a query sees many keys: where
+    /// few tiles are partial they take no time, and bits of many have no room.
+    pub(crate) fn has_mask_bits(&self, kernel: Kernel, sizes: &Sizes) -> bool {
+        let from = self.mask_bits_from(kernel).filter(|_| !sizes.are_long());
         self.mask && from.is_some_and(|from| self.mask_steps >= from)
     }
 
@@ -296,6 +297,9 @@ impl Sizes {
     /// Below so many [`Self::mean_loop_len`] a mask is as sparse as documents.
     pub(crate) const FEW: f64 = 400.0;
 
+    /// From so many [`Self::mean_kv_len`] on rows are long.
+    pub(super) const LONG: usize = 16_384;
+
     /// The sizes of a problem without a mask whose sequences are all as long as its operands, as
     /// finely as a choice can depend on them: a cache that grows by a key a step, or packed
     /// documents that are others in every step, are the same problem for a while, and are not
@@ -322,6 +326,11 @@ impl Sizes {
             Some(keys) if self.has_few_queries() => Self { keys: keys.max(FEW_KEYS), ..*self },
             _ => Self { queries: rung(self.queries), keys: rung(self.keys), ..*self },
         }
+    }
+
+    /// Whether a query sees so many keys that a launch takes long enough for the device to be at its limit of power.
+    pub(super) fn are_long(&self) -> bool {
+        self.mean_kv_len >= Self::LONG
     }
 
     /// Whether there are as few queries as in decoding.

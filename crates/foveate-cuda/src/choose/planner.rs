@@ -310,7 +310,8 @@ pub fn choose(
         }
     };
     let unrecorded = first.unwrap_or(0);
-    let recorded_tiles = recorded.map(|record| with_mask_bits(record.tiles, class, kernel, &asked));
+    let recorded_tiles =
+        recorded.map(|record| with_mask_bits(record.tiles, class, (sizes, kernel), &asked));
     let (at, origin) = match (at(recorded_tiles), first) {
         (Some(at), _) => (at, Origin::Record),
         (None, Some(at)) => (at, Origin::Table),
@@ -332,17 +333,25 @@ pub fn choose(
         true => class.unmapped.iter().map(|of| of.reason.clone()).collect(),
         false => Vec::new(),
     };
-    let mask = told_of_mask(class, &chosen.config, &asked);
+    let mask = told_of_mask(class, sizes, &chosen.config, &asked);
     Ok(Choice { chosen, origin, copied, mask, others: fitting, refused })
 }
 
 /// How partial tiles of a kernel of the Hopper family get the mask, and why.
-fn told_of_mask(class: &Class, config: &Config, asked: &TileOptions) -> Option<String> {
+fn told_of_mask(
+    class: &Class,
+    sizes: &Sizes,
+    config: &Config,
+    asked: &TileOptions,
+) -> Option<String> {
     let told = config.family == Family::Hopper && config.mask && !config.kernel.makes_dq_alone();
     let how = if config.mask_bits { "partial by mask bits" } else { "partial by evaluation" };
     let steps = Count(class.mask_steps, "instruction");
     let why = match (asked.mask_bits, class.mask_bits_from(config.kernel)) {
         (Some(_), _) => "as asked for".to_owned(),
+        (None, Some(from)) if class.mask_steps >= from && sizes.are_long() => {
+            format!("a query sees {} keys or more, and bits were slower there", Sizes::LONG)
+        }
         (None, Some(from)) => {
             format!("the mask takes {steps} a pair, and bits are made from {from} on")
         }
@@ -379,12 +388,17 @@ fn measured_of_hopper(
     let whole = class.config(kernel, tiles);
     let split_gqa =
         asked.split_gqa.unwrap_or_else(|| model::splits_gqa(profile, &whole, class, sizes));
-    Some(with_mask_bits(Tiles { ordered_dq, split_gqa, ..tiles }, class, kernel, asked))
+    Some(with_mask_bits(Tiles { ordered_dq, split_gqa, ..tiles }, class, (sizes, kernel), asked))
 }
 
 /// Tiles of a table or a record, which they are in whatever the mask costs, with its bits or without.
-fn with_mask_bits(tiles: Tiles, class: &Class, kernel: Kernel, asked: &TileOptions) -> Tiles {
-    let wanted = asked.mask_bits.unwrap_or_else(|| class.has_mask_bits(kernel));
+fn with_mask_bits(
+    tiles: Tiles,
+    class: &Class,
+    (sizes, kernel): (&Sizes, Kernel),
+    asked: &TileOptions,
+) -> Tiles {
+    let wanted = asked.mask_bits.unwrap_or_else(|| class.has_mask_bits(kernel, sizes));
     Tiles { mask_bits: tiles.family == Family::Hopper && class.mask && wanted, ..tiles }
 }
 
@@ -523,7 +537,7 @@ fn hopper_candidates(
     let bits = match asked.mask_bits {
         // Without a mask it says nothing.
         Some(bits) => vec![bits && class.mask],
-        None if class.has_mask_bits(kernel) => vec![true, false],
+        None if class.has_mask_bits(kernel, sizes) => vec![true, false],
         None => vec![false],
     };
     let variants = |tiles: Tiles| -> Vec<Tiles> {

@@ -87,8 +87,8 @@ const HOPPER: &[Known] = &[
     (192, Tiles::hopper(2, 112, 2)),
     (256, Tiles::hopper(2, 80, 2)),
 ];
-/// Where a query sees 16,384 keys or more, which takes long enough for the device to be at its limit of power: wider tiles
-/// raise and rescale less often.
+/// Where a query sees so many keys that the device is at its limit of power ([`Sizes::LONG`]): wider tiles raise and rescale
+/// less often.
 const HOPPER_LONG: Tiles = Tiles::hopper(2, 176, 2);
 /// Of q and k of up to 192 and v of up to 128 numbers, as multi-head latent attention has them.
 const HOPPER_LATENT: &[Known] = &[(192, Tiles::hopper(3, 64, 2))];
@@ -177,12 +177,9 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
     tiles.map(|tiles| Tiles { ordered_dq: class.orders_dq(kernel, sizes), ..tiles })
 }
 
-/// Whether [`HOPPER_LONG`] was measured to be the faster one: not with mask bits, which were not.
+/// Whether [`HOPPER_LONG`] was measured to be the faster one.
 fn is_long(class: &Class, sizes: &Sizes) -> bool {
-    let dim = class.dim.max(class.dim_v);
-    (97..=128).contains(&dim)
-        && sizes.mean_kv_len >= 16_384
-        && !class.has_mask_bits(Kernel::Forward)
+    (97..=128).contains(&class.dim.max(class.dim_v)) && sizes.are_long()
 }
 
 /// Whether a kernel without the overlap within a warpgroup comes before the portable choice where the

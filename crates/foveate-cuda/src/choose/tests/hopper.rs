@@ -524,6 +524,19 @@ fn masks_that_take_long_have_bits_and_others_are_evaluated() {
     assert_eq!(bits(&plan(documents(), 128, &[]).unwrap()), [true; 2]);
     let said = plan(neighbours(), 128, &[]).unwrap().to_string();
     assert!(said.contains("  mask       partial by mask bits: the mask takes "), "{said}");
+    // Rows so long that few tiles are partial, or bits of all have no room.
+    let class = Class { mask: true, mask_steps: 9, ..Class::new(Elem::Bf16, 128, 128, 3) };
+    let long = |mean_kv_len| {
+        let sizes = Sizes { mean_kv_len, ..sizes(1, 24, 8, 65_536) };
+        KernelPlan::new(&profile, &class, &sizes, true, &KernelOptions::default()).unwrap()
+    };
+    let wide = |plan: &KernelPlan| plan.config(Kernel::Forward).unwrap().tile_kv == 176;
+    for (keys, is_long) in [(2048, false), (16_383, false), (16_384, true), (32_768, true)] {
+        let found = long(keys);
+        assert_eq!((bits(&found), wide(&found)), ([!is_long; 2], is_long), "{keys}");
+    }
+    let said = long(32_768).to_string();
+    assert!(said.contains("partial by evaluation: a query sees 16384 keys or more"), "{said}");
     let (yes, no) = (("forward.mask_bits", "true"), ("backward.mask_bits", "false"));
     let asked = plan(masks::causal(), 128, &[yes, no]).unwrap();
     assert_eq!(bits(&asked), [true, false]);
