@@ -394,6 +394,11 @@ fn introduce(run: &Started) {
              with `causal`"
         );
     }
+    if let Some(step) = run.unsaved {
+        crate::output::tell!(
+            "nothing to resume: the run here died at step {step}, before its first checkpoint; it begins anew"
+        );
+    }
     if run.step > 0 {
         crate::output::tell!("resumed after step {}", run.step);
         if let Some(other) = &run.other_device {
@@ -415,7 +420,7 @@ impl Observer for View<'_> {
         let checkpoints = run.dir.join("checkpoints");
         allocator::goes_on(match run.step {
             0 => format!(
-                "continue with --resume if {} has a checkpoint, else start again with --start-over",
+                "continue with --resume, which begins again if {} has no checkpoint",
                 checkpoints.display()
             ),
             _ => resumes(&checkpoints),

@@ -303,8 +303,17 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
     let took = began.elapsed().as_millis() as usize;
     let right = (hosts.0.steps("a/run"), hosts.0.weights("b/run", 60));
     let (mut done, mut was_whole, mut over) = (0, false, true);
+    let (mut unsaved, mut finished) = (0, 0);
     loop {
-        let how = if !over && was_whole { "--resume" } else { "--start-over" };
+        // A first checkpoint that one host alone has is named and not passed over.
+        let torn = !was_whole && ["a", "b"].iter().any(|host| !hosts.saved(host).is_empty());
+        let begun = ["a/run", "b/run"].map(|run| hosts.0.path(run).join("metrics.jsonl").exists());
+        let how = match (over || torn, begun.contains(&true)) {
+            (true, _) => "--start-over",
+            (false, true) => "--resume",
+            (false, false) => "--set=train.steps=60",
+        };
+        unsaved += usize::from(how == "--resume" && !was_whole);
         (over, was_whole) = (false, !over && was_whole);
         let mut ranks = hosts.start(on, &[&long[..], &[how]].concat());
         let harmed = random.below(3);
@@ -327,10 +336,32 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
         assert!(ended.iter().all(|done| done.status.success()), "{}", said(&ended[0]));
         assert_eq!(hosts.0.steps("a/run"), right.0);
         assert!(hosts.0.weights("b/run", 60) == right.1);
+        finished += 1;
         if done == kills {
             break;
         }
     }
+    println!(
+        "{done} killed, {unsaved} attempts resumed before the first checkpoint was there; {finished} runs \
+         reached their end"
+    );
+}
+
+/// A host that is new to the run has nothing of it, and begins with the others.
+#[test]
+fn ranks_that_died_before_the_first_save_begin_again_on_other_hosts() {
+    let (hosts, eight) = (Hosts::new(), ["--set", "train.steps=8"]);
+    hosts.trained(["a", "a", "b"], &eight);
+    let right = ["a/run", "b/run"].map(|run| (hosts.0.steps(run), hosts.0.weights(run, 8)));
+    for host in ["a", "b"] {
+        std::fs::remove_dir_all(hosts.0.path(host).join("run/checkpoints")).unwrap();
+    }
+    let on = ["c", "c", "b"];
+    let said = hosts.refused(on, &["--resume", "--set", "train.accumulate=2"]);
+    assert!(said.contains("train.accumulate is not what this run was started with"), "{said}");
+    hosts.trained(on, &[&eight[..], &["--resume"]].concat());
+    let reached = ["c/run", "b/run"].map(|run| (hosts.0.steps(run), hosts.0.weights(run, 8)));
+    assert!(reached == right);
 }
 
 #[test]

@@ -246,14 +246,16 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
     let took = straight.elapsed().as_millis() as usize;
     let right = (place.steps("straight"), place.weights("straight", 150));
     let (mut done, mut stopped, mut of_threads, mut finished) = (0, 0, 0, 0);
-    let mut saves = 0;
-    let mut over = true;
+    let (mut saves, mut unsaved, mut over) = (0, 0, true);
     while done < kills || finished == 0 {
-        let how = if saved(&place) && !over { "--resume" } else { "--start-over" };
+        // What a launcher's one command comes to.
+        let resumes = place.path("run/metrics.jsonl").exists().then_some("--resume");
+        let how = if over { Some("--start-over") } else { resumes };
+        unsaved += usize::from(how == Some("--resume") && !saved(&place));
         over = false;
         let (together, since) = (random.below(4) == 0, SystemTime::now());
-        let mut ranks =
-            if together { vec![threads(&place, &[how])] } else { some(&place, 3, &[how]) };
+        let how = how.as_slice();
+        let mut ranks = if together { vec![threads(&place, how)] } else { some(&place, 3, how) };
         let harmed = random.below(ranks.len());
         let stops = random.below(4) == 0;
         std::thread::sleep(Duration::from_millis(random.below(took + took / 4) as u64));
@@ -292,8 +294,44 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
     }
     println!(
         "{done} harmed, {stopped} of them stopped, {of_threads} with the others in their process, \
-         {saves} while a checkpoint was written; {finished} runs reached their end"
+         {saves} while a checkpoint was written; {unsaved} resumed before the first was there; {finished} \
+         runs reached their end"
     );
+}
+
+/// Whichever rank it is, behind a step and before the first save: all begin again alike, by the command that resumes.
+#[cfg(unix)]
+#[test]
+fn ranks_that_are_killed_before_the_first_save_begin_again_by_resume() {
+    let place = place();
+    let few = ["--set", "train.steps=12", "--set", "train.save_every=12"];
+    let run = |ranks: Vec<Child>| -> Vec<String> {
+        let done = ranks.into_iter().map(|rank| rank.wait_with_output().unwrap());
+        done.map(|done| format!("{:?}: {}", done.status.code(), text(done.stderr))).collect()
+    };
+    let straight = run(some(&place, 3, &[&few[..], &["--set", "run.dir=straight"]].concat()));
+    assert!(straight.iter().all(|said| said.starts_with("Some(0)")), "{straight:?}");
+    for harmed in 0..3 {
+        // It never comes to its first save.
+        let endless = ["--set", "train.steps=100000", "--set", "train.save_every=100000"];
+        let how = if harmed == 0 { "--start-over" } else { "--resume" };
+        let mut ranks = some(&place, 3, &[&endless[..], &[how]].concat());
+        let steps = || std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap_or_default();
+        while steps().matches("\"step\"").count() < 6 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        ranks[harmed].kill().unwrap();
+        let said = run(ranks);
+        let lost = said.iter().filter(|said| said.starts_with("Some(75)")).count();
+        assert!(lost == 2 && !saved(&place), "{said:?}");
+    }
+    let said = run(some(&place, 3, &[&few[..], &["--resume", "--set", "data.len=16"]].concat()));
+    assert!(said.iter().all(|said| said.starts_with("Some(1)")), "{said:?}");
+    assert_eq!(said.concat().matches("[data] is not what this run was started with").count(), 1);
+    let said = run(some(&place, 3, &[&few[..], &["--resume"]].concat())).concat();
+    assert_eq!(said.matches("nothing to resume: the run here died at step ").count(), 1, "{said}");
+    let reached = |run| (place.steps(run), place.weights(run, 12));
+    assert!(reached("run") == reached("straight"), "{said}");
 }
 
 /// What ranks leave behind says who it was, as far as they saw it.
@@ -519,7 +557,7 @@ fn torchrun_starts_ranks_and_starts_them_again() {
     let place = place();
     let mut torchrun = Command::new("torchrun");
     let train = format!(
-        "exec {} train recipe.toml --set train.steps=400 $( [ -d run/checkpoints ] && echo --resume )",
+        "exec {} train recipe.toml --set train.steps=400 $( [ -e run/metrics.jsonl ] && echo --resume )",
         env!("CARGO_BIN_EXE_foveate")
     );
     torchrun.args(["--no-python", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]);

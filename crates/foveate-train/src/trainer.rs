@@ -75,6 +75,9 @@ pub struct Started {
     /// Where ranks have several disks, a checkpoint newer than the one that the run goes on from, which is not whole:
     /// its step, and what is missing.
     pub passed_over: Option<String>,
+    /// How far the run came that this one is to resume, where it died before its first checkpoint: it begins
+    /// again.
+    pub unsaved: Option<u64>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
     /// What the bits of steps depend on and was other in the steps before a resume, a line each:

@@ -97,9 +97,7 @@ impl Run<'_> {
         let folder = self.dir.join("checkpoints").display().to_string();
         let unseen = [
             format!("continue with --resume: the newest checkpoint in {folder} is whole"),
-            format!(
-                "continue with --resume if {folder} has a checkpoint, else start again with --start-over"
-            ),
+            format!("continue with --resume, which begins again if {folder} has no checkpoint"),
         ];
         let unseen = errors[0].starts_with("error: there is no memory for ")
             && unseen.iter().any(|how| errors[0].ends_with(how))

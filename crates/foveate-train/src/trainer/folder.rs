@@ -57,9 +57,23 @@ impl<'a> Folder<'a> {
         self.0.join("checkpoints")
     }
 
+    /// How far the run came that is here and has saved nothing; none where there is no run, or a checkpoint.
+    pub fn unsaved(&self) -> Result<Option<u64>, TrainError> {
+        if !self.metrics().is_file() || checkpoint::latest(&self.checkpoints()).is_some() {
+            return Ok(None);
+        }
+        Ok(Some(self.records()?.iter().map(Record::step).max().unwrap_or(0)))
+    }
+
     /// The checkpoint that a run continues from, `None` for one that starts anew; or why it cannot
-    /// start in this way. Of several disks it is the `part` here of the newest that is whole.
-    pub fn admit(&self, start: Start, part: Option<&Path>) -> Result<Option<PathBuf>, TrainError> {
+    /// start in this way. Of several disks it is the `part` here of the newest that is whole; `anew` says
+    /// that a run is on some disk which saved nothing.
+    pub fn admit(
+        &self,
+        start: Start,
+        part: Option<&Path>,
+        anew: bool,
+    ) -> Result<Option<PathBuf>, TrainError> {
         if self.0.exists() && !self.0.is_dir() {
             return Err(self.refusal("is no folder; choose another run.dir".to_owned()));
         }
@@ -68,11 +82,16 @@ impl<'a> Folder<'a> {
         if self.is_busy() {
             return Err(self.busy());
         }
-        self.admit_run(start, part)
+        self.admit_run(start, part, anew)
     }
 
     /// [`Self::admit`] of a folder that no process is at work on, or this one holds.
-    fn admit_run(&self, start: Start, part: Option<&Path>) -> Result<Option<PathBuf>, TrainError> {
+    fn admit_run(
+        &self,
+        start: Start,
+        part: Option<&Path>,
+        anew: bool,
+    ) -> Result<Option<PathBuf>, TrainError> {
         const OVER: &str = "start over with --start-over, which removes it";
         let refuse = |message: String| Err(self.refusal(message));
         let last = match (start, part) {
@@ -82,19 +101,17 @@ impl<'a> Folder<'a> {
         let steps = self.records()?.iter().map(Record::step).max().unwrap_or(0);
         match (start, last) {
             (Start::Resume, Some(last)) => Ok(Some(last)),
-            (Start::Resume, None) if steps == 0 => {
+            (Start::Resume, None) if anew => self.check_ours(false).map(|()| None),
+            (Start::Resume, None) => {
                 refuse("there is no checkpoint to resume from; start without --resume".to_owned())
             }
-            (Start::Resume, None) => refuse(format!(
-                "the run here is at step {steps} and has no checkpoint to resume from; {OVER}"
-            )),
             (Start::New, Some(_)) => refuse(format!(
                 "a run is already here; continue it with --resume, {OVER}, or choose another \
                  run.dir"
             )),
             (Start::New, None) if steps > 0 => refuse(format!(
-                "a run is already here, at step {steps} and without a checkpoint; {OVER}, or choose \
-                 another run.dir"
+                "a run is already here, at step {steps} and without a checkpoint; begin it again with \
+                 --resume, {OVER}, or choose another run.dir"
             )),
             (Start::New | Start::Over, last) => self.check_ours(last.is_some()).map(|()| None),
         }
@@ -156,10 +173,11 @@ impl<'a> Folder<'a> {
         start: Start,
         last: Option<&Path>,
         part: Option<&Path>,
+        anew: bool,
     ) -> Result<Claim, TrainError> {
         let held = self.hold()?;
         self.check_kinds()?;
-        if self.admit_run(start, part)?.as_deref() != last {
+        if self.admit_run(start, part, anew)?.as_deref() != last {
             let message = "another process has saved or removed a checkpoint meanwhile; give the \
                            command again";
             return Err(self.refusal(message.to_owned()));

@@ -18,7 +18,7 @@ use foveate_shard::{MeshAxis, Sharding};
 use serde::Serialize;
 
 use model::{Made, fits, model};
-use resume::{moved, resumed, same_run};
+use resume::{moved, resumed, same_run, unsaved};
 
 use super::copies::CopyMemory;
 use super::disks::{Disks, Whole};
@@ -117,9 +117,15 @@ impl<'a, B: Blocks> Setup<'a, B> {
             Start::Resume => disks.newest(ranks, &Folder::new(&recipe.run.dir).checkpoints())?,
             Start::New | Start::Over => None,
         };
-        let texts = Texts::read(ranks, recipe, file, &options, whole.as_ref(), observer);
+        let unsaved = match (options.start, &whole) {
+            (Start::Resume, None) => unsaved(ranks, Folder::new(&recipe.run.dir))?,
+            _ => None,
+        };
+        let found = (whole.as_ref(), unsaved);
+        let texts = Texts::read(ranks, recipe, file, &options, found, observer);
         let mut texts = ranks.together(texts)?;
-        if ranks.all(&[u8::from(texts.is_new)])?.iter().all(|is_new| *is_new == [1]) {
+        let all_new = ranks.all(&[u8::from(texts.is_new)])?.iter().all(|is_new| *is_new == [1]);
+        if all_new && unsaved.is_none() {
             ranks.together(same_run(recipe, &texts.folder.recipe()))?;
         }
         let passed_over = whole.as_ref().and_then(|whole| whole.passed_over.clone());
@@ -147,10 +153,14 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ("transfers of a step", transfers),
         ])?;
         run.agree_on_saves()?;
-        let logs = run.disks.leads().then(|| run.open(options, last.as_deref(), &resolved));
+        let logs = run
+            .disks
+            .leads()
+            .then(|| run.open(options, last.as_deref(), unsaved.is_some(), &resolved));
         run.logs = ranks.together(logs.transpose())?;
         run.started.mixed_devices = mixed;
         run.started.passed_over = passed_over;
+        run.started.unsaved = unsaved;
         Ok(run)
     }
 
@@ -169,10 +179,11 @@ impl<'a, B: Blocks> Setup<'a, B> {
         &mut self,
         options: Options,
         last: Option<&Path>,
+        anew: bool,
         resolved: &str,
     ) -> Result<Logs, TrainError> {
-        let claim =
-            self.folder.claim(options.start, last, last.filter(|_| self.disks.are_several()))?;
+        let part = last.filter(|_| self.disks.are_several());
+        let claim = self.folder.claim(options.start, last, part, anew)?;
         let cache = self.folder.cache();
         if let Some(counts) = &self.counts
             && TokenCounts::read(&cache, &self.corpus).is_none()
@@ -253,6 +264,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             gpu,
             mixed_devices: None,
             passed_over: None,
+            unsaved: None,
             other_device,
             changed,
             mesh: ranks.mesh(),
@@ -356,7 +368,7 @@ impl<'a> Texts<'a> {
         recipe: &'a Recipe,
         file: &Path,
         options: &Options,
-        whole: Option<&Whole>,
+        (whole, unsaved): (Option<&Whole>, Option<u64>),
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
         let &Options { start, checksums, renderer, .. } = options;
@@ -365,10 +377,11 @@ impl<'a> Texts<'a> {
         let folder = Folder::new(&recipe.run.dir);
         folder.check_recipe(file, start)?;
         let part = whole.map(|whole| whole.place(&folder.checkpoints()));
-        let last = folder.admit(start, part.as_deref())?;
-        // A disk that is new to the run has no recipe of it, whatever part of a checkpoint was brought to it.
-        let is_new = part.is_some() && !folder.recipe().exists();
-        if last.is_some() && !is_new {
+        let last = folder.admit(start, part.as_deref(), unsaved.is_some())?;
+        // A disk that is new to the run has no recipe of it, whatever part of a checkpoint was brought to it; one
+        // where a run died while it began may have none, either.
+        let is_new = (part.is_some() || unsaved.is_some()) && !folder.recipe().exists();
+        if (last.is_some() || unsaved.is_some()) && !is_new {
             same_run(recipe, &folder.recipe())?;
         }
         let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));

@@ -7,10 +7,21 @@ use foveate::tensor::count::Count;
 use foveate_nn::{Blocks, Model, ParameterState, Rule};
 use serde::Serialize;
 
+use super::super::folder::Folder;
 use super::Began;
 use crate::checkpoint::{self, Checksums, State};
 use crate::error::{TrainError, TrainErrorKind};
+use crate::ranks::Ranks;
 use crate::recipe::{DataSection, Recipe};
+
+/// How far a run came that died before its first save, which a resume begins again; none where there is a
+/// checkpoint, or no run on any disk. All ranks call it, and find the same.
+pub(super) fn unsaved(ranks: Ranks<'_>, folder: Folder<'_>) -> Result<Option<u64>, TrainError> {
+    let here = ranks.together(folder.unsaved())?;
+    let all = ranks.all(&here.map_or_else(Vec::new, |step| step.to_le_bytes().to_vec()))?;
+    let steps = all.iter().filter_map(|step| step.as_slice().try_into().ok());
+    Ok(steps.map(u64::from_le_bytes).max())
+}
 
 /// Notes what steps run on from here on. Of a resumed run, what they ran on before where that was
 /// another device, or else what was other of what their bits depend on.

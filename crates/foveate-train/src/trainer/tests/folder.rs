@@ -207,6 +207,37 @@ fn what_resuming_lacks_is_named_with_the_remedy() {
     assert_eq!(place.run(&place.recipe(&[]), Start::Resume).unwrap().0.steps, 6);
 }
 
+/// One command starts a run again whenever it died: launchers know no other.
+#[test]
+fn a_run_that_died_before_its_first_checkpoint_begins_again_by_resume() {
+    let place = Place::new();
+    let (_, right) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    // As a process leaves it that is killed behind a step.
+    let dies = || std::fs::remove_dir_all(place.dir().join("checkpoints")).unwrap();
+    dies();
+    let told = place.refused(&[], Start::New);
+    let says = "already here, at step 6 and without a checkpoint; begin it again with --resume";
+    assert!(told.contains(says), "{told}");
+    let told = place.refused(&["train.batch_rows=1"], Start::Resume);
+    assert!(told.contains("train.batch_rows is not what this run was started with"), "{told}");
+    // The second time as one leaves it that is killed while it starts over.
+    for recipe in ["stays", "goes"] {
+        if recipe == "goes" {
+            std::fs::remove_file(place.dir().join("recipe.toml")).unwrap();
+        }
+        let (_, again) = place.run(&place.recipe(&[]), Start::Resume).unwrap();
+        assert_eq!((again.unsaved, &again.losses), (Some(6), &right.losses));
+        dies();
+    }
+    // What is no run is not begun.
+    std::fs::remove_file(place.dir().join("metrics.jsonl")).unwrap();
+    let told = place.refused(&[], Start::Resume);
+    assert!(told.contains("no checkpoint to resume from; start without --resume"), "{told}");
+    place.put("metrics.jsonl", "my words\n");
+    let told = place.refused(&[], Start::Resume);
+    assert!(told.contains("line 1 is no record of a run"), "{told}");
+}
+
 #[test]
 fn a_resume_from_what_is_damaged_names_the_newest_that_is_intact() {
     let place = Place::new();
@@ -254,15 +285,15 @@ fn a_run_that_ended_meanwhile_is_not_said_to_be_at_work() {
     let place = Place::new();
     let dir = place.dir();
     let folder = Folder::new(&dir);
-    assert_eq!(folder.admit(Start::New, None).unwrap(), None);
+    assert_eq!(folder.admit(Start::New, None, false).unwrap(), None);
     let (summary, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
     let older = summary.checkpoint.with_file_name("step-000004");
     let told = |start, last| {
-        folder.claim(start, last, None).err().map(|e| e.to_string()).unwrap_or_default()
+        folder.claim(start, last, None, false).err().map(|e| e.to_string()).unwrap_or_default()
     };
     let new = told(Start::New, None);
     assert!(new.contains("a run is already here; continue it with --resume"), "{new}");
     let resumed = told(Start::Resume, Some(older.as_path()));
     assert!(resumed.contains("has saved or removed a checkpoint meanwhile"), "{resumed}");
-    assert!(folder.claim(Start::Resume, Some(&summary.checkpoint), None).is_ok());
+    assert!(folder.claim(Start::Resume, Some(&summary.checkpoint), None, false).is_ok());
 }
