@@ -240,23 +240,29 @@ fn a_host_that_dies_between_the_renames_of_a_checkpoint_leaves_the_one_before_wh
     }
 }
 
-/// In the folder of the run, and above it, where marks lie of ranks that began before it was there.
+/// In the folder of the run, and however far above it, where marks lie of ranks that began before it was there.
 #[test]
 fn marks_of_ranks_that_were_killed_are_removed_an_hour_later() {
-    let (hosts, few) = (Hosts::new(), ["--set", "train.steps=1", "--start-over"]);
+    let hosts = Hosts::new();
+    let few = ["--set", "train.steps=1", "--set", "run.dir=far/below/run"];
     hosts.trained(["a", "a", "b"], &few);
-    let [old, above, young] =
-        ["a/run/.foveate-rank-00000-aa", "a/.foveate-rank-00001-bb", "a/.foveate-rank-00002-cc"]
-            .map(|name| hosts.0.path(name));
+    let [old, above, far, young] = [
+        "a/far/below/run/.foveate-rank-00000-aa",
+        "a/far/below/.foveate-rank-00001-bb",
+        "a/.foveate-rank-00001-cc",
+        "a/.foveate-rank-00002-dd",
+    ]
+    .map(|name| hosts.0.path(name));
     let hours = SystemTime::now() - Duration::from_secs(2 * 3600);
-    for path in [&old, &above, &young] {
+    for path in [&old, &above, &far, &young] {
         let mark = std::fs::File::create(path).unwrap();
         if path != &young {
             mark.set_modified(hours).unwrap();
         }
     }
-    hosts.trained(["a", "a", "b"], &few);
-    assert_eq!([&old, &above, &young].map(|path| path.exists()), [false, false, true]);
+    hosts.trained(["a", "a", "b"], &[&few[..], &["--start-over"]].concat());
+    let are = [&old, &above, &far, &young].map(|path| path.exists());
+    assert_eq!(are, [false, false, false, true]);
 }
 
 /// A host whose newer checkpoints are gone for a while, and come back or do not.

@@ -218,8 +218,9 @@ impl Disks {
     }
 }
 
-/// Of every rank the first one that sees the same place on its disk: the first of `places`. Marks that earlier runs
-/// left are removed from there and from the next, where they lie that were made before the first was there.
+/// Of every rank the first one that sees the same place on its disk: the first of `places`. The first rank of each disk
+/// removes marks that earlier runs left there and in the places above, where they lie that were made before the
+/// first was there.
 fn leaders<'a>(
     ranks: Ranks<'_>,
     places: impl Iterator<Item = &'a Path> + Clone,
@@ -239,9 +240,12 @@ fn leaders<'a>(
     });
     // It may be none, where it could not be made.
     let _ = fs::remove_file(&own);
-    places.take(2).for_each(remove_old_marks);
     let parse = |first: Vec<u8>| Ok(u64::from_le_bytes(first.try_into().map_err(other)?) as usize);
-    marked?.into_iter().map(parse).collect()
+    let leaders = marked?.into_iter().map(parse).collect::<Result<Vec<usize>, TrainError>>()?;
+    if leaders[ranks.rank()] == ranks.rank() {
+        places.for_each(remove_old_marks);
+    }
+    Ok(leaders)
 }
 
 /// Removes what ranks that were killed left in `place`; whatever cannot be removed harms nobody.
