@@ -28,6 +28,14 @@ pub struct Args {
     command: Vec<String>,
 }
 
+/// Tells ranks how many this command started.
+const VARIABLE: &str = "FOVEATE_LAUNCHED";
+
+/// The ranks that `foveate launch` started, in one of them.
+pub fn ranks() -> Option<String> {
+    std::env::var(VARIABLE).ok()
+}
+
 /// How long the other ranks have to end by themselves when one has failed.
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -63,6 +71,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", port.to_string())
             .env("FOVEATE_RUN", &run)
+            .env(VARIABLE, args.ranks.to_string())
             .env(threads::VARIABLE, &threads)
             .env_remove("FOVEATE_PORT")
             .env_remove("TORCHELASTIC_USE_AGENT_STORE")

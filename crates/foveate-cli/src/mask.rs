@@ -160,7 +160,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(read) = block.out_of_range() {
         return Err(Failure::usage(read.to_string()));
     }
-    let smaller = "make --len smaller, or the tiles, of which fewer points are partial then";
+    // Not with smaller tiles, which take longer to build.
+    let smaller = "make --len smaller";
     let stats = args.limits.watched(COUNTING, ids, smaller, |watch| block.stats_watched(watch))?;
     if let Some(file) = &args.svg {
         write_file(file, &block.to_svg(&args.text))?;

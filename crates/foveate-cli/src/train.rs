@@ -23,6 +23,7 @@ use crate::allocator;
 use crate::chat::RENDERER;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
+use crate::launch;
 use crate::number::number;
 use crate::output::{Output, bytes, count, tflops};
 use crate::ranks;
@@ -168,14 +169,17 @@ fn rank(
     if summary.interrupted {
         let how = match group.ranks() {
             1 => "continue with:".to_owned(),
+            // Its own words, as they were given but for how it starts.
+            _ if launch::ranks().is_some() => "continue with:".to_owned(),
             ranks => {
                 format!("continue by starting all {ranks} ranks again as before, with --resume:")
             }
         };
         crate::output::tell!(
-            "interrupted after step {}; {how} {} train {} --resume{}{}",
+            "interrupted after step {}; {how} {} {}train {} --resume{}{}",
             summary.steps,
             called(),
+            launch::ranks().map_or(String::new(), |ranks| format!("launch --ranks {ranks} -- ")),
             args.recipe.display(),
             args.device.map_or(String::new(), |device| format!(" --device {device}")),
             args.set.iter().map(|s| format!(" --set '{s}'")).collect::<String>(),

@@ -524,10 +524,12 @@ fn ends_saved(signal: &str, to: impl FnOnce(&Child) -> String) {
     let step: u64 = step.split(';').next().unwrap().parse().unwrap();
     assert_eq!(place.steps("run").last().unwrap().0, step);
     assert!(place.path(&format!("run/checkpoints/step-{step:06}")).is_dir(), "{said}");
-    assert!(
-        said.contains("continue by starting all 2 ranks again as before, with --resume:"),
-        "{said}"
+    // A line that can be given as it stands.
+    let how = format!(
+        "continue with: {} launch --ranks 2 -- train recipe.toml --resume --set 'train.steps=4000'",
+        env!("CARGO_BIN_EXE_foveate")
     );
+    assert!(said.contains(&how), "{said}");
 }
 
 #[cfg(unix)]

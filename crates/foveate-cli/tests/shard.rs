@@ -108,7 +108,11 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
             2,
             "error: the plan of so many ranks takes about 64.0 GiB",
         ),
-        (&["--mesh", "replicate=1000000"], 2, "has more than 65536 ranks"),
+        (
+            &["--mesh", "replicate=1000000"],
+            2,
+            "a mesh of replicate=1000000,shard=1,context=1,tensor=1 has more than 65536 ranks",
+        ),
         (&["--mesh", "tensor=8"], 2, "6 query heads cannot be cut over 8 ranks"),
         (&["--mesh", "data=4"], 2, "`data` is no axis of a mesh"),
         (&["--mesh", "context=auto"], 2, "the number of ranks is not known"),

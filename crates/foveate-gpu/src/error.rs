@@ -1,6 +1,9 @@
 //! What can go wrong between a program and a GPU.
 
 use std::fmt;
+use std::path::PathBuf;
+
+use foveate_tensor::count::Count;
 
 use crate::arch::Arch;
 use crate::library::{LIBRARIES_VARIABLE, Library};
@@ -25,8 +28,8 @@ pub enum GpuErrorKind {
         library: &'static str,
         /// How to get it.
         advice: &'static str,
-        /// Number of files looked for.
-        tried: usize,
+        /// The files looked for, in order.
+        tried: Vec<PathBuf>,
         /// A file that is there but cannot be opened, and why.
         unusable: Option<String>,
     },
@@ -181,12 +184,22 @@ fn advice(code: i32) -> Option<&'static str> {
     })
 }
 
+/// Files that were looked for of which a line has the names, if there are more.
+const NAMED: usize = 3;
+
 impl fmt::Display for GpuErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing { library, advice, tried, unusable } => match unusable {
                 Some(why) => write!(f, "{library} cannot be opened ({why}); {advice}"),
-                None => write!(f, "{library} was not found in {tried} places; {advice}"),
+                None => {
+                    let mut places: Vec<String> =
+                        tried.iter().take(NAMED).map(|place| place.display().to_string()).collect();
+                    let more = tried.len() - places.len();
+                    places.extend((more > 0).then(|| format!("{more} more")));
+                    let (all, places) = (Count(tried.len(), "place"), places.join(", "));
+                    write!(f, "{library} was not found in {all} ({places}); {advice}")
+                }
             },
             Self::Symbol { library, symbol } => {
                 write!(f, "{library} has no `{symbol}`; it is too old, a newer one is needed")

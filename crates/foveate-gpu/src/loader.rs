@@ -59,7 +59,7 @@ impl Library {
                 Outcome::Unusable(why) => Some(format!("{}: {why}", step.path.display())),
                 _ => None,
             });
-            let tried = search.steps.len();
+            let tried = search.steps.iter().map(|step| step.path.clone()).collect();
             GpuErrorKind::Missing { library, advice, tried, unusable }.into()
         })
     }
@@ -382,11 +382,13 @@ mod tests {
     fn a_library_that_is_nowhere_is_an_error_with_advice() {
         let missing = |unusable| -> String {
             let (library, advice) = (Library::Nvrtc.name(), Library::Nvrtc.advice());
-            GpuError::from(GpuErrorKind::Missing { library, advice, tried: 7, unusable })
-                .to_string()
+            let tried = (1..=7).map(|n| format!("/{n}/libnvrtc.so").into()).collect();
+            GpuError::from(GpuErrorKind::Missing { library, advice, tried, unusable }).to_string()
         };
         let said = missing(None);
-        assert!(said.starts_with("NVRTC was not found in 7 places; `pip install"), "{said}");
+        let places = "/1/libnvrtc.so, /2/libnvrtc.so, /3/libnvrtc.so, 4 more";
+        let expected = format!("NVRTC was not found in 7 places ({places}); `pip install");
+        assert!(said.starts_with(&expected), "{said}");
         let said = missing(Some("/x/libnvrtc.so.13: file too short".into()));
         let expected = "NVRTC cannot be opened (/x/libnvrtc.so.13: file too short); `pip install";
         assert!(said.starts_with(expected), "{said}");

@@ -80,9 +80,10 @@ impl Dispatch {
         };
         let number = len.div_ceil(chunk);
         if number < ranks {
+            let cut =
+                if chunk > tile { ", longer rows, or smaller chunks" } else { ", or longer rows" };
             return refused(format!(
-                "a row of {} is {} of {chunk}, and {} need one each; use {} of context or fewer, \
-                 longer rows, or smaller chunks",
+                "a row of {} is {} of {chunk}, and {} need one each; use {} of context or fewer{cut}",
                 Count(len, "token"),
                 Count(number, "chunk"),
                 Count(ranks, "rank"),

@@ -84,7 +84,7 @@ impl Mesh {
         let ranks = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size));
         match ranks {
             Some(n) if n <= MOST_RANKS => Ok(Self { sizes }),
-            _ => refused(format!("a mesh of {sizes:?} has more than {MOST_RANKS} ranks")),
+            _ => refused(format!("a mesh of {} has more than {MOST_RANKS} ranks", Self { sizes })),
         }
     }
 

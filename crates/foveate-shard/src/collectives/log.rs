@@ -236,9 +236,10 @@ pub fn compare(mut logs: Vec<TransferLog>) -> Result<Comparison, ShardError> {
             }
         };
         let message = format!(
-            "rank {rank} did not begin {}, in which {} wait since {:.3} s; {what}",
+            "rank {rank} did not begin {}, in which {} {} since {:.3} s; {what}",
             said(first),
             listed(&by),
+            if by.len() == 1 { "waits" } else { "wait" },
             waits.iter().map(|(_, t)| t.began).fold(f64::INFINITY, f64::min)
         );
         findings.push(Finding { ranks: vec![rank], message });

@@ -299,7 +299,7 @@ fn what_is_wrong_on_one_rank_ends_all_before_anything_is_written() {
     assert_eq!(
         one,
         "[mesh]: a row of 1 token is 1 chunk of 1, and 2 ranks need one each; use 1 rank of context \
-         or fewer, longer rows, or smaller chunks"
+         or fewer, or longer rows"
     );
     assert_eq!(other, format!("rank 0: {one}"));
     let heads: &[&str] = &["mesh.context=2", "mesh.strategy=heads", "model.num_key_value_heads=1"];
