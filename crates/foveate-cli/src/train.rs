@@ -12,7 +12,7 @@ use foveate_nn::Recording;
 use foveate_shard::collectives::Collectives;
 use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::device::DeviceChoice;
-use foveate_train::error::TrainErrorKind;
+use foveate_train::error::{TrainError, TrainErrorKind};
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
 use foveate_train::trainer::{Observer, Options, Start, Started, Summary, load_recipe, train_on};
@@ -119,7 +119,8 @@ fn options(args: &Args) -> Options {
 }
 
 /// A failure of a rank, with where its last transfers are.
-fn told(recipe: &Recipe, failure: Failure) -> Failure {
+fn told(args: &Args, recipe: &Recipe, e: TrainError) -> Failure {
+    let failure = Failure::from(e.of_overrides(&args.set));
     let transfers = recipe.run.dir.join("transfers");
     match &failure {
         Failure::Lost(Some(_)) if transfers.is_dir() => failure.help(format!(
@@ -139,7 +140,7 @@ fn other(
 ) -> Result<(), Failure> {
     let mut silent = Silent(interrupt);
     let summary = train_on(group, recipe, &args.recipe, options(args), &mut silent);
-    let summary = summary.map_err(|e| told(recipe, e.into()))?;
+    let summary = summary.map_err(|e| told(args, recipe, e))?;
     if summary.interrupted { Err(Failure::Interrupted) } else { Ok(()) }
 }
 
@@ -164,7 +165,7 @@ fn rank(
         if matches!(e.kind(), TrainErrorKind::Interrupted) {
             crate::output::tell!("interrupted before the first step; nothing was written");
         }
-        told(recipe, e.into())
+        told(args, recipe, e)
     })?;
     if summary.interrupted {
         let how = match group.ranks() {

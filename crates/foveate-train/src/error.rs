@@ -105,13 +105,40 @@ pub enum TrainErrorKind {
     },
 }
 
+/// The override that gave the field which `message` begins with; of several the last.
+fn override_of<'a>(overrides: &'a [String], message: &str) -> Option<&'a str> {
+    let field = message.split([' ', ':']).next().unwrap_or_default();
+    let gave = |set: &&String| {
+        let key = set.split('=').next().unwrap_or_default().trim();
+        field.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    overrides.iter().rfind(gave).map(String::as_str)
+}
+
 impl TrainError {
     /// The kind, with its details.
     pub fn kind(&self) -> &TrainErrorKind {
         &self.kind
     }
 
-    pub(crate) fn recipe(place: impl Into<String>, message: impl Into<String>) -> Self {
+    /// The same, with the override in the place of the recipe where what is wrong begins with a field that one
+    /// gave.
+    #[must_use]
+    pub fn of_overrides(self, overrides: &[String]) -> Self {
+        let TrainErrorKind::Recipe { place, position: None, message } = self.kind() else {
+            return self;
+        };
+        // A field may stand as the place, too.
+        let told = [message.clone(), format!("{place}: {message}")];
+        let found = told.iter().find_map(|told| Some((override_of(overrides, told)?, told)));
+        match found {
+            Some((set, told)) => Self::recipe(format!("--set {set}"), told),
+            None => self,
+        }
+    }
+
+    /// What is wrong with the recipe at `place`.
+    pub fn recipe(place: impl Into<String>, message: impl Into<String>) -> Self {
         TrainErrorKind::Recipe { place: place.into(), position: None, message: message.into() }
             .into()
     }

@@ -549,7 +549,7 @@ impl Recipe {
                 recipe = table.clone().try_into().map_err(|e| of_override(set, field, &e))?;
             }
         }
-        recipe.check(place)?;
+        recipe.check(place).map_err(|e| e.of_overrides(overrides))?;
         if recipe.train.epochs.is_none() {
             recipe.train.steps.get_or_insert(STEPS);
         }

@@ -15,6 +15,7 @@ use foveate_nn::{
 };
 use foveate_problem::Spec;
 use foveate_train::checkpoint::{self, Checksums};
+use foveate_train::error::TrainError;
 use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes_on_cpu};
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
@@ -373,7 +374,9 @@ pub fn run(
     let gpu = device.map(GpuProfile::named).transpose().map_err(Failure::usage)?;
     let recipe = Recipe::load(path, set)?;
     let place = path.parent().unwrap_or(Path::new(""));
-    let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
+    let wrong = |message: String| {
+        Failure::from(TrainError::recipe(path.display().to_string(), message).of_overrides(set))
+    };
     let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
     // What is read of it is shown, and nothing is computed with it.
     let read = |folder| checkpoint::read_config(folder, Checksums::Skip);

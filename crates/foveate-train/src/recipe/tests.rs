@@ -192,7 +192,10 @@ fn every_mistake_is_named_with_its_place() {
     let large = told(TEXT, &["run.seed=9223372036854775808"]);
     assert!(large.contains("is past 9223372036854775807, the largest whole number"), "{large}");
     assert!(told(TEXT, &["train.steps.x=1"]).contains("`steps` is a value, not a section"));
-    assert_eq!(told(TEXT, &["train.steps=0"]), "r.toml: train.steps is 0; it must be at least 1");
+    assert_eq!(
+        told(TEXT, &["train.steps=0"]),
+        "--set train.steps=0: train.steps is 0; it must be at least 1"
+    );
     let both = told(TEXT, &["train.epochs=2"]);
     assert!(both.contains("train.epochs is given beside train.steps; give one"), "{both}");
     let sums = told(TEXT, &["precision.state=bf16", "train.accumulate=2"]);
