@@ -79,6 +79,6 @@ pub use layout::{Cut, CutAxis, Lengths, ShardLayout, Sharded, Sharding};
 pub use map::{Axis, Map};
 pub use mesh::{Mesh, MeshAxis};
 pub use permutation::{Permutation, PermutationId};
-pub use plan::{Cells, ModelShape, Part, PlanOptions, RankPlan, ShardPlan, Stage, Strategy};
+pub use plan::{Cells, Links, ModelShape, Part, PlanOptions, RankPlan, ShardPlan, Stage, Strategy};
 pub use plane::{LayerBlockMask, LayerMask, Planes, Whole};
 pub use ranges::Ranges;

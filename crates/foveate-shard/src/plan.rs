@@ -91,11 +91,39 @@ impl From<Strategy> for String {
 /// Stages of an exchange at most.
 const MOST_STAGES: usize = 4;
 
-/// How many bytes the memory of a GPU moves while one comes from another GPU of its host.
-const MEMORY_TO_LINK: u64 = 9;
+/// What carries bytes to a rank, in MB/s: by which time strategies are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Links {
+    /// Ranks that share a host.
+    pub host_ranks: usize,
+    /// From the others of its host.
+    pub host: u64,
+    /// From those of other hosts.
+    pub network: u64,
+    /// Its memory.
+    pub memory: u64,
+}
 
-/// GPUs of a host: ranks of `context` and `tensor` stand next to each other, so no more of them share a host's links.
-const OF_HOST: usize = 8;
+impl Default for Links {
+    /// Those of eight GPUs a host, with NVLink within and 400 Gb/s for each between hosts.
+    fn default() -> Self {
+        Self { host_ranks: 8, host: 360_000, network: 40_000, memory: 3_240_000 }
+    }
+}
+
+impl Links {
+    /// Whether these ranks are on several hosts.
+    fn are_apart(&self, ranks: &[usize]) -> bool {
+        ranks.iter().any(|rank| rank / self.host_ranks != ranks[0] / self.host_ranks)
+    }
+
+    /// Microseconds in which a rank receives bytes of others.
+    fn micros(&self, rank: usize, parts: impl Iterator<Item = (usize, u64)>) -> f64 {
+        let mut bytes = [0; 2];
+        parts.for_each(|(peer, part)| bytes[usize::from(self.are_apart(&[rank, peer]))] += part);
+        (bytes[0] as f64 / self.host as f64).max(bytes[1] as f64 / self.network as f64)
+    }
+}
 
 /// Shapes of a model that masks do not know.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -117,11 +145,13 @@ pub struct ModelShape {
 /// What the planner is told besides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PlanOptions {
-    /// The strategy; when it is `None` the one that receives the fewest bytes, an exchange before attention where
-    /// that is less than joining its parts.
+    /// The strategy; when it is `None` the one whose bytes arrive soonest, an exchange before attention where
+    /// that is sooner than parts of it are joined.
     pub strategy: Option<Strategy>,
     /// Tokens of a chunk, a multiple of the tile; chosen when it is `None`.
     pub chunk: Option<usize>,
+    /// What the bytes go by.
+    pub links: Links,
 }
 
 /// Batch entries, heads and positions of the whole problem.
@@ -287,7 +317,7 @@ impl ShardPlan {
             .with_cut(Axis::Seq, first.dispatch.cut().clone())?
             .with_cut(Axis::KvSeq, first.kv_cut.clone())?
             .in_order(order_of(&permutations));
-        let (strategy, reason) = choose(&sharding, &whole, shape, options.strategy, &places)?;
+        let (strategy, reason) = choose(&sharding, &whole, shape, &options, &places)?;
         let mut plan = Self {
             sharding,
             whole,
@@ -508,6 +538,40 @@ impl Places {
         Ok(places)
     }
 
+    /// Microseconds in which the keys arrive that the rank needs whose arrive last, by the `bytes` of some keys; and the
+    /// most keys that a rank needs of others.
+    fn longest_exchange(
+        &self,
+        map: &Map,
+        links: &Links,
+        bytes: impl Fn(Ranges) -> u64,
+    ) -> (f64, usize) {
+        let heads = self.needs.len() / self.tokens.len();
+        let place = |rank: usize| map.part(Axis::Batch, rank) * heads + map.part(Axis::Heads, rank);
+        let mut seen = vec![false; self.needs.len()];
+        let (mut longest, mut most) = (0.0, 0);
+        for first in 0..map.mesh().ranks() {
+            let place = place(first);
+            if std::mem::replace(&mut seen[place], true) {
+                continue;
+            }
+            let group = map.mesh().group(first, &[MeshAxis::Context]);
+            let (kv, apart) = (&self.tokens[place / heads].kv, links.are_apart(&group));
+            for (c, needs) in self.needs[place].iter().enumerate() {
+                let others = needs.difference(&kv[c]);
+                most = others.len().max(most);
+                let micros = if apart {
+                    let of = |o: usize| (group[o], bytes(needs.intersection(&kv[o])));
+                    links.micros(group[c], (0..group.len()).filter(|&o| o != c).map(of))
+                } else {
+                    bytes(others) as f64 / links.host as f64
+                };
+                longest = micros.max(longest);
+            }
+        }
+        (longest, most)
+    }
+
     /// The keys that each rank of `context` needs which has a rank's rows and heads.
     fn needs(&self, map: &Map, rank: usize) -> &[Ranges] {
         let heads = self.needs.len() / self.tokens.len();
@@ -540,7 +604,7 @@ fn choose(
     sharding: &Sharding,
     whole: &Whole,
     shape: &ModelShape,
-    wanted: Option<Strategy>,
+    options: &PlanOptions,
     places: &Places,
 ) -> Result<(Strategy, String), ShardError> {
     // Every part of the batch has as many tokens on a rank.
@@ -548,7 +612,7 @@ fn choose(
     let ranks = kv.len();
     // Of the ranks of `tensor`, the one with the fewest key/value heads.
     let kv_heads = whole.kv_heads / sharding.map().parts(Axis::KvHeads);
-    match wanted {
+    match options.strategy {
         Some(Strategy::HeadsForTokens) if kv_heads == 0 => {
             return refused(
                 "heads for tokens: there are fewer key/value heads than ranks of tensor; use exchange",
@@ -569,7 +633,7 @@ fn choose(
         None if ranks == 1 => return Ok((Strategy::Gather, "one rank has all tokens".to_owned())),
         None => {}
     }
-    // Bytes that the busiest rank of the first place on `tensor` receives in a forward pass.
+    // Of the first place on `tensor`, and of the part of the batch with the most rows.
     let batch = (0..places.tokens.len()).map(|b| sharding.cut(Axis::Batch).range(b).len());
     let batch = batch.max().unwrap_or(0);
     let group = whole.heads / whole.kv_heads;
@@ -580,39 +644,34 @@ fn choose(
         q,
         kv,
     };
-    let heads = places.needs.len() / places.tokens.len();
-    let received = places.needs.iter().enumerate().flat_map(|(place, needs)| {
-        let kv = &places.tokens[place / heads].kv;
-        needs.iter().zip(kv).map(|(needs, own)| needs.difference(own))
-    });
-    let received = received.map(|keys| {
-        let tokens = keys.len();
-        (part_bytes(shape, &cells(kv_heads, Ranges::default(), keys), &WITH_KEYS), tokens)
-    });
-    let (exchange, tokens) = received.max().unwrap_or((0, 0));
+    let keys =
+        |keys: Ranges| part_bytes(shape, &cells(kv_heads, Ranges::default(), keys), &WITH_KEYS);
+    let (exchange, tokens) = places.longest_exchange(sharding.map(), &options.links, keys);
     let own_heads = Cut::even(kv_heads, ranks);
+    let peers = sharding.map().mesh().group(0, &[MeshAxis::Context]);
     let swapped = (0..ranks).map(|c| {
-        let own = own_heads.range(c).len();
-        let [others_q, others_kv] = [(&q[c], whole.q_len), (&kv[c], whole.kv_len)]
-            .map(|(own, len)| Ranges::one(0..len).difference(own));
-        let tokens = cells(own, others_q, others_kv);
-        let results = cells(kv_heads - own, q[c].clone(), Ranges::default());
-        part_bytes(shape, &tokens, &WITH_QUERIES)
-            + part_bytes(shape, &tokens, &WITH_KEYS)
-            + result_bytes(shape, &results)
+        let parts = (0..ranks).filter(|&o| o != c).map(|o| {
+            let tokens = cells(own_heads.range(c).len(), q[o].clone(), kv[o].clone());
+            let results = cells(own_heads.range(o).len(), q[c].clone(), Ranges::default());
+            let bytes = part_bytes(shape, &tokens, &WITH_QUERIES)
+                + part_bytes(shape, &tokens, &WITH_KEYS)
+                + result_bytes(shape, &results);
+            (peers[o], bytes)
+        });
+        options.links.micros(peers[c], parts)
     });
-    let swapped = swapped.max().unwrap_or(0);
     let divides = kv_heads > 0 && kv_heads.is_multiple_of(ranks);
-    if divides && swapped < exchange {
+    let swapped = if divides { swapped.fold(0.0, f64::max) } else { f64::INFINITY };
+    if swapped < exchange {
         let reason = format!(
-            "the busiest rank receives {:.0} % of what an exchange of needed keys would send it",
-            100.0 * swapped as f64 / exchange as f64
+            "the busiest rank waits {:.0} % of what it would for an exchange of needed keys",
+            100.0 * swapped / exchange
         );
         return Ok((Strategy::HeadsForTokens, reason));
     }
     let reason = match divides {
         false if kv_heads == 0 => "ranks of tensor hold copies of key/value heads".to_owned(),
-        true => "it receives no more than giving heads for tokens would".to_owned(),
+        true => "its keys arrive no later than heads given for tokens would".to_owned(),
         false => {
             let (kv_heads, ranks) = (Count(kv_heads, "key/value head"), Count(ranks, "rank"));
             format!("{kv_heads} cannot be divided over {ranks}")
@@ -622,10 +681,8 @@ fn choose(
     // many queries as there are keys, are joined.
     let queries = q.iter().map(Ranges::len).max().unwrap_or(0);
     let parts = 8 * (queries + 2 * queries.min(tokens));
-    let joined = (batch * kv_heads * group * shape.dim_v * parts) as u64;
-    let (stages, why) = if ranks * sharding.map().parts(Axis::Heads) > OF_HOST {
-        (2, "they may be on several hosts, whose keys arrive while it computes on its own")
-    } else if exchange * MEMORY_TO_LINK <= joined {
+    let joined = (batch * kv_heads * group * shape.dim_v * parts) as f64;
+    let (stages, why) = if exchange <= joined / options.links.memory as f64 {
         (0, "the keys arrive sooner than parts of attention would be joined")
     } else {
         (2, "more keys arrive than parts of attention take to join")

@@ -9,5 +9,5 @@
 mod machine;
 mod timeline;
 
-pub use machine::{AttentionRates, Gpu, Host, Link, Machine, Span};
+pub use machine::{AttentionRates, Gpu, Host, JOIN, Link, Machine, Span};
 pub use timeline::{Idle, Queue, Ran, Task, TaskId, Timeline, Timing};

@@ -163,7 +163,8 @@ fn run(
     let planes = Planes::new(case.whole, &[layer], Tile { q: 2, kv: 3 })?;
     let shape = ModelShape { dim: DIM[0], dim_v: DIM[1], hidden: 8, ffn: 8, vocab: 8, element };
     let map = Map::new(Mesh::new(mesh)?);
-    let plan = ShardPlan::new(&map, &planes, &shape, PlanOptions { strategy, chunk: None })?;
+    let plan =
+        ShardPlan::new(&map, &planes, &shape, PlanOptions { strategy, ..PlanOptions::default() })?;
     let proven = Arc::new(
         plan.prove(&planes, &Limits::default()).map_err(|e| ShardError::new(e.to_string()))?,
     );
@@ -399,7 +400,7 @@ fn a_token_changes_the_outputs_that_see_it_and_no_other() {
             &map,
             &planes,
             &shape,
-            PlanOptions { strategy: Some(strategy), chunk: None },
+            PlanOptions { strategy: Some(strategy), ..PlanOptions::default() },
         )
         .unwrap();
         let proven = Arc::new(plan.prove(&planes, &Limits::default()).unwrap());

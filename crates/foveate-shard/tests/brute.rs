@@ -444,7 +444,7 @@ fn the_verdict_is_that_of_a_check_entry_by_entry() {
         } else {
             map
         };
-        let options = PlanOptions { strategy: Some(strategy), chunk: None };
+        let options = PlanOptions { strategy: Some(strategy), ..PlanOptions::default() };
         let plan = ShardPlan::new(&map, &planes, &shape, options).unwrap();
         assert_eq!(brute(&plan, &plan, &masks), Ok(()), "seed {seed}: a plan as it was made");
         let mut changed = plan.clone();

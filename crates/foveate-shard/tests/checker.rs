@@ -48,7 +48,8 @@ fn planned(mesh: [usize; 4], strategy: Strategy, mask: MaskMod) -> (ShardPlan, P
     let whole = Whole { batch: 4, heads: 8, kv_heads: 4, q_len: LEN, kv_len: LEN };
     let planes = Planes::new(whole, &[LayerMask { mask: Some(mask), layers: 2 }], TILE).unwrap();
     let map = Map::new(Mesh::new(mesh).unwrap());
-    let options = PlanOptions { strategy: Some(strategy), chunk: Some(4) };
+    let options =
+        PlanOptions { strategy: Some(strategy), chunk: Some(4), ..PlanOptions::default() };
     (ShardPlan::new(&map, &planes, &shape(), options).unwrap(), planes)
 }
 
@@ -136,7 +137,8 @@ fn queries_that_see_nothing_of_a_stage_are_left_out_of_it() {
             Planes::new(whole, &[LayerMask { mask: Some(mask), layers: 1 }], tile).unwrap();
         for (ranks, most) in [2, 4, 8].into_iter().zip(most) {
             let map = Map::new(Mesh::new([1, 1, ranks, 1]).unwrap());
-            let options = PlanOptions { strategy: Some(Strategy::Exchange(2)), chunk: None };
+            let options =
+                PlanOptions { strategy: Some(Strategy::Exchange(2)), ..PlanOptions::default() };
             let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
             let proven = plan.prove(&planes, &Limits::default()).unwrap();
             let plan = proven.plan();
@@ -517,7 +519,8 @@ fn r06_keys_have_a_length_of_their_own() {
     let mask = Some(masks::causal_bottom_right());
     let planes = Planes::new(whole, &[LayerMask { mask, layers: 2 }], TILE).unwrap();
     for strategy in [Strategy::Gather, Strategy::Exchange(2)] {
-        let options = PlanOptions { strategy: Some(strategy), chunk: Some(4) };
+        let options =
+            PlanOptions { strategy: Some(strategy), chunk: Some(4), ..PlanOptions::default() };
         let plan = ShardPlan::new(&map(), &planes, &shape(), options).unwrap();
         let proven = plan.clone().prove(&planes, &Limits::default()).unwrap();
         assert_eq!(proven.proof().live_entries, planes.work().iter().sum::<u64>());

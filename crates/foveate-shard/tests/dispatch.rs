@@ -6,8 +6,8 @@ use foveate::mask::Tile;
 use foveate::tensor::{ElementType, random::Random};
 use foveate::{Buffer, MaskMod, masks};
 use foveate_shard::{
-    Dispatch, LayerMask, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, Ranges,
-    ShardPlan, Strategy, Whole,
+    Dispatch, LayerMask, Limits, Links, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
+    Ranges, RankPlan, ShardPlan, Strategy, Whole,
 };
 
 const TILE: Tile = Tile { q: 128, kv: 128 };
@@ -146,7 +146,8 @@ fn keys_that_are_sent_are_hardly_more_than_those_that_are_seen() {
         let planes = Planes::new(whole(len), &layers, TILE).unwrap();
         for ranks in [8, 16, 32, 64] {
             let map = Map::new(Mesh::new([1, 1, ranks, 1]).unwrap());
-            let options = PlanOptions { strategy: Some(Strategy::Exchange(2)), chunk: None };
+            let options =
+                PlanOptions { strategy: Some(Strategy::Exchange(2)), ..PlanOptions::default() };
             let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
             let proven = plan.prove(&planes, &Limits::default()).unwrap();
             let sent: u64 = proven.proof().bytes.iter().map(|bytes| bytes.forward_sent).sum();
@@ -194,7 +195,8 @@ fn rows_of_other_documents_are_balanced_and_sent_what_they_need_each() {
         let whole = Whole { batch: shard, ..whole(len) };
         let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
         let map = Map::new(Mesh::new([1, shard, context, tensor]).unwrap());
-        let options = PlanOptions { strategy: Some(Strategy::Exchange(2)), chunk: None };
+        let options =
+            PlanOptions { strategy: Some(Strategy::Exchange(2)), ..PlanOptions::default() };
         let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
         let proven = plan.prove(&planes, &Limits::default()).unwrap();
         let (plan, proof) = (proven.plan(), proven.proof());
@@ -236,7 +238,7 @@ fn the_strategy_is_that_of_the_fewest_bytes() {
                 let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
                 let map = Map::new(Mesh::new([1, shard, context, tensor]).unwrap());
                 let received = |strategy| {
-                    let options = PlanOptions { strategy, chunk: None };
+                    let options = PlanOptions { strategy, ..PlanOptions::default() };
                     let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
                     let proven = plan.prove(&planes, &Limits::default()).unwrap();
                     let bytes = proven.proof().bytes.iter().map(|bytes| bytes.forward_received);
@@ -252,6 +254,75 @@ fn the_strategy_is_that_of_the_fewest_bytes() {
         }
     }
     assert!(chosen.iter().all(|&times| times > 5), "{chosen:?}");
+}
+
+/// Microseconds in which the last rank has what a plan has it receive of others in a forward pass.
+fn micros(plan: &ShardPlan, links: &Links) -> f64 {
+    let host = |rank: usize| rank / links.host_ranks;
+    let of_rank = |(rank, own): (usize, &RankPlan)| {
+        let mut bytes = [0.0; 2];
+        let mut add = |peer: usize, part: f64| bytes[usize::from(host(peer) != host(rank))] += part;
+        for part in own.stages.iter().flat_map(|stage| &stage.receives) {
+            add(part.peer, part.bytes as f64);
+            if plan.strategy == Strategy::HeadsForTokens {
+                // Whoever gave queries computes others of this rank's: out and lse, in f32.
+                let theirs = &plan.ranks[part.peer].stages[0].compute.heads;
+                let numbers = own.own.batch.len() * own.own.q.len() * theirs.len();
+                add(part.peer, (4 * numbers * (plan.shape.dim_v + 1)) as f64);
+            }
+        }
+        (bytes[0] / links.host as f64).max(bytes[1] / links.network as f64)
+    };
+    plan.ranks.iter().enumerate().map(of_rank).fold(0.0, f64::max)
+}
+
+/// What goes between hosts takes as long as the network does, so that the fewest bytes are not the soonest.
+#[test]
+fn the_strategy_is_the_soonest_over_the_links_of_hosts() {
+    let (len, mut chosen) = (1 << 14, [0; 2]);
+    let mut other_than_by_bytes = 0;
+    for (heads, kv_heads) in [(8, 8), (16, 8), (32, 8)] {
+        for [shard, context, tensor] in [[1, 4, 1], [2, 4, 1], [1, 8, 1], [1, 4, 2]] {
+            let whole = Whole { batch: shard, heads, kv_heads, q_len: len, kv_len: len };
+            for mask in [masks::causal(), masks::sliding_window(3000).unwrap(), documents(len, 6)] {
+                let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
+                let map = Map::new(Mesh::new([1, shard, context, tensor]).unwrap());
+                let planned = |strategy, links| {
+                    let options = PlanOptions { strategy, links, ..PlanOptions::default() };
+                    ShardPlan::new(&map, &planes, &shape(), options).unwrap()
+                };
+                let by_bytes = planned(None, Links::default()).strategy;
+                for links in [
+                    Links { host_ranks: 2, ..Links::default() },
+                    Links { host_ranks: 4, network: 1000, ..Links::default() },
+                ] {
+                    let took = |strategy| micros(&planned(Some(strategy), links), &links);
+                    let [exchange, swapped] =
+                        [Strategy::Exchange(2), Strategy::HeadsForTokens].map(took);
+                    let plan = planned(None, links);
+                    let (found, least) = (micros(&plan, &links), exchange.min(swapped));
+                    assert!(
+                        (found / least - 1.0).abs() < 1e-9,
+                        "{found}, {exchange} and {swapped}"
+                    );
+                    let is = |strategy| usize::from(strategy == Strategy::HeadsForTokens);
+                    chosen[is(plan.strategy)] += 1;
+                    other_than_by_bytes += usize::from(is(plan.strategy) != is(by_bytes));
+                }
+            }
+        }
+    }
+    assert!(chosen.iter().all(|&times| times > 5) && other_than_by_bytes > 0, "{chosen:?}");
+    // Keys of few documents wait for a slow network, and for a host's links not.
+    let planes = Planes::new(whole(len), &[layer(documents(len, 100))], TILE).unwrap();
+    let map = Map::new(Mesh::new([1, 1, 8, 1]).unwrap());
+    for (links, stages) in
+        [(Links::default(), 0), (Links { host_ranks: 4, network: 100, ..Links::default() }, 2)]
+    {
+        let options = PlanOptions { links, ..PlanOptions::default() };
+        let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
+        assert_eq!(plan.strategy, Strategy::Exchange(stages), "{}", plan.reason);
+    }
 }
 
 /// Where parts of attention are more bytes to join than keys are to wait for, these come first.

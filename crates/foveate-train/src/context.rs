@@ -188,7 +188,7 @@ impl ContextPlanner {
         let whole = Whole { batch: rows, heads, kv_heads, q_len: len, kv_len: len };
         let context = self.map.mesh().size(MeshAxis::Context);
         let planes = Planes::new(whole, &masks, usual_tile(len, context))?;
-        let options = PlanOptions { strategy: self.strategy, chunk: None };
+        let options = PlanOptions { strategy: self.strategy, ..Default::default() };
         let plan = ShardPlan::new(&self.map, &planes, &self.shape, options)?;
         let proven = plan
             .prove(&planes, &self.limits)

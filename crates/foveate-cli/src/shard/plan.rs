@@ -8,8 +8,8 @@ use foveate::{AnyBuffer, BufferData, MaskMod};
 use foveate_nn::{AttentionProgram, Dry, Model, ModelConfig, TensorPart};
 use foveate_shard::step::{StepPlan, StepShape};
 use foveate_shard::{
-    LayerMask, Lengths, Limits, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes, ProvenPlan,
-    ProvenStep, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
+    LayerMask, Lengths, Limits, Links, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
+    ProvenPlan, ProvenStep, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
 };
 use foveate_train::memory::Setting;
 use foveate_train::recipe::Recipe;
@@ -48,7 +48,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = number::<usize>)]
     rows: Option<usize>,
     /// How keys meet queries: gather, exchange (in 2 stages), exchange:0 to exchange:4, or heads; the
-    /// one that receives the fewest bytes when left out, an exchange before attention or in 2 stages
+    /// one whose bytes arrive soonest when left out, an exchange before attention or in 2 stages
     #[arg(long)]
     strategy: Option<Strategy>,
     /// Tokens of a chunk, a multiple of the tile: 128, or less where a row is short
@@ -67,11 +67,11 @@ pub struct PlannedRecipe {
 }
 
 impl PlanArgs {
-    /// Plans.
+    /// Plans for ranks with these links.
     ///
     /// # Errors
     /// What is wrong with recipe, mesh or documents, in one line.
-    pub fn plan(&self, limits: &limits::Limits) -> Result<PlannedRecipe, Failure> {
+    pub fn plan(&self, limits: &limits::Limits, links: Links) -> Result<PlannedRecipe, Failure> {
         let recipe =
             Recipe::load(&self.recipe, &self.set).map_err(|e| Failure::usage(e.to_string()))?;
         let mesh = match self.ranks {
@@ -106,7 +106,7 @@ impl PlanArgs {
         let masks = masks(&self.doc_lens, &recipe, &config, [batch, len])?;
         let began = Instant::now();
         let strategy = self.strategy.or(recipe.mesh.strategy);
-        let options = PlanOptions { strategy, chunk: self.chunk };
+        let options = PlanOptions { strategy, chunk: self.chunk, links };
         let (planes, plan) =
             planned(&config, &map, [batch, len], &masks, ElementType::BF16, options)?;
         // Whether every rank of `tensor` has a part of the model.
@@ -154,7 +154,7 @@ fn planned(
 pub fn proven(recipe: &Recipe, config: &ModelConfig, mesh: Mesh) -> Result<ProvenPlan, Failure> {
     let shape = [recipe.train.batch_rows, recipe.data.len];
     let masks = masks(&[], recipe, config, shape)?;
-    let options = PlanOptions { strategy: recipe.mesh.strategy, chunk: None };
+    let options = PlanOptions { strategy: recipe.mesh.strategy, ..Default::default() };
     let (planes, plan) =
         planned(config, &Map::new(mesh), shape, &masks, ElementType::F32, options)?;
     plan.prove(&planes, &Limits::default()).map_err(|e| Failure::new(e.to_string()))

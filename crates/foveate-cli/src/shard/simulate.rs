@@ -82,7 +82,8 @@ struct RankReport {
 /// Plans, simulates and prints.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let machine = memory::machine(&args.machine)?;
-    let PlannedRecipe { recipe, config, planes, plan, .. } = args.what.plan(&args.limits)?;
+    let PlannedRecipe { recipe, config, planes, plan, .. } =
+        args.what.plan(&args.limits, machine.links())?;
     let tiles: Vec<Vec<u64>> = {
         let reps = plan.sharding.map().mesh().group(0, &[MeshAxis::Context]);
         reps.into_iter().map(|rank| plan.live_tiles(&planes, rank)).collect()

@@ -5,6 +5,10 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ShardError, refused};
+use crate::plan::Links;
+
+/// The block that joins parts of attention, among the rates of memory.
+pub const JOIN: &str = "join";
 
 /// GPUs, the hosts that they are in, and the network between these.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -159,6 +163,19 @@ impl Machine {
 
     fn at_least(&self, seconds: f64) -> f64 {
         if seconds > 0.0 { seconds.max(self.gpu.least_us * 1e-6) } else { 0.0 }
+    }
+
+    /// What keys of other ranks go by.
+    pub fn links(&self) -> Links {
+        let mbps = |gbps: f64| (gbps * 1e3).round().max(1.0) as u64;
+        Links {
+            host_ranks: self.host.ranks,
+            host: mbps(self.host.link.gbps),
+            network: mbps(self.network.gbps),
+            memory: mbps(
+                self.gpu.gbps.get(JOIN).or(self.gpu.gbps.get("default")).copied().unwrap_or(1.0),
+            ),
+        }
     }
 
     fn host_of(&self, rank: usize) -> usize {
