@@ -244,6 +244,32 @@ fn thousands(n: i64) -> String {
     if n < 1000 { n.to_string() } else { format!("{},{:03}", n / 1000, n % 1000) }
 }
 
+/// By how many bytes they are in f32, at the machine's rate; with one stage there is nothing to join.
+#[test]
+fn parts_of_attention_take_their_time_to_be_joined() {
+    let folder = tempfile::tempdir().unwrap();
+    let machine = std::fs::read_to_string(root().join("crates/foveate-shard/machines/h100x8.toml"));
+    let machine = machine.unwrap();
+    let file = folder.path().join("machine.toml");
+    let step = |join: &str, strategy: &str| {
+        let with = machine.replace("[gpu.gbps]\n", &format!("[gpu.gbps]\n\"join\" = {join}\n"));
+        assert_ne!(with, machine);
+        std::fs::write(&file, with).unwrap();
+        let args = ["--mesh", "context=2", "--rows", "1", "--strategy", strategy, "--machine"];
+        number(
+            &simulated("llama3-8b.toml", &[&args[..], &[file.to_str().unwrap()]].concat()),
+            "step_ms",
+        )
+    };
+    assert_eq!(step("1000", "exchange:0"), step("1", "exchange:0"));
+    // A causal row of 8,192 tokens on two ranks: 4,096 queries of 32 heads, all of which the first stage computes and
+    // each of the two later ones some of. In 32 layers, 1,000 GB/s in place of 1.
+    let slower = step("1", "exchange:2") - step("1000", "exchange:2");
+    let numbers = 32.0 * 4096.0 * 32.0 * 128.0 * (1.0 - 1e-3) / 1e6;
+    let [least, most] = [2.0 + 6.0, 2.0 + 16.0 + 8.0 + 6.0].map(|bytes| bytes * numbers);
+    assert!((least..=most).contains(&slower), "{slower}: {least} to {most}");
+}
+
 #[test]
 fn transfers_that_take_longer_make_a_step_longer_and_are_seen_in_its_trace() {
     let folder = tempfile::tempdir().unwrap();

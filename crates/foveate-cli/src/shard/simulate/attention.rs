@@ -1,6 +1,6 @@
-//! Attention over `context`: keys that arrive by stage, and gradients of keys that return.
+//! Attention over `context`: keys that arrive by stage, parts that are joined, and gradients of keys that return.
 
-use foveate_shard::simulate::{Queue, Span, TaskId};
+use foveate_shard::simulate::{JOIN, Queue, Span, TaskId};
 use foveate_shard::{Part, Strategy};
 
 use super::run::Run;
@@ -34,6 +34,28 @@ impl Run<'_> {
         step.machine.attention_seconds(work, step.config.dim(), backward)
     }
 
+    /// Seconds in which what a stage gives joins that of the stages before, in f32: the stage writes its part, and
+    /// joining reads both and writes one, all queries in what is stored behind the last stage. Nothing with one stage.
+    fn join_seconds(&self, rank: usize, stage: usize) -> f64 {
+        let (step, plan) = (self.step, self.step.proven.plan());
+        let stages = &plan.ranks[step.reps[rank]].stages;
+        if stages.len() < 2 {
+            return 0.0;
+        }
+        let numbers = |stage: usize| {
+            let cells = &stages[stage].compute;
+            (cells.batch.len() * cells.heads.len() * cells.q.len() * plan.shape.dim_v) as f64
+        };
+        let (all, stored) = (numbers(0), plan.shape.element.bytes() as f64);
+        let bytes = match stage {
+            // What one stage alone writes is in its rate.
+            0 => (4.0 - stored) * all,
+            _ if stage + 1 == stages.len() => 8.0 * numbers(stage) + (4.0 + stored) * all,
+            _ => 16.0 * numbers(stage),
+        };
+        step.machine.moving_seconds(JOIN, bytes)
+    }
+
     /// Attention forward, stage by stage.
     pub(super) fn attention(&mut self, name: &str) {
         let (step, plan) = (self.step, self.step.proven.plan());
@@ -52,8 +74,13 @@ impl Run<'_> {
             for (stage, &tiles) in step.tiles[rank].iter().enumerate() {
                 after.extend(arrive[stage]);
                 let part = seconds * tiles as f64 / all.max(1) as f64;
-                let name = format!("{name}, stage {stage}");
-                after = vec![self.compute(rank, &name, part, after)];
+                let stage_name = format!("{name}, stage {stage}");
+                after = vec![self.compute(rank, &stage_name, part, after)];
+                let joined = self.join_seconds(rank, stage);
+                if joined > 0.0 {
+                    after =
+                        vec![self.compute(rank, &format!("{name}, join {stage}"), joined, after)];
+                }
             }
             self.before[rank] = after;
         }
