@@ -3,6 +3,7 @@
 pub mod checks;
 pub mod determinism;
 mod device_data;
+mod gradients;
 pub mod host_time;
 pub mod launches;
 pub mod libraries;

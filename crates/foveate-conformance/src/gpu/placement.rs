@@ -1,5 +1,5 @@
 //! Data in other places gives the same bits: captured buffers and offsets in device memory, keys in
-//! pages, calls recorded in a graph, a stream of the caller's.
+//! pages, calls recorded in a graph, a stream of the caller's; and so do gradients of keys beside a narrower dq.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use foveate_cuda::{CudaOptions, Engine};
 
 use crate::gpu::checks::{Outcome, on_gpu};
 use crate::gpu::tensors::{Tensors, causal, dims};
-use crate::gpu::{device_data, pages};
+use crate::gpu::{device_data, gradients, pages};
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run() -> Result<bool, String> {
@@ -20,6 +20,10 @@ pub fn run() -> Result<bool, String> {
         say("offsets in device memory give the bits of the host's", device_data::offsets(engine));
         say("a recorded graph gives the bits of the calls", device_data::graph(engine));
         say("a stream of the caller's gives the same bits", callers_stream(engine));
+        say(
+            "dq in bf16 beside dk and dv in f32 is theirs, rounded",
+            gradients::of_two_dtypes(engine),
+        );
         for page_size in [16, 7] {
             let name = format!("keys in pages of {page_size} give what a cache in one piece gives");
             say(&name, pages::paged(engine, page_size));
