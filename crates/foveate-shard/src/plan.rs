@@ -419,29 +419,9 @@ impl ShardPlan {
                 returned = others().map(|o| back(o, from(c, o))).collect();
             }
             Strategy::HeadsForTokens => {
-                let cut = Cut::even(own.kv_heads.len(), group.len());
-                let per = self.whole.heads / self.whole.kv_heads;
-                let cells = |heads_of: usize, tokens_of: Option<usize>| {
-                    let part = cut.range(heads_of);
-                    let first = own.kv_heads.start;
-                    let kv_heads = first + part.start..first + part.end;
-                    Cells {
-                        batch: own.batch.clone(),
-                        heads: kv_heads.start * per..kv_heads.end * per,
-                        kv_heads,
-                        q: tokens_of.map_or(Ranges::one(0..self.whole.q_len), |o| q[o].clone()),
-                        kv: tokens_of.map_or(Ranges::one(0..self.whole.kv_len), |o| kv[o].clone()),
-                    }
-                };
-                let moved: Vec<_> = WITH_QUERIES.into_iter().chain(WITH_KEYS).collect();
-                let sends = others().map(|o| self.part(group[o], cells(o, Some(c)), &moved));
-                let receives = others().map(|o| self.part(group[o], cells(c, Some(o)), &moved));
-                let (sends, receives) = (sends.collect(), receives.collect());
-                stages = vec![stage(sends, receives, cells(c, None), true)];
-                let moved: Vec<_> = BACK_QUERIES.into_iter().chain(BACK).collect();
-                let back = |o: usize, cells| self.part(group[o], cells, &moved);
-                returns = others().map(|o| back(o, cells(c, Some(o)))).collect();
-                returned = others().map(|o| back(o, cells(o, Some(c)))).collect();
+                let swap = self.swapped(&own, &group, c, [q, kv]);
+                stages = vec![stage(swap.sends, swap.receives, swap.compute, true)];
+                (returns, returned) = (swap.returns, swap.returned);
             }
         }
         let first_of_tensor = mesh.index(rank, MeshAxis::Tensor) == 0;
@@ -454,6 +434,38 @@ impl ShardPlan {
             returns: returns.into_iter().filter(Part::is_needed).collect(),
             returned: returned.into_iter().filter(Part::is_needed).collect(),
             kv_copies: self.kv_copies(rank),
+        }
+    }
+
+    /// What rank `c` of a group gives and takes where heads are given for tokens: of `own`, which it holds, and the
+    /// tokens of all, queries and keys.
+    fn swapped(&self, own: &Cells, group: &[usize], c: usize, [q, kv]: [&[Ranges]; 2]) -> Swapped {
+        let cut = Cut::even(own.kv_heads.len(), group.len());
+        let per = self.whole.heads / self.whole.kv_heads;
+        let cells = |heads_of: usize, tokens_of: Option<usize>| {
+            let (part, first) = (cut.range(heads_of), own.kv_heads.start);
+            let kv_heads = first + part.start..first + part.end;
+            Cells {
+                batch: own.batch.clone(),
+                heads: kv_heads.start * per..kv_heads.end * per,
+                kv_heads,
+                q: tokens_of.map_or(Ranges::one(0..self.whole.q_len), |o| q[o].clone()),
+                kv: tokens_of.map_or(Ranges::one(0..self.whole.kv_len), |o| kv[o].clone()),
+            }
+        };
+        let there: Vec<_> = WITH_QUERIES.into_iter().chain(WITH_KEYS).collect();
+        let back: Vec<_> = BACK_QUERIES.into_iter().chain(BACK).collect();
+        let others = || (0..group.len()).filter(move |&o| o != c);
+        let gives =
+            |o: usize, moved: &[&'static str]| self.part(group[o], cells(o, Some(c)), moved);
+        let takes =
+            |o: usize, moved: &[&'static str]| self.part(group[o], cells(c, Some(o)), moved);
+        Swapped {
+            sends: others().map(|o| gives(o, &there)).collect(),
+            receives: others().map(|o| takes(o, &there)).collect(),
+            compute: cells(c, None),
+            returns: others().map(|o| takes(o, &back)).collect(),
+            returned: others().map(|o| gives(o, &back)).collect(),
         }
     }
 
@@ -473,6 +485,15 @@ impl ShardPlan {
             cells,
         }
     }
+}
+
+/// Heads given for tokens.
+struct Swapped {
+    sends: Vec<Part>,
+    receives: Vec<Part>,
+    compute: Cells,
+    returns: Vec<Part>,
+    returned: Vec<Part>,
 }
 
 /// The tokens of some rows on the ranks of `context`.
