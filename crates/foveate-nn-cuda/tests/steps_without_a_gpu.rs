@@ -7,6 +7,7 @@ mod context;
 #[path = "../../foveate-gpu/tests/driver/mod.rs"]
 mod driver;
 mod graphs;
+mod labelled;
 mod lost_rank;
 mod offload;
 mod order;
@@ -21,9 +22,9 @@ use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
-    KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep, ParameterState,
-    Peers, ProgramConfig, Recomputation, Recompute, RopePairing, Rule, StepKind, StepRanks,
-    TensorPart, Treatment,
+    IGNORE, KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep,
+    ParameterState, Peers, ProgramConfig, Recomputation, Recompute, RopePairing, Rule, StepKind,
+    StepRanks, TensorPart, Treatment,
 };
 use foveate_nn_cuda::{Cuda, CudaTotals};
 use foveate_tensor::DType;
@@ -114,6 +115,8 @@ struct Steps {
     varies: bool,
     /// Whether gradients are summed over ranks with the same parameters.
     replicas: bool,
+    /// Of eleven tokens so many have a label.
+    labelled: usize,
 }
 
 /// Later stages have some queries more, as they would where others see their keys.
@@ -192,8 +195,8 @@ impl Steps {
         let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
         let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
         let (batches, mean_kv_len, count) = (2, 8, 0);
-        let (context, varies, replicas) = (None, false, false);
-        Self { model, state, batches, mean_kv_len, count, context, varies, replicas }
+        let (context, varies, replicas, labelled) = (None, false, false, 11);
+        Self { model, state, batches, mean_kv_len, count, context, varies, replicas, labelled }
     }
 
     /// Queues a step and reads its totals; gives what was noted of both.
@@ -214,7 +217,8 @@ impl Steps {
     fn try_queue(&mut self, recompute: impl Into<Recomputation>) -> Result<CudaTotals, NnError> {
         let recompute = recompute.into();
         self.count += 1;
-        let Self { model, state, batches, mean_kv_len, count, context, varies, replicas } = self;
+        let Self { model, state, batches, mean_kv_len, count, context, varies, .. } = self;
+        let label_of = |i: usize, n: usize| if i % 11 < self.labelled { n as i32 } else { IGNORE };
         let (gradients, moments, spans) = state;
         let mut totals = model.totals()?;
         model.clear(gradients);
@@ -222,7 +226,7 @@ impl Steps {
             // Other words and documents in every batch.
             let at = |i: usize| i * 7 + number * 5 + *count as usize;
             let tokens: Vec<u32> = (0..ROWS * LEN).map(|i| (at(i * i) % VOCAB) as u32).collect();
-            let labels: Vec<i32> = (0..ROWS * LEN).map(|i| (at(i) % VOCAB) as i32).collect();
+            let labels: Vec<i32> = (0..ROWS * LEN).map(|i| label_of(i, at(i) % VOCAB)).collect();
             let len = 8 + number + *count as usize;
             let documents: Vec<i32> = (0..ROWS * LEN).map(|i| (i % LEN / len) as i32).collect();
             let positions: Vec<i32> = (0..ROWS * LEN).map(|i| (i % LEN % len) as i32).collect();
@@ -254,7 +258,7 @@ impl Steps {
             let batch = held.batch();
             model.accumulate_over(&batch, attention, gradients, recompute, &mut totals)?;
         }
-        if *replicas {
+        if self.replicas {
             let by_host =
                 |_: &mut [f32]| -> Result<(), NnError> { unreachable!("the device sums") };
             model.reduce(gradients, by_host)?;

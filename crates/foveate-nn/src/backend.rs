@@ -30,6 +30,8 @@ use crate::batch::Batch;
 use crate::config::{LearnedBuffer, Norm, RopePairing};
 use crate::device_context::DeviceContext;
 use crate::error::NnError;
+#[cfg(doc)]
+use crate::labelled::LabelledTokens;
 use crate::moments::Moment;
 use crate::optimizer::{OptimizerStep, Span};
 use crate::precision::Precision;
@@ -147,8 +149,8 @@ impl<A: Array> NormForward<'_, A> {
 /// Operands of a loss, whose logits are `x · weightᵀ`.
 #[derive(Debug)]
 pub struct LossOperands<'a, A> {
-    /// `[T, width]`.
-    pub x: &'a A,
+    /// `[T, width]`; scratch behind a loss with gradients.
+    pub x: &'a mut A,
     /// `[ids, width]`, of the vocabulary or of the part of it that a rank has.
     pub weight: Part<'a, A>,
     /// Columns of x and of the weight.
@@ -759,7 +761,8 @@ pub trait Blocks: Sized {
 
     /// Adds the cross-entropy of logits and labels to `totals`, with the number of tokens that have a
     /// label, and writes that of each token to `each [T]`, 0 where it has no label; with `gradients`, these in
-    /// the same pass.
+    /// the same pass, for which the weight is multiplied with the rows of [`LabelledTokens`] alone, where the
+    /// batch has such.
     fn loss(
         &mut self,
         batch: &Self::Batch,

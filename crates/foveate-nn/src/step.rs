@@ -77,10 +77,10 @@ impl<'a, B: Blocks> Step<'a, B> {
         totals: &mut B::Totals,
     ) -> Result<(), NnError> {
         if self.stream.is_some() {
-            let x = self.all_tokens(&ws.normed, &mut ws.whole)?;
-            return self.loss_part(x, &mut ws.logits, None, totals);
+            self.all_tokens(&ws.normed, &mut ws.whole)?;
+            return self.loss_part(&mut ws.whole, &mut ws.logits, None, totals);
         }
-        let operands = self.loss_operands(&ws.normed, 0.0, &mut ws.logits);
+        let operands = self.loss_operands(&mut ws.normed, 0.0, &mut ws.logits);
         self.blocks.loss(self.batch, operands, each, None, totals)
     }
 
@@ -94,12 +94,12 @@ impl<'a, B: Blocks> Step<'a, B> {
         let layout = self.layout;
         let d_weight = gradients.part(layout, &layout.head);
         if self.stream.is_some() {
-            let x = self.all_tokens(&ws.normed, &mut ws.whole)?;
+            self.all_tokens(&ws.normed, &mut ws.whole)?;
             let to = LossGradients { d_x: &mut ws.d_whole, d_weight };
-            self.loss_part(x, &mut ws.logits, Some(to), totals)?;
+            self.loss_part(&mut ws.whole, &mut ws.logits, Some(to), totals)?;
             self.scatter(&ws.d_whole, &mut ws.d_normed)?;
         } else {
-            let operands = self.loss_operands(&ws.normed, self.z_weight, &mut ws.logits);
+            let operands = self.loss_operands(&mut ws.normed, self.z_weight, &mut ws.logits);
             let to = LossGradients { d_x: &mut ws.d_normed, d_weight };
             self.blocks.loss(self.batch, operands, None, Some(to), totals)?;
         }
@@ -606,7 +606,7 @@ impl<'a, B: Blocks> Step<'a, B> {
     /// The loss with the part of the vocabulary that this rank has; `x` is of all tokens.
     fn loss_part(
         &mut self,
-        x: &B::Array,
+        x: &mut B::Array,
         logits: &mut B::Array,
         gradients: Option<LossGradients<'_, B::Array>>,
         totals: &mut B::Totals,
@@ -631,7 +631,7 @@ impl<'a, B: Blocks> Step<'a, B> {
 
     fn loss_operands<'x>(
         &self,
-        x: &'x B::Array,
+        x: &'x mut B::Array,
         z_weight: f32,
         logits: &'x mut B::Array,
     ) -> LossOperands<'x, B::Array>

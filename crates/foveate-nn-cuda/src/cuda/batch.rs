@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Pool};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
-use foveate_nn::{Batch, RopeTable};
+use foveate_nn::{Batch, LabelledTokens, RopeTable};
 use foveate_tensor::DType;
 
 use crate::embedding::TokenOrder;
@@ -14,7 +14,8 @@ use crate::embedding::TokenOrder;
 /// Bytes that each array of a batch starts at a multiple of.
 const ALIGN: usize = 256;
 
-/// A batch in device memory: tokens, labels, documents, positions and the order of the tokens.
+/// A batch in device memory: tokens, labels, documents, positions, the tokens that have a label, and the order of
+/// all.
 #[derive(Debug)]
 pub struct CudaBatch {
     memory: Arc<Allocation>,
@@ -22,8 +23,11 @@ pub struct CudaBatch {
     shape: [usize; 2],
     tokens: [usize; 1],
     words: [usize; 1],
-    /// Bytes from the start of the memory to labels, documents, positions and the words of the order.
-    starts: [usize; 4],
+    /// Rows that the head multiplies, where it does not multiply all tokens.
+    rows: Option<[usize; 1]>,
+    /// Bytes from the start of the memory to labels, documents, positions, tokens and labels of [`Self::rows`],
+    /// the rows of tokens, and the words of the order.
+    starts: [usize; 7],
     pub(super) order: TokenOrder,
     pub(super) tables: Vec<Arc<Rotations>>,
     /// Differs from that of every other batch.
@@ -152,10 +156,27 @@ impl CudaBatch {
         let order = if recorded.is_some() { order.padded() } else { order };
         let words = order.words();
         let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();
-        let arrays = [&tokens, batch.labels, batch.documents, batch.positions, &words];
+        let labelled = LabelledTokens::of(batch.labels);
+        let rows = labelled.as_ref().map(|labelled| [labelled.tokens.len()]);
+        let [of_rows, labels_of_rows, rows_of_tokens] = match &labelled {
+            Some(LabelledTokens { tokens, labels, rows }) => {
+                [bytemuck::cast_slice(tokens), labels, bytemuck::cast_slice(rows)]
+            }
+            None => [&[][..]; 3],
+        };
+        let arrays = [
+            &tokens,
+            batch.labels,
+            batch.documents,
+            batch.positions,
+            of_rows,
+            labels_of_rows,
+            rows_of_tokens,
+            &words,
+        ];
         // The step's thread does this, so no array has a copy of its own in between.
         let mut bytes = Vec::with_capacity(arrays.iter().map(|a| size_of_val(*a) + ALIGN).sum());
-        let mut starts = [0; 4];
+        let mut starts = [0; 7];
         for (i, array) in arrays.into_iter().enumerate() {
             bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
             if i > 0 {
@@ -163,7 +184,9 @@ impl CudaBatch {
             }
             bytes.extend_from_slice(bytemuck::cast_slice(array));
         }
-        let most = starts[3] + 4 * TokenOrder::most_words(tokens.len());
+        // Whichever tokens have a label.
+        let all = 7 * size_of_val(&*tokens).next_multiple_of(ALIGN);
+        let most = all + 4 * TokenOrder::most_words(tokens.len());
         let place = recorded.and_then(|places| places.of(most));
         let memory = place.map_or_else(|| pool.take(most).map(Arc::new), Ok)?;
         memory.write(&bytes)?;
@@ -172,6 +195,7 @@ impl CudaBatch {
             shape: [batch.rows, batch.len],
             tokens: [tokens.len()],
             words: [words.len()],
+            rows,
             starts,
             order,
             tables,
@@ -184,18 +208,32 @@ impl CudaBatch {
         DeviceArray::new(self.memory.address(), ElementType::I32, &self.tokens)
     }
 
-    /// Where it lies, and how many tokens it has.
-    pub(super) fn place(&self) -> (Address, usize) {
-        (self.memory.address(), self.count())
+    /// Where it lies, how many tokens it has, and how many rows the head multiplies.
+    pub(super) fn place(&self) -> (Address, usize, Option<[usize; 1]>) {
+        (self.memory.address(), self.count(), self.rows)
     }
 
     fn at(&self, start: usize) -> Address {
         self.memory.address() + self.starts[start] as Address
     }
 
-    /// i32 labels of `len` tokens from `first` on.
-    pub(super) fn labels<'a>(&self, first: usize, len: &'a [usize; 1]) -> DeviceArray<'a> {
-        DeviceArray::new(self.at(0) + 4 * first as Address, ElementType::I32, len)
+    /// i32 labels of `len` tokens from `first` on, or of [`Self::rows`].
+    pub(super) fn labels<'a>(
+        &self,
+        of_rows: bool,
+        first: usize,
+        len: &'a [usize; 1],
+    ) -> DeviceArray<'a> {
+        let start = self.at(if of_rows { 4 } else { 0 });
+        DeviceArray::new(start + 4 * first as Address, ElementType::I32, len)
+    }
+
+    /// Of each row that the head multiplies its token, and of each token its row, negative where there is
+    /// none: i32 `[rows]` and `[tokens]`; none where the head multiplies all tokens.
+    pub(super) fn rows(&self) -> Option<[DeviceArray<'_>; 2]> {
+        let rows = self.rows.as_ref()?;
+        let array = |start, shape| DeviceArray::new(self.at(start), ElementType::I32, shape);
+        Some([array(3, rows), array(5, &self.tokens)])
     }
 
     /// i32 `[tokens]`.
@@ -205,7 +243,7 @@ impl CudaBatch {
 
     /// The words of [`Self::order`].
     pub(super) fn words(&self) -> DeviceArray<'_> {
-        DeviceArray::new(self.at(3), ElementType::I32, &self.words)
+        DeviceArray::new(self.at(6), ElementType::I32, &self.words)
     }
 
     pub(super) fn documents(&self) -> Words {
@@ -220,5 +258,10 @@ impl CudaBatch {
     /// Tokens in all rows.
     pub(super) fn count(&self) -> usize {
         self.tokens[0]
+    }
+
+    /// Rows that the head multiplies: [`Self::rows`], or all tokens.
+    pub(super) fn count_of(&self, of_rows: bool) -> usize {
+        self.rows.filter(|_| of_rows).map_or(self.count(), |[rows]| rows)
     }
 }

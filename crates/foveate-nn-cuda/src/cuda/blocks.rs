@@ -728,7 +728,7 @@ impl Blocks for Cuda {
         gradients: Option<LossGradients<'_, CudaArray>>,
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
-        self.cross_entropy(batch, &operands, None, each.as_deref(), gradients.as_ref(), totals)
+        self.loss_of_batch(batch, operands, None, each.as_deref(), gradients, totals)
     }
 
     fn loss_part(
@@ -740,6 +740,6 @@ impl Blocks for Cuda {
         totals: &mut CudaTotals,
     ) -> Result<(), NnError> {
         let part = part.expect("a GPU computes");
-        self.cross_entropy(batch, &operands, Some(part), None, gradients.as_ref(), totals)
+        self.loss_of_batch(batch, operands, Some(part), None, gradients, totals)
     }
 }

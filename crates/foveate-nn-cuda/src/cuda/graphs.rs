@@ -64,7 +64,7 @@ pub(super) struct Recorded {
 #[derive(Debug)]
 struct Pass {
     numbers: Vec<u64>,
-    place: (Address, usize),
+    place: (Address, usize, Option<[usize; 1]>),
     tables: Vec<Arc<Rotations>>,
     /// Over no batch. What they keep on the device is there as long as the graph.
     plans: Vec<AttentionPlan>,

@@ -9,6 +9,7 @@ use foveate_tensor::DType;
 use super::array::{CudaArray, Place, batched, numbers, part_of, rows_of};
 use super::clock::Timed;
 use super::{Cuda, CudaBatch, CudaTotals, beta};
+use crate::embedding::Embedding;
 use crate::launch::Block;
 use crate::loss::{AddLosses, CrossEntropy, CrossEntropyPart, LOGIT_SUMS, LogitSums};
 use crate::optimizer::TOTALS_LEN;
@@ -17,21 +18,56 @@ use crate::optimizer::TOTALS_LEN;
 type RankSums = [CudaArray; 2];
 
 impl Cuda {
-    /// The loss in chunks of as many tokens as `logits` has room for, with its gradients; with a `part` that
-    /// of a rank which has a part of the vocabulary.
-    pub(super) fn cross_entropy(
+    /// [`Self::cross_entropy`] of the tokens of a batch. Where gradients are wanted of fewer of them than all, rows
+    /// of these alone lie in the place of `d_x`, and their gradient takes that of `x`.
+    pub(super) fn loss_of_batch<'a>(
         &mut self,
         batch: &CudaBatch,
+        mut operands: LossOperands<'a, CudaArray>,
+        part: Option<VocabularyPart<'_, Self>>,
+        each: Option<&CudaArray>,
+        mut gradients: Option<LossGradients<'a, CudaArray>>,
+        totals: &CudaTotals,
+    ) -> Result<(), NnError> {
+        let (Some(gradients), Some([of_rows, of_tokens])) = (&mut gradients, batch.rows()) else {
+            let all = (batch, false);
+            return self.cross_entropy(all, &operands, part, each, gradients.as_ref(), totals);
+        };
+        let width = operands.width;
+        self.take_rows(operands.x, width, of_rows, gradients.d_x)?;
+        std::mem::swap(&mut operands.x, &mut gradients.d_x);
+        self.cross_entropy((batch, true), &operands, part, each, Some(gradients), totals)?;
+        self.take_rows(gradients.d_x, width, of_tokens, operands.x)
+    }
+
+    /// Rows of `from` by their indices, 0 where one is negative.
+    fn take_rows(
+        &mut self,
+        from: &CudaArray,
+        width: usize,
+        tokens: DeviceArray<'_>,
+        to: &CudaArray,
+    ) -> Result<(), NnError> {
+        let (table, out) = (from.rows(width), rows_of(&to.rows(width), 0, tokens.shape[0]));
+        let block = Embedding { table, first: None, tokens, out, scale: 1.0 };
+        self.run_timed(Timed::LossBackward, &block)
+    }
+
+    /// The loss in chunks of as many tokens as `logits` has room for, with its gradients; with a `part` that
+    /// of a rank which has a part of the vocabulary. `of_rows`: of [`CudaBatch::rows`] alone.
+    fn cross_entropy(
+        &mut self,
+        (batch, of_rows): (&CudaBatch, bool),
         operands: &LossOperands<'_, CudaArray>,
         mut part: Option<VocabularyPart<'_, Self>>,
         each: Option<&CudaArray>,
         gradients: Option<&LossGradients<'_, CudaArray>>,
         totals: &CudaTotals,
     ) -> Result<(), NnError> {
-        let &LossOperands { x, ref weight, width, cap, z_weight, ref logits } = operands;
+        let &LossOperands { ref x, ref weight, width, cap, z_weight, ref logits } = operands;
         let weight = weight.matrix(width);
         let vocab = weight.layout.shape[1];
-        let (tokens, chunk) = (batch.count(), logits.elems() / vocab.max(1));
+        let (tokens, chunk) = (batch.count_of(of_rows), logits.elems() / vocab.max(1));
         let own = match each {
             Some(_) => None,
             None => Some(self.scratch("losses", 4 * chunk)?),
@@ -60,7 +96,7 @@ impl Cuda {
             };
             let z_losses = own_z.as_ref().map(of_chunk);
             let count_of = [count];
-            let labels = batch.labels(start, &count_of);
+            let labels = batch.labels(of_rows, start, &count_of);
             let totals = numbers(&totals.memory, &[TOTALS_LEN]);
             let add = AddLosses { losses, z_losses, labels, totals };
             if let Some(part) = &mut part {

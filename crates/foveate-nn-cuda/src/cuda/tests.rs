@@ -209,7 +209,7 @@ macro_rules! both {
 }
 
 fn loss_operands<'a, A: Array>(
-    x: &'a A,
+    x: &'a mut A,
     words: &'a A,
     logits: &'a mut A,
     cap: Option<f32>,
@@ -353,7 +353,7 @@ fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
 
         let cap = (both.dtype == DType::F32).then_some(3.0);
         // Logits of 100 tokens at once, which divides no number of tokens.
-        let x = both.normal(TOKENS * WIDTH);
+        let mut x = both.normal(TOKENS * WIDTH);
         let small = words.cpu.iter().map(|word| word * 0.1).collect();
         let words = both.twin(both.dtype, small);
         let mut logits = both.activations(100 * VOCAB);
@@ -361,8 +361,8 @@ fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
         let mut each = both.nan(DType::F32, TOKENS);
         let mut totals = (both.cpu.totals().unwrap(), both.cuda.totals().unwrap());
         both!(both.loss(
-            &batch.0, loss_operands(&x.cpu, &words.cpu, &mut logits.cpu, cap), Some(&mut each.cpu), None, &mut totals.0;
-            &batch.1, loss_operands(&x.cuda, &words.cuda, &mut logits.cuda, cap), Some(&mut each.cuda), None, &mut totals.1));
+            &batch.0, loss_operands(&mut x.cpu, &words.cpu, &mut logits.cpu, cap), Some(&mut each.cpu), None, &mut totals.0;
+            &batch.1, loss_operands(&mut x.cuda, &words.cuda, &mut logits.cuda, cap), Some(&mut each.cuda), None, &mut totals.1));
         // Logits of 16 bits are rounded before the softmax.
         let of_logits = if both.dtype == DType::F32 { 1e-5 } else { 2e-2 };
         both.check("losses", &each, of_logits);
@@ -371,8 +371,8 @@ fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
             LossGradients { d_x: &mut d_x.cuda, d_weight: Some(whole(&mut d_words.cuda)) },
         );
         both!(both.loss(
-            &batch.0, loss_operands(&x.cpu, &words.cpu, &mut logits.cpu, cap), None, Some(gradients.0), &mut totals.0;
-            &batch.1, loss_operands(&x.cuda, &words.cuda, &mut logits.cuda, cap), None, Some(gradients.1), &mut totals.1));
+            &batch.0, loss_operands(&mut x.cpu, &words.cpu, &mut logits.cpu, cap), None, Some(gradients.0), &mut totals.0;
+            &batch.1, loss_operands(&mut x.cuda, &words.cuda, &mut logits.cuda, cap), None, Some(gradients.1), &mut totals.1));
         both.check("d_x of the loss", &d_x, of_logits);
         both.check("d_weight of the loss", &d_words, of_logits);
         let nats = (both.cpu.read(totals.0).unwrap().nats, both.cuda.read(totals.1).unwrap().nats);
@@ -494,14 +494,14 @@ fn a_step_of_adamw_is_that_of_the_cpu_on_masters() {
         }
         let (texts, tables) = (Texts::new(&mut both.random), tables());
         let batch = both.upload(&texts.batch(), &tables);
-        let (x, words) = (both.normal(TOKENS * WIDTH), both.normal(VOCAB * WIDTH));
+        let (mut x, words) = (both.normal(TOKENS * WIDTH), both.normal(VOCAB * WIDTH));
         let mut logits = both.activations(TOKENS * VOCAB);
         for step in 1..=3 {
             // Totals count the labelled tokens.
             let mut totals = (both.cpu.totals().unwrap(), both.cuda.totals().unwrap());
             both!(both.loss(
-                &batch.0, loss_operands(&x.cpu, &words.cpu, &mut logits.cpu, None), None, None, &mut totals.0;
-                &batch.1, loss_operands(&x.cuda, &words.cuda, &mut logits.cuda, None), None, None, &mut totals.1));
+                &batch.0, loss_operands(&mut x.cpu, &words.cpu, &mut logits.cpu, None), None, None, &mut totals.0;
+                &batch.1, loss_operands(&mut x.cuda, &words.cuda, &mut logits.cuda, None), None, None, &mut totals.1));
             let gradients = both.sums(ELEMS);
             let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
             let rule = Rule::AdamW(adamw);

@@ -19,14 +19,14 @@ fn log() -> PathBuf {
 }
 
 /// What `work` launched.
-fn launched(work: impl FnOnce()) -> Vec<String> {
+pub fn launched(work: impl FnOnce()) -> Vec<String> {
     let _ = fs::remove_file(log());
     work();
     let text = fs::read_to_string(log()).unwrap();
     text.lines().map(str::to_owned).collect()
 }
 
-fn recorded(steps: Steps) -> Steps {
+pub fn recorded(steps: Steps) -> Steps {
     steps.model.record_passes();
     assert_eq!(steps.model.recording(), Recording::On);
     steps

@@ -3,6 +3,8 @@
 
 use rayon::prelude::*;
 
+use super::CpuBatch;
+use super::embed::gather;
 use super::level::for_each_level;
 use super::math::{exp, largest, sum, tanh};
 use crate::backend::{LossGradients, LossOperands, PartMut};
@@ -22,7 +24,7 @@ pub(super) struct Operands<'a> {
 }
 
 impl<'a> Operands<'a> {
-    pub fn new(operands: LossOperands<'a, Vec<f32>>, labels: &'a [i32]) -> Self {
+    fn new(operands: LossOperands<'a, Vec<f32>>, labels: &'a [i32]) -> Self {
         let LossOperands { x, weight, width, cap, z_weight, logits } = operands;
         Self { x, weight: weight.values(), width, cap, z_weight, labels, logits }
     }
@@ -64,7 +66,7 @@ pub(super) struct Gradients<'a> {
 }
 
 impl<'a> Gradients<'a> {
-    pub fn new(to: LossGradients<'a, Vec<f32>>, kept: &'a mut Vec<f32>) -> Self {
+    fn new(to: LossGradients<'a, Vec<f32>>, kept: &'a mut Vec<f32>) -> Self {
         Self { d_x: to.d_x, d_weight: to.d_weight.map(PartMut::sums), kept }
     }
 
@@ -80,6 +82,31 @@ impl<'a> Gradients<'a> {
             matmul_deep([vocab, width, tokens], d_z, x, d_weight, self.kept);
         }
     }
+}
+
+/// Calls `loss` with a batch's operands and where gradients go. Where these are wanted of fewer tokens than all,
+/// it sees rows of these alone, which lie in the place of `d_x`, and their gradient takes that of `x`.
+pub(super) fn of_batch<R>(
+    batch: &CpuBatch,
+    operands: LossOperands<'_, Vec<f32>>,
+    gradients: Option<LossGradients<'_, Vec<f32>>>,
+    kept: &mut Vec<f32>,
+    loss: impl FnOnce(Operands<'_>, Option<Gradients<'_>>) -> R,
+) -> R {
+    let (rows, LossGradients { d_x, d_weight }) = match (&batch.rows, gradients) {
+        (Some(rows), Some(gradients)) => (rows, gradients),
+        (_, gradients) => {
+            let gradients = gradients.map(|to| Gradients::new(to, kept));
+            return loss(Operands::new(operands, &batch.labels), gradients);
+        }
+    };
+    let (x, width) = (operands.x, operands.width);
+    gather(&rows.tokens, 0, x, width, 1.0, &mut d_x[..rows.tokens.len() * width]);
+    let of_rows = Operands::new(LossOperands { x: &mut *d_x, ..operands }, &rows.labels);
+    let to = LossGradients { d_x: &mut *x, d_weight };
+    let found = loss(of_rows, Some(Gradients::new(to, kept)));
+    gather(&rows.rows, 0, x, width, 1.0, d_x);
+    found
 }
 
 /// Numbers that ranks tell each other of a token.
@@ -184,10 +211,9 @@ pub(super) fn cross_entropy_part(
 /// Cross-entropy and z-loss.
 type Nats = [f64; 2];
 
-/// `total` with the sums of `losses`, each of which is summed by itself.
-fn sum_of([nats, z_loss]: Nats, losses: &[Nats]) -> Nats {
-    let sum = |of: usize| losses.iter().map(|loss| loss[of]).sum::<f64>();
-    [nats + sum(0), z_loss + sum(1)]
+/// `total` with `losses` added one after the other, so that chunks, and tokens without a loss, change no bit.
+fn sum_of(total: Nats, losses: &[Nats]) -> Nats {
+    losses.iter().fold(total, |[nats, z_loss], loss| [nats + loss[0], z_loss + loss[1]])
 }
 
 /// `lse − z_label` and `z_weight·lse²`, of the largest logit and the sum of exponentials beside it.

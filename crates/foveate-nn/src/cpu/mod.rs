@@ -33,6 +33,7 @@ use crate::backend::{
 use crate::batch::{Batch, BlockSeconds, IGNORE, token_order};
 use crate::config::{Norm, RopePairing};
 use crate::error::NnError;
+use crate::labelled::LabelledTokens;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 use crate::moments::{self, Moment};
 use crate::optimizer::{OptimizerStep, Span, clip_factor};
@@ -89,6 +90,8 @@ pub struct CpuBatch {
     len: usize,
     /// Tokens with a label.
     labelled: u64,
+    /// These, where the head multiplies them alone.
+    rows: Option<LabelledTokens>,
 }
 
 /// Sums of a step.
@@ -203,6 +206,7 @@ impl Blocks for Cpu {
             tables: tables.to_vec(),
             len: batch.len,
             labelled: batch.labels.iter().filter(|&&label| label != IGNORE).count() as u64,
+            rows: LabelledTokens::of(batch.labels),
         })
     }
 
@@ -677,8 +681,9 @@ impl Blocks for Cpu {
         totals.labelled += batch.labelled;
         let [nats, z_loss] = timed(&mut self.seconds.loss, || {
             let each = each.map(Vec::as_mut_slice);
-            let gradients = gradients.map(|to| loss::Gradients::new(to, &mut self.sums));
-            loss::cross_entropy(loss::Operands::new(operands, &batch.labels), each, gradients)
+            loss::of_batch(batch, operands, gradients, &mut self.sums, |operands, gradients| {
+                loss::cross_entropy(operands, each, gradients)
+            })
         });
         totals.add(nats, z_loss);
         Ok(())
@@ -696,15 +701,16 @@ impl Blocks for Cpu {
         totals.labelled += batch.labelled;
         let (mut kept, mut seconds) = (std::mem::take(&mut self.sums), 0.0);
         let nats = timed(&mut seconds, || {
-            let gradients = gradients.map(|to| loss::Gradients::new(to, &mut kept));
             let first = part.first;
             let mut all = |own: Vec<f32>| {
                 let mut all = vec![0.0; part.parts * own.len()];
                 part.all(self, [own.len() / loss::TOLD, loss::TOLD], &own, &mut all)?;
                 Ok(all)
             };
-            let operands = loss::Operands::new(operands, &batch.labels);
-            loss::cross_entropy_part(operands, loss::Part { first, all: &mut all }, gradients)
+            loss::of_batch(batch, operands, gradients, &mut kept, |operands, gradients| {
+                let part = loss::Part { first, all: &mut all };
+                loss::cross_entropy_part(operands, part, gradients)
+            })
         });
         self.sums = kept;
         self.seconds.loss += seconds;

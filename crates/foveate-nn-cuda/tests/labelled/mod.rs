@@ -1,0 +1,75 @@
+//! Steps over batches of which few tokens have a label.
+
+use foveate_gpu::trace::{self, Noted};
+use foveate_nn::{Recompute, Recording};
+
+use super::graphs::{launched, recorded};
+use super::order::flow::flow;
+use super::order::trouble;
+use super::{LEN, ROWS, Steps, inside};
+
+/// Rows of the loss of each batch among these launches.
+fn rows_of_losses(lines: &[String]) -> Vec<usize> {
+    let rows =
+        |line: &String| line.strip_prefix("fv_cross_entropy [")?.split(',').next()?.parse().ok();
+    lines.iter().filter_map(rows).collect()
+}
+
+#[test]
+fn the_head_multiplies_labelled_rows_alone_in_the_memory_of_steps_that_multiply_all() {
+    let name = "labelled::the_head_multiplies_labelled_rows_alone_in_the_memory_of_steps_that_multiply_all";
+    if !inside(name) {
+        return;
+    }
+    for batches in [1, 2] {
+        let [shared, apart] = [false, true].map(|apart| {
+            trace::start();
+            let mut steps = Steps::sharing(batches, apart);
+            let mut notes = trace::stop();
+            for (number, labelled) in [11, 4, 0, 9, 11, 1].into_iter().enumerate() {
+                steps.labelled = labelled;
+                let lines = launched(|| {
+                    let [of_step, read] = steps.run(Recompute::None);
+                    let is_wait =
+                        |n: &&Noted| matches!(n, Noted::Waited { .. } | Noted::Allocated { .. });
+                    let waits: Vec<&Noted> = of_step.iter().filter(is_wait).collect();
+                    assert!(number == 0 || waits.is_empty(), "step {number}: {waits:?}");
+                    notes.extend(of_step.into_iter().chain(read));
+                });
+                // A multiple of an eighth of the batch, and the loss of all at once.
+                let eighth = (ROWS * LEN).div_ceil(8);
+                let rows = (6 * labelled).max(1).next_multiple_of(eighth).min(ROWS * LEN);
+                assert_eq!(rows_of_losses(&lines), vec![rows; batches], "{labelled} of 11");
+                let taken = lines.iter().filter(|line| line.starts_with("fv_embedding [")).count();
+                assert_eq!(taken, batches * if rows < ROWS * LEN { 3 } else { 1 });
+            }
+            notes
+        });
+        assert_eq!(trouble(&shared), [""; 0], "{batches}");
+        assert_eq!(flow(&shared), flow(&apart), "{batches}");
+    }
+}
+
+#[test]
+fn graphs_are_of_as_many_labelled_rows_as_a_batch_has() {
+    let name = "labelled::graphs_are_of_as_many_labelled_rows_as_a_batch_has";
+    if !inside(name) {
+        return;
+    }
+    trace::start();
+    let mut steps = recorded(Steps::new());
+    let (mut notes, mut replays) = (trace::stop(), [0; 3]);
+    for number in 0..40 {
+        // Two shares fill the same eighths, and one does not.
+        steps.labelled = [8, 9, 4][number % 3];
+        let lines = launched(|| notes.extend(steps.run(Recompute::None).into_iter().flatten()));
+        replays[number % 3] += usize::from(lines.len() == 2 + 3);
+        if lines.len() > 2 + 3 {
+            let rows = rows_of_losses(&lines);
+            assert!(rows.iter().all(|&rows| rows == [54, 54, 27][number % 3]), "{rows:?}");
+        }
+    }
+    assert_eq!(steps.model.recording(), Recording::On);
+    assert_eq!(trouble(&notes), [""; 0]);
+    assert!(replays.iter().all(|&replays| replays > 2), "{replays:?}");
+}
