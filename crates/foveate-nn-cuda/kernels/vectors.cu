@@ -69,14 +69,12 @@ fv_column_sums(const __grid_constant__ ColumnSumsParams p) {
     const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (column >= p.width) return;
     float sum[VECTOR] = {};
-    #pragma unroll 4
+    #pragma unroll 8
     for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
         float x[VECTOR];
         load(x, p.from.row(row) + column);
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) sum[i] += x[i];
     }
-    float* const to = reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width + column;
-    #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) to[i] = sum[i];
+    store_f32(reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width + column, sum);
 }

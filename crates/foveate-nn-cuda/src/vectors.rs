@@ -6,7 +6,7 @@ use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
-use crate::operands::{count, dense, matrix, operand_dtype, vector};
+use crate::operands::{count, dense, matrix, operand_dtype, vector, whole_f32};
 use crate::params::{
     AddParams, AddRowsParams, ColumnSumsParams, CopyRowsParams, SumPartsParams, WidenParams,
 };
@@ -174,7 +174,7 @@ impl Block for ColumnSums {
         accesses.read("from", &self.from)?;
         accesses.write("to", &self.to)?;
         accesses.write("partial", &self.partial)?;
-        let vector = vector(dtype, &[from], &[width]);
+        let vector = if whole_f32(partial) { vector(dtype, &[from], &[width]) } else { 1 };
         let columns = width.div_ceil(vector * THREADS as usize);
         let (rows, width_i32) = (count("rows", rows)?, count("columns", width)?);
         let parameters = ColumnSumsParams { from, partial, rows, width: width_i32 };
