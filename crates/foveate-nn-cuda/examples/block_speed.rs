@@ -14,13 +14,14 @@ use foveate_gpu::driver::{Allocation, Event};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError};
 use foveate_nn_cuda::embedding::{Embedding, EmbeddingBackward, TokenOrder};
 use foveate_nn_cuda::gated::{Activation, Gated, GatedBackward};
+use foveate_nn_cuda::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use foveate_nn_cuda::loss::CrossEntropy;
 use foveate_nn_cuda::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use foveate_nn_cuda::optimizer::{
     CONSTANTS_LEN, Piece, Pieces, Squares, TOTALS_LEN, Update, parts,
 };
-use foveate_nn_cuda::rope::{Pairing, Rope};
-use foveate_nn_cuda::vectors::CopyRows;
+use foveate_nn_cuda::rope::{Pairing, Rope, Turn};
+use foveate_nn_cuda::vectors::{self, ColumnSums, CopyRows};
 use foveate_nn_cuda::{Block, Kernels};
 use foveate_tensor::DType;
 
@@ -156,6 +157,8 @@ fn streams(b: &mut Bench, width: usize) -> Result<(), GpuError> {
     b.line("RMSNorm, backward", width, 4 * matrix, &backward)?;
     let with = RmsNormBackward { again: Some(b.tensor(dtype, [TOKENS, width])?), ..backward };
     b.line("RMSNorm, backward and again", width, 5 * matrix, &with)?;
+    let partial = b.tensor(DType::F32, [vectors::parts(TOKENS), width])?;
+    b.line("gradient of a bias", width, matrix, &ColumnSums { from: x, to: d_weight, partial })?;
     let gate_up = b.tensor(dtype, [TOKENS, 2 * width])?;
     let activation = Activation::Silu;
     b.line("SwiGLU", width, 3 * matrix, &Gated { activation, gate_up, out })?;
@@ -166,8 +169,39 @@ fn streams(b: &mut Bench, width: usize) -> Result<(), GpuError> {
     let positions = DeviceArray::new(b.upload(&positions)?, ElementType::I32, &count);
     let table = b.tensor(DType::F32, [TOKENS, 128])?;
     let (heads, pairing) = (width / 128, Pairing::Halves);
-    let rope = Rope { qkv: x, heads, dim: 128, positions, table, pairing, back: false };
-    b.line("RoPE", width, 2 * matrix, &rope)
+    let turn = Turn { positions, table, pairing };
+    let rope = Rope { qkv: x, heads, dim: 128, turn, back: false };
+    b.line("RoPE", width, 2 * matrix, &rope)?;
+    normed_heads(b, width, turn)
+}
+
+/// Norms of heads of a projection of `width` columns: half are queries', a quarter keys'.
+fn normed_heads(b: &mut Bench, width: usize, turn: Turn<'_>) -> Result<(), GpuError> {
+    let (dtype, matrix) = (DType::BF16, 2 * TOKENS * width);
+    let heads = Heads { queries: width / 256, keys: width / 512, dim: 128 };
+    let (qkv, out) = (b.tensor(dtype, [TOKENS, width])?, b.tensor(dtype, [TOKENS, width])?);
+    let weight = b.tensor(dtype, [256])?;
+    let inverse = b.tensor(DType::F32, [TOKENS * heads.normalised()])?;
+    let (eps, offset, d_qkv) = (1e-5, 0.0, out);
+    let d_weight = Some(b.tensor(DType::F32, [256])?);
+    let partial = b.tensor(DType::F32, [head_norm::parts(TOKENS), 256])?;
+    for (name, turn) in [("norms of heads", None), ("norms of heads that turn", Some(turn))] {
+        let norm = HeadNorm { heads, qkv, weight, inverse, out, eps, offset, turn };
+        b.line(name, width, 2 * matrix, &norm)?;
+        let backward = HeadNormBackward {
+            heads,
+            qkv,
+            weight,
+            inverse,
+            d_qkv,
+            d_weight,
+            partial,
+            offset,
+            turn,
+        };
+        b.line("their gradients", width, 9 * matrix / 4, &backward)?;
+    }
+    Ok(())
 }
 
 /// The embedding and its gradient, where a third of the tokens is one of few words.

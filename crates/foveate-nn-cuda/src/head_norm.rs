@@ -7,6 +7,7 @@ use foveate_tensor::DType;
 use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
 use crate::params::{HeadNormBackwardParams, HeadNormParams};
+use crate::rope::{Pairing, Turn, TurnParams};
 use crate::vectors::sum_parts;
 
 /// Which heads lie in a packed projection: all of queries, all of keys, all of values.
@@ -33,9 +34,9 @@ impl Heads {
 }
 
 /// Of each query and key head `inverse = 1/√(mean(x²) + eps)`, `out = x · inverse · (offset +
-/// weight)`; value heads are copied.
+/// weight)`, which is turned; value heads are copied.
 #[derive(Clone, Copy, Debug)]
-pub struct HeadNorm {
+pub struct HeadNorm<'a> {
     /// Which heads.
     pub heads: Heads,
     /// `[tokens, heads.width()]`, f16, bf16 or f32.
@@ -50,11 +51,13 @@ pub struct HeadNorm {
     pub eps: f32,
     /// 0, or 1 where weights are distances from 1.
     pub offset: f32,
+    /// By what, where heads turn.
+    pub turn: Option<Turn<'a>>,
 }
 
 /// Gradients of [`HeadNorm`].
 #[derive(Clone, Copy, Debug)]
-pub struct HeadNormBackward {
+pub struct HeadNormBackward<'a> {
     /// Which heads.
     pub heads: Heads,
     /// What was normalised: `[tokens, heads.width()]`.
@@ -71,6 +74,8 @@ pub struct HeadNormBackward {
     pub partial: DeviceTensor<2>,
     /// As in [`HeadNorm`].
     pub offset: f32,
+    /// As in [`HeadNorm`].
+    pub turn: Option<Turn<'a>>,
 }
 
 const THREADS: u32 = 128;
@@ -81,20 +86,50 @@ const MOST_COLUMNS: usize = 512;
 
 /// Rows of the scratch of [`HeadNormBackward`].
 pub fn parts(tokens: usize) -> usize {
-    (tokens.div_ceil(WARPS) * WARPS).clamp(WARPS, 1024)
+    (tokens.div_ceil(WARPS) * WARPS).clamp(WARPS, 2048)
 }
 
-fn source(dtype: DType, dim: usize, vector: usize) -> Result<Source, GpuError> {
+/// How heads of `dim` columns turn, if they do: as kernels take it, and the columns of a pair's halves.
+fn turned(
+    turn: &Option<Turn<'_>>,
+    [tokens, dim]: [usize; 2],
+    accesses: &mut Accesses,
+) -> Result<(TurnParams, usize), GpuError> {
+    match turn {
+        None => Ok((TurnParams { positions: 0, table: 0, rotated: 0 }, dim)),
+        Some(turn) => {
+            let turn = turn.check(tokens, dim, accesses)?;
+            let half = turn.rotated / 2;
+            Ok((turn, half))
+        }
+    }
+}
+
+/// Lanes that a head takes, and vectors of it that each holds.
+pub(crate) fn lanes_of(dim: usize, vector: usize) -> (usize, usize) {
+    let vectors = dim.div_ceil(vector);
+    let lanes = vectors.next_power_of_two().min(32);
+    (lanes, vectors.div_ceil(lanes))
+}
+
+fn source(
+    dtype: DType,
+    dim: usize,
+    vector: usize,
+    turn: &Option<Turn<'_>>,
+) -> Result<Source, GpuError> {
     if dim == 0 || dim > MOST_COLUMNS {
         return Err(GpuError::argument(format!(
             "RMSNorm of heads of {dim} columns; it takes 1 to {MOST_COLUMNS}"
         )));
     }
-    let held = dim.div_ceil(vector * 32);
-    Ok(Source { file: File::HeadNorm { held }, dtype, vector, threads: THREADS })
+    let (lanes, held) = lanes_of(dim, vector);
+    let turn = turn.map(|turn| turn.pairing == Pairing::Neighbours);
+    let file = File::HeadNorm { lanes, held, turn };
+    Ok(Source { file, dtype, vector, threads: THREADS })
 }
 
-impl Block for HeadNorm {
+impl Block for HeadNorm<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let (dtype, heads) = (operand_dtype("qkv", self.qkv.dtype)?, self.heads);
         let tokens = self.qkv.layout.shape[0];
@@ -107,25 +142,30 @@ impl Block for HeadNorm {
         accesses.read("weight", &self.weight)?;
         accesses.write("inverse", &self.inverse)?;
         accesses.write("out", &self.out)?;
-        let vector = vector(dtype, &[qkv, out, one_row(&self.weight)], &[heads.dim]);
-        let source = source(dtype, heads.dim, vector)?;
+        let (turn, half) = turned(&self.turn, [tokens, heads.dim], accesses)?;
+        let vector = vector(dtype, &[qkv, out, one_row(&self.weight)], &[heads.dim, half]);
+        let source = source(dtype, heads.dim, vector, &self.turn)?;
         let parameters = HeadNormParams {
             qkv,
             out,
             weight: self.weight.start(),
             inverse: self.inverse.start(),
+            positions: turn.positions,
+            table: turn.table,
             heads_q: count("heads", heads.queries)?,
             heads_kv: count("heads", heads.keys)?,
             dim: count("columns", heads.dim)?,
+            rotated: count("columns", turn.rotated)?,
             eps: self.eps,
             offset: self.offset,
         };
-        let grid = [tokens, (heads.queries + 2 * heads.keys).div_ceil(WARPS)];
+        let of_cta = THREADS as usize / lanes_of(heads.dim, vector).0;
+        let grid = [tokens, (heads.queries + 2 * heads.keys).div_ceil(of_cta)];
         Ok(vec![KernelLaunch::new(&source, "fv_head_norm", grid, &parameters)?])
     }
 }
 
-impl Block for HeadNormBackward {
+impl Block for HeadNormBackward<'_> {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let (dtype, heads) = (operand_dtype("qkv", self.qkv.dtype)?, self.heads);
         let tokens = self.qkv.layout.shape[0];
@@ -144,18 +184,22 @@ impl Block for HeadNormBackward {
             accesses.write("d_weight", d_weight)?;
         }
         accesses.write("partial", &self.partial)?;
-        let vector = vector(dtype, &[qkv, d_qkv, one_row(&self.weight)], &[heads.dim]);
-        let source = source(dtype, heads.dim, vector)?;
+        let (turn, half) = turned(&self.turn, [tokens, heads.dim], accesses)?;
+        let vector = vector(dtype, &[qkv, d_qkv, one_row(&self.weight)], &[heads.dim, half]);
+        let source = source(dtype, heads.dim, vector, &self.turn)?;
         let parameters = HeadNormBackwardParams {
             qkv,
             d_qkv,
             weight: self.weight.start(),
             inverse: self.inverse.start(),
             partial,
+            positions: turn.positions,
+            table: turn.table,
             tokens: count("tokens", tokens)?,
             heads_q: count("heads", heads.queries)?,
             heads_kv: count("heads", heads.keys)?,
             dim: count("columns", heads.dim)?,
+            rotated: count("columns", turn.rotated)?,
             parts: count("parts", parts)?,
             offset: self.offset,
         };

@@ -62,9 +62,11 @@ pub(crate) enum File {
         held: usize,
     },
     SumParts,
-    /// Vectors of a head that a lane holds.
+    /// Lanes that a head takes, vectors of it that a lane holds, and where heads turn whether pairs are neighbours.
     HeadNorm {
+        lanes: usize,
         held: usize,
+        turn: Option<bool>,
     },
     /// GELU instead of SiLU.
     Gated {
@@ -184,8 +186,10 @@ impl File {
     /// The macros that it reads beside those of every file.
     pub(crate) fn defines(self) -> Vec<(&'static str, usize)> {
         match self {
-            Self::RmsNorm { held } | Self::RmsNormRows { held } | Self::HeadNorm { held } => {
-                vec![("FV_HELD", held)]
+            Self::RmsNorm { held } | Self::RmsNormRows { held } => vec![("FV_HELD", held)],
+            Self::HeadNorm { lanes, held, turn } => {
+                let turn = turn.map_or(0, |neighbours| 1 + usize::from(neighbours));
+                vec![("FV_LANES", lanes), ("FV_HELD", held), ("FV_TURN", turn)]
             }
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],

@@ -7,6 +7,7 @@ use foveate_gpu::nvrtc::{Compiled, Compiler};
 use foveate_gpu::{Arch, GpuError, GpuErrorKind};
 use foveate_tensor::DType;
 
+use crate::head_norm;
 use crate::launch::{File, Source};
 use crate::optimizer::VECTORS;
 use crate::pause;
@@ -136,9 +137,10 @@ fn files(dtype: DType, vector: usize) -> Vec<(File, u32)> {
     }
     files.extend([(File::Vectors, 256), (File::Ranks, 256), (File::Context, 256)]);
     files.push((File::SumParts, 1024));
-    let mut held = [128, 64, 256].map(|dim| usize::div_ceil(dim, 32 * vector)).to_vec();
-    held.dedup();
-    files.extend(held.into_iter().map(|held| (File::HeadNorm { held }, 128)));
+    let heads = [128, 64, 256].map(|dim| head_norm::lanes_of(dim, vector));
+    for turn in [Some(false), None, Some(true)] {
+        files.extend(heads.map(|(lanes, held)| (File::HeadNorm { lanes, held, turn }, 128)));
+    }
     for other in [false, true] {
         files.extend([128, 256].map(|threads| (File::Embedding { narrow: other }, threads)));
         files.push((File::Gated { gelu: other }, 256));

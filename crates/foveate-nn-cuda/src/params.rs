@@ -264,12 +264,18 @@ abi_structs! {
         pub weight: Address,
         /// f32 `[tokens, heads_q + heads_kv]`.
         pub inverse: Address,
+        /// i32 `[tokens]`, where heads turn.
+        pub positions: Address,
+        /// f32 `[positions, rotated]`, where heads turn.
+        pub table: Address,
         /// Query heads.
         pub heads_q: i32,
         /// Key/value heads.
         pub heads_kv: i32,
         /// Columns of a head.
         pub dim: i32,
+        /// Columns of a head that turn.
+        pub rotated: i32,
         /// Added to the mean square.
         pub eps: f32,
         /// Added to the weight.
@@ -287,6 +293,10 @@ abi_structs! {
         pub inverse: Address,
         /// f32 `[parts, 2 · dim]`.
         pub partial: Address,
+        /// i32 `[tokens]`, where heads turn.
+        pub positions: Address,
+        /// f32 `[positions, rotated]`, where heads turn.
+        pub table: Address,
         /// Tokens.
         pub tokens: i32,
         /// Query heads.
@@ -295,6 +305,8 @@ abi_structs! {
         pub heads_kv: i32,
         /// Columns of a head.
         pub dim: i32,
+        /// Columns of a head that turn.
+        pub rotated: i32,
         /// Rows of `partial`.
         pub parts: i32,
         /// Added to the weight.

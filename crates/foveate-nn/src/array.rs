@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use foveate::DType;
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, RopePairing};
 
 /// Elements in the memory of a device.
 pub trait Array: Default + Send + Sync {
@@ -124,6 +124,18 @@ impl PackedHeads {
     pub fn width(&self) -> usize {
         (self.heads_q + 2 * self.heads_kv) * self.dim
     }
+}
+
+/// How the heads of a layer turn: by the angles of their positions in `table`, one of those that the batch was
+/// uploaded with.
+#[derive(Debug)]
+pub struct Turn<'a, Batch> {
+    /// Whose positions.
+    pub batch: &'a Batch,
+    /// The table's index.
+    pub table: usize,
+    /// Which elements of a head are a pair.
+    pub pairing: RopePairing,
 }
 
 /// Which way RoPE turns.

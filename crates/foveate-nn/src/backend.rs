@@ -24,10 +24,10 @@ use foveate::{Attention, Coordinates, DType, Positions};
 
 use crate::architecture::Activation;
 pub use crate::array::{
-    Array, LinearShape, Moments, PackedHeads, Part, PartMut, Rotation, Weights,
+    Array, LinearShape, Moments, PackedHeads, Part, PartMut, Rotation, Turn, Weights,
 };
 use crate::batch::Batch;
-use crate::config::{LearnedBuffer, Norm, RopePairing};
+use crate::config::{LearnedBuffer, Norm};
 use crate::device_context::DeviceContext;
 use crate::error::NnError;
 #[cfg(doc)]
@@ -612,13 +612,14 @@ pub trait Blocks: Sized {
 
     /// [`Blocks::rms_norm`] of each query and key head of `qkv` by itself; `weight` are those of query
     /// heads and those of key heads, `[2, dim]`. `out` has the values as they are. `inverse` is
-    /// `[T, heads_q + heads_kv]`.
+    /// `[T, heads_q + heads_kv]`. Behind the norm heads turn, where they do, as by [`Blocks::rope`].
     fn head_norm(
         &mut self,
         heads: PackedHeads,
         qkv: &Self::Array,
         weight: Part<'_, Self::Array>,
         norm: Norm,
+        turn: Option<Turn<'_, Self::Batch>>,
         inverse: &mut Self::Array,
         out: &mut Self::Array,
     ) -> Result<(), NnError>;
@@ -629,6 +630,7 @@ pub trait Blocks: Sized {
         &mut self,
         heads: PackedHeads,
         forward: NormForward<'_, Self::Array>,
+        turn: Option<Turn<'_, Self::Batch>>,
         d_qkv: &mut Self::Array,
         d_weight: Option<PartMut<'_, Self::Array>>,
     ) -> Result<(), NnError>;
@@ -672,14 +674,11 @@ pub trait Blocks: Sized {
         d_weight: PartMut<'_, Self::Array>,
     ) -> Result<(), NnError>;
 
-    /// Turns the query and key heads of `qkv` in place by the angles of their positions in `table`,
-    /// one of those that the batch was uploaded with; what the table has no pairs for stays.
+    /// Turns the query and key heads of `qkv` in place; what the table has no pairs for stays.
     fn rope(
         &mut self,
-        batch: &Self::Batch,
-        table: usize,
+        turn: Turn<'_, Self::Batch>,
         heads: PackedHeads,
-        pairing: RopePairing,
         rotation: Rotation,
         qkv: &mut Self::Array,
     ) -> Result<(), NnError>;

@@ -13,10 +13,10 @@ use crate::architecture::Activation;
 use crate::backend::{
     Array, ArrayBytes, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
     LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, ProcessMemory,
-    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, Turn, VocabularyPart, Weights,
 };
 use crate::batch::Batch;
-use crate::config::{Norm, RopePairing};
+use crate::config::Norm;
 use crate::error::NnError;
 use crate::moments::Moment;
 use crate::optimizer::{OptimizerStep, Span};
@@ -540,6 +540,7 @@ impl Blocks for Dry {
         qkv: &DryArray,
         weight: Part<'_, DryArray>,
         _: Norm,
+        _: Option<Turn<'_, ()>>,
         inverse: &mut DryArray,
         out: &mut DryArray,
     ) -> Result<(), NnError> {
@@ -551,6 +552,7 @@ impl Blocks for Dry {
         &mut self,
         _: PackedHeads,
         forward: NormForward<'_, DryArray>,
+        _: Option<Turn<'_, ()>>,
         d_qkv: &mut DryArray,
         d_weight: Option<PartMut<'_, DryArray>>,
     ) -> Result<(), NnError> {
@@ -589,10 +591,8 @@ impl Blocks for Dry {
 
     fn rope(
         &mut self,
-        (): &(),
-        _: usize,
+        _: Turn<'_, ()>,
         _: PackedHeads,
-        _: RopePairing,
         _: Rotation,
         qkv: &mut DryArray,
     ) -> Result<(), NnError> {

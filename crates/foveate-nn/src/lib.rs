@@ -96,7 +96,7 @@ pub use backend::{
     KEYS_WAIT, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
     Moments, NormForward, PackedHeads, Part, PartMut, PassIdentity, PassWork, PlanBytes,
     ProcessMemory, Recording, ReplicaSumsOf, Rotation, StateMemory, StreamProduct, StreamTransfers,
-    SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    SumOverRanks, Sums, Transfers, Turn, VocabularyPart, Weights,
 };
 pub use batch::{Batch, BlockSeconds, IGNORE, LossSum, Queued, token_order};
 pub use config::{

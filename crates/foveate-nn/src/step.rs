@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::architecture::LayerRope;
 use crate::backend::{
     Array, Blocks, KvCache, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
-    NormForward, PackedHeads, Part, PartMut, Rotation, StreamProduct,
+    NormForward, PackedHeads, Part, PartMut, Rotation, StreamProduct, Turn,
 };
 use crate::config::ModelConfig;
 use crate::context::Context;
@@ -221,33 +221,27 @@ impl<'a, B: Blocks> Step<'a, B> {
         again: bool,
     ) -> Result<Turned, NnError> {
         let (shape, places) = (self.heads(), self.places(layer));
-        let (turned, qkv) = if self.config.architecture.head_norms {
+        if self.config.architecture.head_norms {
             let weight = part(self.weights, &places.head_norms);
             let (norm, inverse) = (self.config.norm(), &mut tape.heads_inverse);
-            self.blocks.head_norm(shape, &tape.qkv, weight, norm, inverse, heads)?;
-            (Turned::Apart, heads)
-        } else if again {
-            return Ok(Turned::InTape);
-        } else {
-            (Turned::InTape, &mut tape.qkv)
-        };
-        self.rotate(layer, Rotation::Forward, qkv)?;
-        Ok(turned)
+            let turn = self.turn(layer);
+            self.blocks.head_norm(shape, &tape.qkv, weight, norm, turn, inverse, heads)?;
+            return Ok(Turned::Apart);
+        }
+        if !again && let Some(turn) = self.turn(layer) {
+            self.blocks.rope(turn, shape, Rotation::Forward, &mut tape.qkv)?;
+        }
+        Ok(Turned::InTape)
     }
 
-    fn rotate(
-        &mut self,
-        layer: usize,
-        rotation: Rotation,
-        qkv: &mut B::Array,
-    ) -> Result<(), NnError> {
+    /// How the heads of a layer turn, where they do.
+    fn turn(&self, layer: usize) -> Option<Turn<'a, B::Batch>> {
         let table = match self.config.architecture.rope_of(layer) {
             LayerRope::Global => 0,
             LayerRope::Local => 1,
-            LayerRope::None => return Ok(()),
+            LayerRope::None => return None,
         };
-        let (heads, pairing) = (self.heads(), self.config.rope_pairing);
-        self.blocks.rope(self.batch, table, heads, pairing, rotation, qkv)
+        Some(Turn { batch: self.batch, table, pairing: self.config.rope_pairing })
     }
 
     /// From the output of attention to the gate and up projections.
@@ -422,11 +416,13 @@ impl<'a, B: Blocks> Step<'a, B> {
                 blocks.attention_backward(attention, qkv, out, lse, d_out, d_qkv, d_learned)?;
             }
         }
-        self.rotate(layer, Rotation::Backward, &mut ws.d_qkv)?;
+        let turn = self.turn(layer);
         if architecture.head_norms {
             let d_weight = gradients.part(self.layout, &places.head_norms);
             let of_heads = self.norm_forward(&tape.qkv, &places.head_norms, &tape.heads_inverse);
-            self.blocks.head_norm_backward(heads, of_heads, &mut ws.d_qkv, d_weight)?;
+            self.blocks.head_norm_backward(heads, of_heads, turn, &mut ws.d_qkv, d_weight)?;
+        } else if let Some(turn) = turn {
+            self.blocks.rope(turn, heads, Rotation::Backward, &mut ws.d_qkv)?;
         }
         if architecture.qkv_bias
             && let Some(d_bias) = gradients.part(self.layout, &places.qkv_bias)

@@ -10,8 +10,8 @@ use foveate_gpu::nvrtc::Compiler;
 use foveate_gpu::profile::Profile;
 use foveate_gpu::{DeviceTensor, GpuError, GpuErrorKind};
 use foveate_nn::{
-    Activation as NnActivation, Array, ArrayBytes, AttentionProgram, AttentionShape, Batch,
-    BlockTime, Blocks, Carrier, ContextOf, HeldBytes, KvCache, LayerAttention, LinearShape,
+    self as nn, Activation as NnActivation, Array, ArrayBytes, AttentionProgram, AttentionShape,
+    Batch, BlockTime, Blocks, Carrier, ContextOf, HeldBytes, KvCache, LayerAttention, LinearShape,
     LossGradients, LossOperands, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
     NormForward, OptimizerStep, PackedHeads, Part, PartMut, PassIdentity, PassWork, Peers,
     PlanBytes, Precision, Recording, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing,
@@ -32,11 +32,22 @@ use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::pause::Pause;
-use crate::rope::{Pairing, Rope};
+use crate::rope::{Pairing, Rope, Turn};
 use crate::vectors::{self, AddRows, ColumnSums};
 
 fn heads_of(heads: PackedHeads) -> Heads {
     Heads { queries: heads.heads_q, keys: heads.heads_kv, dim: heads.dim }
+}
+
+fn turn_of<'a>(turn: &nn::Turn<'a, CudaBatch>) -> Turn<'a> {
+    Turn {
+        positions: turn.batch.positions(),
+        table: turn.batch.tables[turn.table].tensor(),
+        pairing: match turn.pairing {
+            RopePairing::HalfSplit => Pairing::Halves,
+            RopePairing::Interleaved => Pairing::Neighbours,
+        },
+    }
 }
 
 fn activation_of(activation: NnActivation) -> Activation {
@@ -570,6 +581,7 @@ impl Blocks for Cuda {
         qkv: &CudaArray,
         weight: Part<'_, CudaArray>,
         norm: Norm,
+        turn: Option<nn::Turn<'_, CudaBatch>>,
         inverse: &mut CudaArray,
         out: &mut CudaArray,
     ) -> Result<(), NnError> {
@@ -584,6 +596,7 @@ impl Blocks for Cuda {
                 out: out.rows(width),
                 eps: norm.eps,
                 offset: norm.offset,
+                turn: turn.as_ref().map(turn_of),
             },
         )
     }
@@ -592,6 +605,7 @@ impl Blocks for Cuda {
         &mut self,
         heads: PackedHeads,
         NormForward { x: qkv, weight, norm, inverse }: NormForward<'_, CudaArray>,
+        turn: Option<nn::Turn<'_, CudaBatch>>,
         d_qkv: &mut CudaArray,
         d_weight: Option<PartMut<'_, CudaArray>>,
     ) -> Result<(), NnError> {
@@ -608,6 +622,7 @@ impl Blocks for Cuda {
             d_weight: d_weight.as_ref().map(|d_weight| d_weight.vector()),
             partial: DeviceTensor::contiguous(partial.address(), DType::F32, [parts, columns]),
             offset: norm.offset,
+            turn: turn.as_ref().map(turn_of),
         };
         self.timed(Timed::HeadNormBackward, |this| {
             d_weight.as_ref().map_or(Ok(()), |d_weight| this.begin_sums(d_weight))?;
@@ -648,10 +663,8 @@ impl Blocks for Cuda {
 
     fn rope(
         &mut self,
-        batch: &CudaBatch,
-        table: usize,
+        turn: nn::Turn<'_, CudaBatch>,
         heads: PackedHeads,
-        pairing: RopePairing,
         rotation: Rotation,
         qkv: &mut CudaArray,
     ) -> Result<(), NnError> {
@@ -661,12 +674,7 @@ impl Blocks for Cuda {
                 qkv: qkv.rows(heads.width()),
                 heads: heads.heads_q + heads.heads_kv,
                 dim: heads.dim,
-                positions: batch.positions(),
-                table: batch.tables[table].tensor(),
-                pairing: match pairing {
-                    RopePairing::HalfSplit => Pairing::Halves,
-                    RopePairing::Interleaved => Pairing::Neighbours,
-                },
+                turn: turn_of(&turn),
                 back: rotation == Rotation::Backward,
             },
         )

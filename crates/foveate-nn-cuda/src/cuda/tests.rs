@@ -319,7 +319,7 @@ fn products_are_those_of_the_cpu() {
 }
 
 #[test]
-fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
+fn embeddings_and_losses_are_those_of_the_cpu() {
     for mut both in Both::all(3) {
         let (texts, tables) = (Texts::new(&mut both.random), tables());
         let batch = both.upload(&texts.batch(), &tables);
@@ -332,24 +332,6 @@ fn embeddings_norms_of_heads_and_losses_are_those_of_the_cpu() {
         both!(both.embed_backward(&batch.0, None, &d_out.cpu, WIDTH, 2.0, whole(&mut d_words.cpu);
             &batch.1, None, &d_out.cuda, WIDTH, 2.0, whole(&mut d_words.cuda)));
         both.check("d_table", &d_words, 1e-5);
-
-        let (qkv, weight) = (both.normal(TOKENS * HEADS.width()), both.normal(2 * HEADS.dim));
-        let mut inverse = both.nan(DType::F32, TOKENS * (HEADS.heads_q + HEADS.heads_kv));
-        let mut out = both.activations(TOKENS * HEADS.width());
-        let norm = NORMS[1];
-        let w = || (Part::whole(&weight.cpu), Part::whole(&weight.cuda));
-        both!(both.head_norm(HEADS, &qkv.cpu, w().0, norm, &mut inverse.cpu, &mut out.cpu;
-            HEADS, &qkv.cuda, w().1, norm, &mut inverse.cuda, &mut out.cuda));
-        both.check("inverse of heads", &inverse, 1e-5);
-        both.check("normalised heads", &out, 1e-5);
-        let (mut d_qkv, mut d_weight) =
-            (both.normal(TOKENS * HEADS.width()), both.sums(2 * HEADS.dim));
-        let forward = Twin::norm_forward(&qkv, &weight, norm, &inverse);
-        both!(both.head_norm_backward(
-            HEADS, forward.0, &mut d_qkv.cpu, Some(whole(&mut d_weight.cpu));
-            HEADS, forward.1, &mut d_qkv.cuda, Some(whole(&mut d_weight.cuda))));
-        both.check("d_qkv of the norm of heads", &d_qkv, 1e-5);
-        both.check("d_weight of the norm of heads", &d_weight, 1e-5);
 
         let cap = (both.dtype == DType::F32).then_some(3.0);
         // Logits of 100 tokens at once, which divides no number of tokens.

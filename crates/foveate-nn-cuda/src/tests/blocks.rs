@@ -9,7 +9,7 @@ use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::pause::Pause;
 use crate::ranks::{Narrow, SumRanks};
-use crate::rope::{Pairing, Rope};
+use crate::rope::{Pairing, Rope, Turn};
 use crate::vectors::{self, Add, AddRows, ColumnSums, CopyRows, Widen};
 
 const TOKENS: usize = 7;
@@ -177,12 +177,42 @@ fn sums_all_rows(tokens: usize, width: usize) {
     close("d_x", &d_out.values(), &expected_x, tolerance(DType::BF16));
 }
 
+fn angle(position: usize, pair: usize) -> f64 {
+    position as f64 * 0.7 + pair as f64 * 0.3
+}
+
+/// A table of rotations: `half` cosines of each position, then as many sines.
+fn angles(positions: usize, half: usize) -> Vec<f64> {
+    let of = |p: usize| {
+        let cosines = (0..half).map(move |i| angle(p, i).cos());
+        cosines.chain((0..half).map(move |i| angle(p, i).sin()))
+    };
+    (0..positions).flat_map(of).collect()
+}
+
+/// A head whose first `2 · half` columns are turned by a position's angles, or back with a sign of −1.
+fn turned(head: &[f64], pairing: Pairing, half: usize, position: usize, sign: f64) -> Vec<f64> {
+    let mut out = head.to_vec();
+    for i in 0..half {
+        let (first, second) = match pairing {
+            Pairing::Halves => (i, i + half),
+            Pairing::Neighbours => (2 * i, 2 * i + 1),
+        };
+        let (sin, cos) = angle(position, i).sin_cos();
+        out[first] = head[first] * cos - sign * head[second] * sin;
+        out[second] = head[second] * cos + sign * head[first] * sin;
+    }
+    out
+}
+
 #[test]
 fn norms_of_heads_and_their_gradients_are_those_of_f64() {
     let mut random = Random::new(12);
     let f32s = Placing::dense(DType::F32);
-    for (placing, dim) in placings().into_iter().filter(|(_, dim)| *dim <= 512) {
-        // Queries of five heads, keys and values of two: no number of warps.
+    let cases = placings().into_iter().filter(|(_, dim)| *dim <= 512);
+    let pairings = [None, Some(Pairing::Halves), Some(Pairing::Neighbours)];
+    for ((placing, dim), pairing) in cases.flat_map(|case| pairings.map(|p| (case, p))) {
+        // Queries of five heads, keys and values of two: no number of warps. All but a few columns turn.
         let heads = Heads { queries: 5, keys: 2, dim };
         let (tokens, width) = (9, heads.width());
         let shape = [tokens, width];
@@ -190,6 +220,21 @@ fn norms_of_heads_and_their_gradients_are_those_of_f64() {
         let weight = placing.random([1, 2 * dim], &mut random, 1.0);
         let out = placing.empty(shape);
         let inverse = f32s.empty([1, tokens * heads.normalised()]);
+        let (positions, half) = (5, (dim / 2 - 8) / 8 * 8);
+        let table =
+            Placing::dense(DType::F32).matrix([positions, 2 * half], &angles(positions, half));
+        let at: Vec<i32> = (0..tokens).map(|t| (t * 3 % positions) as i32).collect();
+        let (at_memory, at_shape) = (Memory::of(&at), [tokens]);
+        let turn = pairing.map(|pairing| Turn {
+            positions: at_memory.array(ElementType::I32, &at_shape),
+            table: table.tensor(),
+            pairing,
+        });
+        // A head of a token, turned.
+        let turned = |head: &[f64], token: usize, sign: f64| match pairing {
+            None => head.to_vec(),
+            Some(pairing) => turned(head, pairing, half, at[token] as usize, sign),
+        };
         let ran = run(&HeadNorm {
             heads,
             qkv: qkv.tensor(),
@@ -198,6 +243,7 @@ fn norms_of_heads_and_their_gradients_are_those_of_f64() {
             out: out.tensor(),
             eps: 1e-5,
             offset: 1.0,
+            turn,
         });
         if !ran {
             return;
@@ -217,6 +263,7 @@ fn norms_of_heads_and_their_gradients_are_those_of_f64() {
             d_weight: Some(d_weight.vector()),
             partial: partial.tensor(),
             offset: 1.0,
+            turn,
         });
         let (mut expected, mut factors) = (values.clone(), Vec::new());
         let (mut expected_x, mut expected_weight) = (g.clone(), before);
@@ -228,8 +275,9 @@ fn norms_of_heads_and_their_gradients_are_those_of_f64() {
             let first = if head < 5 { 0 } else { dim };
             let weight = &weights[first..first + dim];
             let (factor, normed) = norm_of(x, weight, 1e-5, 1.0);
-            let (d_x, d_w) = norm_gradients(x, weight, &factor, &g[at.clone()], 1.0);
-            expected[at.clone()].copy_from_slice(&normed);
+            let g = turned(&g[at.clone()], i / 9, -1.0);
+            let (d_x, d_w) = norm_gradients(x, weight, &factor, &g, 1.0);
+            expected[at.clone()].copy_from_slice(&turned(&normed, i / 9, 1.0));
             expected_x[at].copy_from_slice(&d_x);
             expected_weight[first..].iter_mut().zip(d_w).for_each(|(sum, d)| *sum += d);
             factors.extend(factor);
@@ -368,13 +416,7 @@ fn heads_turn_by_their_positions_and_back() {
                 let qkv = placing.random([TOKENS, width], &mut random, 2.0);
                 let before = qkv.values();
                 let half = rotated / 2;
-                let angle = |p: usize, i: usize| p as f64 * 0.7 + i as f64 * 0.3;
-                let table: Vec<f64> = (0..positions)
-                    .flat_map(|p| {
-                        let cosines = (0..half).map(move |i| angle(p, i).cos());
-                        cosines.chain((0..half).map(move |i| angle(p, i).sin()))
-                    })
-                    .collect();
+                let table = angles(positions, half);
                 let table = Placing::dense(DType::F32).matrix([positions, rotated], &table);
                 let at: Vec<i32> = (0..TOKENS).map(|t| (t * 3 % positions) as i32).collect();
                 let at_memory = Memory::of(&at);
@@ -382,9 +424,11 @@ fn heads_turn_by_their_positions_and_back() {
                     qkv: qkv.tensor(),
                     heads,
                     dim,
-                    positions: at_memory.array(ElementType::I32, &[TOKENS]),
-                    table: table.tensor(),
-                    pairing,
+                    turn: Turn {
+                        positions: at_memory.array(ElementType::I32, &[TOKENS]),
+                        table: table.tensor(),
+                        pairing,
+                    },
                     back: false,
                 };
                 if !run(&rope) {
@@ -392,16 +436,11 @@ fn heads_turn_by_their_positions_and_back() {
                 }
                 let mut expected = before.clone();
                 for (t, &position) in at.iter().enumerate() {
-                    for (head, i) in (0..heads).flat_map(|h| (0..half).map(move |i| (h, i))) {
-                        let (first, second) = match pairing {
-                            Pairing::Halves => (i, i + half),
-                            Pairing::Neighbours => (2 * i, 2 * i + 1),
-                        };
-                        let of = |column: usize| t * width + head * dim + column;
-                        let (a, b) = (before[of(first)], before[of(second)]);
-                        let (sin, cos) = angle(position as usize, i).sin_cos();
-                        expected[of(first)] = a * cos - b * sin;
-                        expected[of(second)] = b * cos + a * sin;
+                    for head in 0..heads {
+                        let at = t * width + head * dim..t * width + (head + 1) * dim;
+                        let head =
+                            turned(&before[at.clone()], pairing, half, position as usize, 1.0);
+                        expected[at].copy_from_slice(&head);
                     }
                 }
                 let tolerance = tolerance(placing.dtype);
@@ -454,9 +493,11 @@ fn operands_that_do_not_fit_are_named() {
         qkv: x.tensor(),
         heads: 2,
         dim: 16,
-        positions: positions.array(ElementType::I32, &[4]),
-        table: table.tensor(),
-        pairing: Pairing::Halves,
+        turn: Turn {
+            positions: positions.array(ElementType::I32, &[4]),
+            table: table.tensor(),
+            pairing: Pairing::Halves,
+        },
         back: false,
     };
     assert_eq!(

@@ -28,10 +28,10 @@ use crate::architecture::Activation;
 use crate::backend::{
     Array, ArrayBytes, AttentionShape, Blocks, KvCache, LayerAttention, LinearShape, LossGradients,
     LossOperands, Moments, NormForward, PackedHeads, Part, PartMut, PlanBytes, ProcessMemory,
-    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, VocabularyPart, Weights,
+    Rotation, StreamTransfers, SumOverRanks, Sums, Transfers, Turn, VocabularyPart, Weights,
 };
 use crate::batch::{Batch, BlockSeconds, IGNORE, token_order};
-use crate::config::{Norm, RopePairing};
+use crate::config::Norm;
 use crate::error::NnError;
 use crate::labelled::LabelledTokens;
 use crate::matmul::{Matrix, matmul, matmul_deep};
@@ -554,20 +554,23 @@ impl Blocks for Cpu {
         qkv: &Vec<f32>,
         weight: Part<'_, Vec<f32>>,
         norm: Norm,
+        turn: Option<Turn<'_, CpuBatch>>,
         inverse: &mut Vec<f32>,
         out: &mut Vec<f32>,
     ) -> Result<(), NnError> {
         norm::heads_forward(heads, qkv, weight.values(), norm, inverse, out);
-        Ok(())
+        turn.map_or(Ok(()), |turn| self.rope(turn, heads, Rotation::Forward, out))
     }
 
     fn head_norm_backward(
         &mut self,
         heads: PackedHeads,
         forward: NormForward<'_, Vec<f32>>,
+        turn: Option<Turn<'_, CpuBatch>>,
         d_qkv: &mut Vec<f32>,
         d_weight: Option<PartMut<'_, Vec<f32>>>,
     ) -> Result<(), NnError> {
+        turn.map_or(Ok(()), |turn| self.rope(turn, heads, Rotation::Backward, d_qkv))?;
         norm::heads_backward(heads, &forward, d_qkv, d_weight.map(PartMut::sums));
         Ok(())
     }
@@ -607,10 +610,8 @@ impl Blocks for Cpu {
 
     fn rope(
         &mut self,
-        batch: &CpuBatch,
-        table: usize,
+        Turn { batch, table, pairing }: Turn<'_, CpuBatch>,
         heads: PackedHeads,
-        pairing: RopePairing,
         rotation: Rotation,
         qkv: &mut Vec<f32>,
     ) -> Result<(), NnError> {

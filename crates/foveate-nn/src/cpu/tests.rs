@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::architecture::Activation;
 use crate::backend::{
     AttentionShape, Blocks, LayerAttention, LayerProgram, LinearShape, LossGradients, LossOperands,
-    Moments, NormForward, PackedHeads, Part, PartMut, Rotation, Weights,
+    Moments, NormForward, PackedHeads, Part, PartMut, Rotation, Turn, Weights,
 };
 use crate::batch::{Batch, IGNORE};
 use crate::config::{Norm, ProgramConfig, RopePairing};
@@ -158,11 +158,11 @@ fn heads_are_normalised_one_by_one_and_values_are_not() {
         x.chunks(6).enumerate().flat_map(head).collect()
     };
     let (mut inverse, mut out) = (nan(tokens * turned), nan(x.len()));
-    cpu.head_norm(heads, &x, Part::whole(&w), shape, &mut inverse, &mut out).unwrap();
+    cpu.head_norm(heads, &x, Part::whole(&w), shape, None, &mut inverse, &mut out).unwrap();
     assert_close(&out, &gold(&wide(&x), &wide(&w)), "out");
     let (mut d_x, mut d_w) = (g.clone(), vec![1.0; 12]);
     let forward = NormForward { x: &x, weight: Part::whole(&w), norm: shape, inverse: &inverse };
-    cpu.head_norm_backward(heads, forward, &mut d_x, Some(whole_mut(&mut d_w))).unwrap();
+    cpu.head_norm_backward(heads, forward, None, &mut d_x, Some(whole_mut(&mut d_w))).unwrap();
     // Tokens do not mix, so that a token's gradient is its own.
     for t in [0, 1, 255, 389] {
         let at = t * width..(t + 1) * width;
@@ -367,8 +367,9 @@ fn rope_turns_and_turns_back(rotated: usize) {
     let frequencies = rotary.inverse_frequencies;
     for pairing in [RopePairing::HalfSplit, RopePairing::Interleaved] {
         let heads = PackedHeads { rows: 1, len: 40, heads_q: 4, heads_kv: 2, dim: 6 };
+        let turn = || Turn { batch: &batch, table: 0, pairing };
         let mut y = x.clone();
-        cpu.rope(&batch, 0, heads, pairing, Rotation::Forward, &mut y).unwrap();
+        cpu.rope(turn(), heads, Rotation::Forward, &mut y).unwrap();
         let mut gold = wide(&x);
         for (t, row) in gold.chunks_mut(width).enumerate() {
             // The last two of eight heads are the values.
@@ -385,8 +386,21 @@ fn rope_turns_and_turns_back(rotated: usize) {
             }
         }
         assert_close(&y, &gold, "turned");
-        cpu.rope(&batch, 0, heads, pairing, Rotation::Backward, &mut y).unwrap();
+        cpu.rope(turn(), heads, Rotation::Backward, &mut y).unwrap();
         assert_close(&y, &wide(&x), "turned back");
+        // Behind a norm in one block, and back before its gradient.
+        let (weight, norm) = (random(12, 17), Norm { eps: 1e-3, offset: 1.0 });
+        let (mut inverse, mut apart, mut out) = (nan(40 * 6), nan(x.len()), nan(x.len()));
+        let w = || Part::whole(&weight);
+        cpu.head_norm(heads, &x, w(), norm, None, &mut inverse, &mut apart).unwrap();
+        cpu.rope(turn(), heads, Rotation::Forward, &mut apart).unwrap();
+        cpu.head_norm(heads, &x, w(), norm, Some(turn()), &mut inverse, &mut out).unwrap();
+        assert_eq!(out, apart);
+        let forward = NormForward { x: &x, weight: w(), norm, inverse: &inverse };
+        cpu.head_norm_backward(heads, forward.again(), Some(turn()), &mut out, None).unwrap();
+        cpu.rope(turn(), heads, Rotation::Backward, &mut apart).unwrap();
+        cpu.head_norm_backward(heads, forward, None, &mut apart, None).unwrap();
+        assert_eq!(out, apart);
     }
 }
 

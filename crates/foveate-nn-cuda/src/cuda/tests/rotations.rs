@@ -1,11 +1,11 @@
 //! Rotations, each from the same numbers beside f64: one turn in 16 bits is one rounding from it,
 //! several in place drift apart by their roundings, each of up to 2⁻⁸ of the pair that it turns.
 
-use foveate_nn::{Blocks, Cpu, Part, RopePairing, RopeTable, Rotation};
+use foveate_nn::{Blocks, Cpu, Part, RopePairing, RopeTable, Rotation, Turn};
 use foveate_tensor::DType;
 use foveate_tensor::random::Random;
 
-use super::{Both, HEADS, TOKENS, Texts, narrowed, tables, widened};
+use super::{Both, HEADS, NORMS, TOKENS, Texts, Twin, narrowed, tables, whole, widened};
 
 /// Half an ulp, of 1 and of the smallest number.
 fn half_ulp(dtype: DType) -> [f64; 2] {
@@ -80,7 +80,9 @@ fn rotations_on_the_device_are_those_of_f64() {
         for (table, how) in turns() {
             let mut qkv = both.normal(TOKENS * HEADS.width());
             let expected = turned(&qkv.cpu, &tables[table], &texts.positions, how, both.dtype);
-            both.cuda.rope(&batch, table, HEADS, how.0, how.1, &mut qkv.cuda).unwrap();
+            both.cuda
+                .rope(Turn { batch: &batch, table, pairing: how.0 }, HEADS, how.1, &mut qkv.cuda)
+                .unwrap();
             let mut found = vec![f32::NAN; qkv.cpu.len()];
             both.cuda.download(Part::whole(&qkv.cuda), &mut found).unwrap();
             let off = misfit(&found, &expected);
@@ -103,7 +105,8 @@ fn one_turn_is_one_rounding_and_several_are_not() {
         for (table, how) in turns() {
             let expected = turned(&before, &tables[table], &texts.positions, how, dtype);
             let mut found = before.clone();
-            cpu.rope(&batch, table, HEADS, how.0, how.1, &mut found).unwrap();
+            cpu.rope(Turn { batch: &batch, table, pairing: how.0 }, HEADS, how.1, &mut found)
+                .unwrap();
             let found = rounded(dtype, &found);
             assert_eq!(misfit(&found, &expected), None, "{dtype}, table {table}, {how:?}");
             let two_ulps = 4.0 * half_ulp(dtype)[0] as f32;
@@ -115,10 +118,47 @@ fn one_turn_is_one_rounding_and_several_are_not() {
     let before = rounded(DType::BF16, &normal);
     let mut found = before.clone();
     for rotation in [Rotation::Forward, Rotation::Forward, Rotation::Backward, Rotation::Backward] {
-        cpu.rope(&batch, 0, HEADS, RopePairing::HalfSplit, rotation, &mut found).unwrap();
+        let turn = Turn { batch: &batch, table: 0, pairing: RopePairing::HalfSplit };
+        cpu.rope(turn, HEADS, rotation, &mut found).unwrap();
         found = rounded(DType::BF16, &found);
     }
     let once = |&x: &f32| (f64::from(x), 2f64.powi(-8) * f64::from(x.abs()));
     let expected: Vec<(f64, f64)> = before.iter().map(once).collect();
     assert!(misfit(&found, &expected).is_some());
+}
+
+#[test]
+fn norms_of_heads_that_turn_are_those_of_the_cpu() {
+    for mut both in Both::all(8) {
+        let (texts, tables) = (Texts::new(&mut both.random), tables());
+        let batch = both.upload(&texts.batch(), &tables);
+        let (qkv, weight) = (both.normal(TOKENS * HEADS.width()), both.normal(2 * HEADS.dim));
+        let heads = TOKENS * (HEADS.heads_q + HEADS.heads_kv);
+        let norm = NORMS[1];
+        for (table, pairing) in [(0, RopePairing::HalfSplit), (1, RopePairing::Interleaved)] {
+            let mut inverse = both.nan(DType::F32, heads);
+            let mut out = both.activations(TOKENS * HEADS.width());
+            let of_cpu = || Some(Turn { batch: &batch.0, table, pairing });
+            let of_cuda = || Some(Turn { batch: &batch.1, table, pairing });
+            let (w, inverses) = (Part::whole(&weight.cpu), &mut inverse.cpu);
+            both.cpu.head_norm(HEADS, &qkv.cpu, w, norm, of_cpu(), inverses, &mut out.cpu).unwrap();
+            let (w, inverses) = (Part::whole(&weight.cuda), &mut inverse.cuda);
+            both.cuda
+                .head_norm(HEADS, &qkv.cuda, w, norm, of_cuda(), inverses, &mut out.cuda)
+                .unwrap();
+            both.check("inverse of heads", &inverse, 1e-5);
+            both.check("normalised heads, turned", &out, 1e-5);
+            let mut d_qkv = both.normal(TOKENS * HEADS.width());
+            let mut d_weight = both.sums(2 * HEADS.dim);
+            let forward = Twin::norm_forward(&qkv, &weight, norm, &inverse);
+            let d_w = Some(whole(&mut d_weight.cpu));
+            both.cpu.head_norm_backward(HEADS, forward.0, of_cpu(), &mut d_qkv.cpu, d_w).unwrap();
+            let d_w = Some(whole(&mut d_weight.cuda));
+            both.cuda
+                .head_norm_backward(HEADS, forward.1, of_cuda(), &mut d_qkv.cuda, d_w)
+                .unwrap();
+            both.check("d_qkv of the norm of heads", &d_qkv, 1e-5);
+            both.check("d_weight of the norm of heads", &d_weight, 1e-5);
+        }
+    }
 }
