@@ -149,7 +149,7 @@ impl<A: Array> NormForward<'_, A> {
 /// Operands of a loss, whose logits are `x · weightᵀ`.
 #[derive(Debug)]
 pub struct LossOperands<'a, A> {
-    /// `[T, width]`; scratch behind a loss with gradients.
+    /// `[T, width]`; scratch behind the loss.
     pub x: &'a mut A,
     /// `[ids, width]`, of the vocabulary or of the part of it that a rank has.
     pub weight: Part<'a, A>,
@@ -760,8 +760,8 @@ pub trait Blocks: Sized {
 
     /// Adds the cross-entropy of logits and labels to `totals`, with the number of tokens that have a
     /// label, and writes that of each token to `each [T]`, 0 where it has no label; with `gradients`, these in
-    /// the same pass, for which the weight is multiplied with the rows of [`LabelledTokens`] alone, where the
-    /// batch has such.
+    /// the same pass. But for `each` the weight is multiplied with the rows of [`LabelledTokens`] alone, where
+    /// the batch has such.
     fn loss(
         &mut self,
         batch: &Self::Batch,

@@ -1,5 +1,5 @@
-//! The tokens of a batch that have a label. Only these have a gradient behind the last norm, so the head
-//! multiplies them alone where a batch leaves many out, as conversations do, of which the answers are learned.
+//! The tokens of a batch that have a label. Only these have a loss and a gradient behind the last norm, so the
+//! head multiplies them alone where a batch leaves many out, as conversations do, of which the answers are learned.
 
 use crate::batch::IGNORE;
 
@@ -10,7 +10,7 @@ const PARTS: usize = 8;
 /// The index that stands for none.
 const NONE: u32 = u32::MAX;
 
-/// The rows that the head multiplies for the gradients of a batch: its labelled tokens in their order, and behind
+/// The rows that the head multiplies for a batch: its labelled tokens in their order, and behind
 /// them rows of no token, up to a multiple of an eighth of the batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LabelledTokens {

@@ -228,6 +228,11 @@ impl CudaBatch {
         DeviceArray::new(start + 4 * first as Address, ElementType::I32, len)
     }
 
+    /// Of `len` rows that the head multiplies, from `first` on, their tokens: as [`Self::rows`] has them.
+    pub(super) fn tokens_of_rows<'a>(&self, first: usize, len: &'a [usize; 1]) -> DeviceArray<'a> {
+        DeviceArray::new(self.at(3) + 4 * first as Address, ElementType::I32, len)
+    }
+
     /// Of each row that the head multiplies its token, and of each token its row, negative where there is
     /// none: i32 `[rows]` and `[tokens]`; none where the head multiplies all tokens.
     pub(super) fn rows(&self) -> Option<[DeviceArray<'_>; 2]> {

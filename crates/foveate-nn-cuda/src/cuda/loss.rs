@@ -13,13 +13,14 @@ use crate::embedding::Embedding;
 use crate::launch::Block;
 use crate::loss::{AddLosses, CrossEntropy, CrossEntropyPart, LOGIT_SUMS, LogitSums};
 use crate::optimizer::TOTALS_LEN;
+use crate::vectors::CopyRows;
 
 /// Sums of the logits of a chunk, those of this rank and those of all ranks.
 type RankSums = [CudaArray; 2];
 
 impl Cuda {
-    /// [`Self::cross_entropy`] of the tokens of a batch. Where gradients are wanted of fewer of them than all, rows
-    /// of these alone lie in the place of `d_x`, and their gradient takes that of `x`.
+    /// [`Self::cross_entropy`] of a batch. Of fewer tokens than all, rows of these alone lie in the place of `d_x`,
+    /// and their gradient in that of `x`, or, without gradients, at the start of `x`.
     pub(super) fn loss_of_batch<'a>(
         &mut self,
         batch: &CudaBatch,
@@ -29,15 +30,40 @@ impl Cuda {
         mut gradients: Option<LossGradients<'a, CudaArray>>,
         totals: &CudaTotals,
     ) -> Result<(), NnError> {
-        let (Some(gradients), Some([of_rows, of_tokens])) = (&mut gradients, batch.rows()) else {
+        let width = operands.width;
+        // Memory for no row: a few tokens of a small vocabulary.
+        let is_whole = each.is_some() || gradients.is_none() && operands.logits.elems() < width;
+        let Some([of_rows, of_tokens]) = batch.rows().filter(|_| !is_whole) else {
             let all = (batch, false);
             return self.cross_entropy(all, &operands, part, each, gradients.as_ref(), totals);
         };
-        let width = operands.width;
+        let Some(gradients) = &mut gradients else {
+            self.take_rows_within(batch, &operands)?;
+            return self.cross_entropy((batch, true), &operands, part, None, None, totals);
+        };
         self.take_rows(operands.x, width, of_rows, gradients.d_x)?;
         std::mem::swap(&mut operands.x, &mut gradients.d_x);
-        self.cross_entropy((batch, true), &operands, part, each, Some(gradients), totals)?;
+        self.cross_entropy((batch, true), &operands, part, None, Some(gradients), totals)?;
         self.take_rows(gradients.d_x, width, of_tokens, operands.x)
+    }
+
+    /// Brings the rows of [`CudaBatch::rows`] to the start of `x`, by way of the memory of logits: tokens keep their
+    /// order, so that none is overwritten before it is read.
+    fn take_rows_within(
+        &mut self,
+        batch: &CudaBatch,
+        operands: &LossOperands<'_, CudaArray>,
+    ) -> Result<(), NnError> {
+        let &LossOperands { ref x, width, ref logits, .. } = operands;
+        let (rows, at_once) = (batch.count_of(true), logits.elems() / width);
+        for first in (0..rows).step_by(at_once) {
+            let count = [at_once.min(rows - first)];
+            self.take_rows(x, width, batch.tokens_of_rows(first, &count), logits)?;
+            let rows = |array: &CudaArray, first| rows_of(&array.rows(width), first, count[0]);
+            let copy = CopyRows { from: rows(logits, 0), to: rows(x, first) };
+            self.run_timed(Timed::Loss, &copy)?;
+        }
+        Ok(())
     }
 
     /// Rows of `from` by their indices, 0 where one is negative.

@@ -1,12 +1,12 @@
 //! Steps over batches of which few tokens have a label.
 
 use foveate_gpu::trace::{self, Noted};
-use foveate_nn::{Recompute, Recording};
+use foveate_nn::{Batch, IGNORE, Recompute, Recording};
 
 use super::graphs::{launched, recorded};
 use super::order::flow::flow;
 use super::order::trouble;
-use super::{LEN, ROWS, Steps, inside};
+use super::{LEN, ROWS, Steps, inside, model};
 
 /// Rows of the loss of each batch among these launches.
 fn rows_of_losses(lines: &[String]) -> Vec<usize> {
@@ -48,6 +48,36 @@ fn the_head_multiplies_labelled_rows_alone_in_the_memory_of_steps_that_multiply_
         assert_eq!(trouble(&shared), [""; 0], "{batches}");
         assert_eq!(flow(&shared), flow(&apart), "{batches}");
     }
+}
+
+#[test]
+fn an_evaluation_multiplies_labelled_rows_alone_and_reads_what_it_wrote() {
+    if !inside("labelled::an_evaluation_multiplies_labelled_rows_alone_and_reads_what_it_wrote") {
+        return;
+    }
+    trace::start();
+    let model = model();
+    let numbers: Vec<i32> = (0..(ROWS * LEN) as i32).map(|i| i % LEN as i32).collect();
+    let labels: Vec<i32> = numbers.iter().map(|&i| if i % 4 == 2 { i } else { IGNORE }).collect();
+    let batch = Batch {
+        rows: ROWS,
+        len: LEN,
+        tokens: &numbers.iter().map(|&i| i as u32).collect::<Vec<_>>(),
+        labels: &labels,
+        documents: &vec![0; ROWS * LEN],
+        positions: &numbers,
+        live_pairs: &[],
+        order: &[],
+    };
+    let lines = launched(|| assert_eq!(model.loss(&batch).unwrap().live_pairs, None));
+    // Sixteen labelled tokens, in two eighths of a batch of 66.
+    assert_eq!(rows_of_losses(&lines), [18]);
+    let copies = lines.iter().filter(|line| line.starts_with("fv_copy_rows")).count();
+    let taken = lines.iter().filter(|line| line.starts_with("fv_embedding [")).count();
+    assert_eq!((taken, copies), (2, 1));
+    let lines = launched(|| drop(model.token_losses(&batch, None).unwrap()));
+    assert_eq!(rows_of_losses(&lines), [ROWS * LEN]);
+    assert_eq!(trouble(&trace::stop()), [""; 0]);
 }
 
 #[test]

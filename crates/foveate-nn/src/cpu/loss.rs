@@ -10,6 +10,7 @@ use super::math::{exp, largest, sum, tanh};
 use crate::backend::{LossGradients, LossOperands, PartMut};
 use crate::batch::IGNORE;
 use crate::error::NnError;
+use crate::labelled::LabelledTokens;
 use crate::matmul::{Matrix, matmul, matmul_deep};
 
 /// Operands of a loss in host memory.
@@ -84,23 +85,32 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// Calls `loss` with a batch's operands and where gradients go. Where these are wanted of fewer tokens than all,
-/// it sees rows of these alone, which lie in the place of `d_x`, and their gradient takes that of `x`.
+/// Calls `loss` with a batch's operands and where gradients go. Of fewer tokens than all it sees their rows alone:
+/// these lie in the place of `d_x`, and their gradient in that of `x`, or, without gradients, at the start of `x`.
 pub(super) fn of_batch<R>(
     batch: &CpuBatch,
+    rows: Option<&LabelledTokens>,
     operands: LossOperands<'_, Vec<f32>>,
     gradients: Option<LossGradients<'_, Vec<f32>>>,
     kept: &mut Vec<f32>,
     loss: impl FnOnce(Operands<'_>, Option<Gradients<'_>>) -> R,
 ) -> R {
-    let (rows, LossGradients { d_x, d_weight }) = match (&batch.rows, gradients) {
-        (Some(rows), Some(gradients)) => (rows, gradients),
-        (_, gradients) => {
-            let gradients = gradients.map(|to| Gradients::new(to, kept));
-            return loss(Operands::new(operands, &batch.labels), gradients);
-        }
+    let Some(rows) = rows else {
+        let gradients = gradients.map(|to| Gradients::new(to, kept));
+        return loss(Operands::new(operands, &batch.labels), gradients);
     };
     let (x, width) = (operands.x, operands.width);
+    let Some(LossGradients { d_x, d_weight }) = gradients else {
+        for (row, &token) in rows.tokens.iter().enumerate() {
+            // Tokens keep their order, so that none is overwritten before it is read.
+            let (from, to) = (token as usize * width, row * width);
+            match from < x.len() {
+                true => x.copy_within(from..from + width, to),
+                false => x[to..to + width].fill(0.0),
+            }
+        }
+        return loss(Operands::new(LossOperands { x, ..operands }, &rows.labels), None);
+    };
     gather(&rows.tokens, 0, x, width, 1.0, &mut d_x[..rows.tokens.len() * width]);
     let of_rows = Operands::new(LossOperands { x: &mut *d_x, ..operands }, &rows.labels);
     let to = LossGradients { d_x: &mut *x, d_weight };

@@ -682,7 +682,9 @@ impl Blocks for Cpu {
         totals.labelled += batch.labelled;
         let [nats, z_loss] = timed(&mut self.seconds.loss, || {
             let each = each.map(Vec::as_mut_slice);
-            loss::of_batch(batch, operands, gradients, &mut self.sums, |operands, gradients| {
+            let rows = batch.rows.as_ref().filter(|_| each.is_none());
+            let kept = &mut self.sums;
+            loss::of_batch(batch, rows, operands, gradients, kept, |operands, gradients| {
                 loss::cross_entropy(operands, each, gradients)
             })
         });
@@ -708,7 +710,8 @@ impl Blocks for Cpu {
                 part.all(self, [own.len() / loss::TOLD, loss::TOLD], &own, &mut all)?;
                 Ok(all)
             };
-            loss::of_batch(batch, operands, gradients, &mut kept, |operands, gradients| {
+            let rows = batch.rows.as_ref();
+            loss::of_batch(batch, rows, operands, gradients, &mut kept, |operands, gradients| {
                 let part = loss::Part { first, all: &mut all };
                 loss::cross_entropy_part(operands, part, gradients)
             })

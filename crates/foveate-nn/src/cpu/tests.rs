@@ -481,6 +481,9 @@ fn cross_entropy_is_its_twin(cap: Option<f32>, z_weight: f32, left_out: &[usize]
         assert!((loss.z_loss - wanted_z).abs() <= 1e-5 * wanted_z, "{} {wanted_z}", loss.z_loss);
         let nats = loss.nats;
         assert!((nats - wanted).abs() < 1e-6 * wanted, "{nats}, the twin has {wanted}");
+        let mut again = CpuTotals::default();
+        of(None, None, &mut again);
+        assert_eq!((again.nats, again.z_loss), (loss.nats, loss.z_loss), "without gradients");
         of(Some(&mut each), None, &mut alone);
         // Products of fewer rows are summed in another order.
         let allowed = if left_out.len() == 1 { 0.0 } else { 1e-6 * nats };
