@@ -133,8 +133,12 @@ impl TokenOrder {
 
     /// What the device reads: segments, joined segments, places.
     pub fn words(&self) -> Vec<i32> {
-        let fours = self.segments.iter().chain(&self.joined).flatten();
-        fours.chain(&self.places).copied().collect()
+        self.parts().concat()
+    }
+
+    /// [`Self::words`] where they lie.
+    pub(crate) fn parts(&self) -> [&[i32]; 3] {
+        [self.segments.as_flattened(), self.joined.as_flattened(), &self.places]
     }
 
     /// Its bytes, as they lie in memory.

@@ -154,8 +154,8 @@ impl CudaBatch {
             order => TokenOrder::of_sorted(batch.tokens, order)?,
         };
         let order = if recorded.is_some() { order.padded() } else { order };
-        let words = order.words();
-        let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();
+        let words: usize = order.parts().iter().map(|part| part.len()).sum();
+        let tokens = batch.tokens.len();
         let labelled = LabelledTokens::of(batch.labels);
         let rows = labelled.as_ref().map(|labelled| [labelled.tokens.len()]);
         let [of_rows, labels_of_rows, rows_of_tokens] = match &labelled {
@@ -164,37 +164,34 @@ impl CudaBatch {
             }
             None => [&[][..]; 3],
         };
+        // The step's thread does this, so no array has a copy of its own in between.
         let arrays = [
-            &tokens,
+            bytemuck::cast_slice(batch.tokens),
             batch.labels,
             batch.documents,
             batch.positions,
             of_rows,
             labels_of_rows,
             rows_of_tokens,
-            &words,
         ];
-        // The step's thread does this, so no array has a copy of its own in between.
-        let mut bytes = Vec::with_capacity(arrays.iter().map(|a| size_of_val(*a) + ALIGN).sum());
-        let mut starts = [0; 7];
-        for (i, array) in arrays.into_iter().enumerate() {
-            bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
-            if i > 0 {
-                starts[i - 1] = bytes.len();
-            }
-            bytes.extend_from_slice(bytemuck::cast_slice(array));
-        }
         // Whichever tokens have a label.
-        let all = 7 * size_of_val(&*tokens).next_multiple_of(ALIGN);
-        let most = all + 4 * TokenOrder::most_words(tokens.len());
+        let all = arrays.len() * (4 * tokens).next_multiple_of(ALIGN);
+        let most = all + 4 * TokenOrder::most_words(tokens);
+        let mut bytes = Vec::with_capacity(most);
+        let starts = arrays.map(|array: &[i32]| {
+            bytes.extend_from_slice(bytemuck::cast_slice(array));
+            bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
+            bytes.len()
+        });
+        order.parts().iter().for_each(|part| bytes.extend_from_slice(bytemuck::cast_slice(part)));
         let place = recorded.and_then(|places| places.of(most));
         let memory = place.map_or_else(|| pool.take(most).map(Arc::new), Ok)?;
         memory.write(&bytes)?;
         Ok(Self {
             memory,
             shape: [batch.rows, batch.len],
-            tokens: [tokens.len()],
-            words: [words.len()],
+            tokens: [tokens],
+            words: [words],
             rows,
             starts,
             order,
