@@ -216,18 +216,10 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let wrong = |message: String| TrainError::recipe(file.display().to_string(), message);
         let (train, held_out) = corpus.split(recipe.data.held_out, recipe.run.seed);
         let made = model(ranks, recipe, from.as_ref(), corpus.tokenizer(), blocks);
-        let Made { mut model, attention, mut memory, recompute, saves_beside } =
-            made.map_err(wrong)?;
-        share_parameters(ranks, recipe, &mut model)?;
+        let mut made = made.map_err(wrong)?;
+        let (context, described) = shared(ranks, recipe, &mut made, gpu.as_deref(), wrong)?;
+        let Made { mut model, attention, memory, recompute, saves_beside } = made;
         model.set_z_loss(recipe.train.z_loss as f32)?;
-        let context = context(ranks, recipe, &mut model, gpu.as_deref())?;
-        let described = described(recipe, context.as_ref())?;
-        if let Some(described) = &described {
-            let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
-            memory.attention += kept * described.layer_bytes + described.passing_bytes;
-            let gpu = model.free_bytes()?.map(|free| (free, free));
-            fits(&memory, gpu, None).map_err(wrong)?;
-        }
         let (strategy, cuts) = described.map(|told| (told.strategy, told.cuts)).unzip();
         let steps = steps(recipe, counts.as_deref(), &train);
         let (fingerprint, rule) = (corpus.fingerprint(), recipe.optimizer.rule());
@@ -494,6 +486,27 @@ pub(super) fn context<B: Blocks>(
     let free = model.free_bytes()?.or_else(|| machine::free().map(|free| free.bytes));
     let planner = ContextPlanner::new(ranks, model, recipe.mesh.strategy, by_device, free);
     Ok(Some(RunContext::new(planner)))
+}
+
+/// Shares parameters and rows of a model with other ranks, as the recipe says: attention over them, and what is
+/// told of it. What it takes is added to the memory of the run; one that does not fit is `wrong`.
+fn shared<B: Blocks>(
+    ranks: Ranks<'_>,
+    recipe: &Recipe,
+    Made { model, memory, recompute, .. }: &mut Made<B>,
+    gpu: Option<&str>,
+    wrong: impl Fn(String) -> TrainError,
+) -> Result<(Option<RunContext>, Option<Described>), TrainError> {
+    share_parameters(ranks, recipe, model)?;
+    let context = context(ranks, recipe, model, gpu)?;
+    let described = described(recipe, context.as_ref())?;
+    if let Some(described) = &described {
+        let kept = recompute.kept_attention(model.config().num_hidden_layers) as u64;
+        memory.attention += kept * described.layer_bytes + described.passing_bytes;
+        let gpu = model.free_bytes()?.map(|free| (free, free));
+        fits(memory, gpu, None).map_err(wrong)?;
+    }
+    Ok((context, described))
 }
 
 /// What the plan of a batch comes to, where ranks compute attention together.
