@@ -47,6 +47,10 @@ fn what_was_given_to_a_copy_can_be_reused_at_once() {
             allocation.read_at(3, &mut data[..5], LIMIT).unwrap();
             assert_eq!(data[..5], [9, 1, 1, 1, 9]);
             assert!(allocation.fill_at(4, 1, bytes - 3).is_err());
+            // SAFETY: the allocation has as many bytes, and lives until they are read.
+            unsafe { pool.stream().fill_words(allocation.address() + 4, 0xFF80_0102, 1) }.unwrap();
+            allocation.read_at(3, &mut data[..6], LIMIT).unwrap();
+            assert_eq!(data[..6], [9, 2, 1, 0x80, 0xFF, 9]);
         }
         assert!(
             allocation.write_at(1, &given).is_err()

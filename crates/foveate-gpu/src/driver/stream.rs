@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::device::Device;
 use super::launches::Launches;
 use super::operations::{self, Operation};
-use super::sys::{Handle, NOT_READY};
+use super::sys::{Code, Driver, Handle, NOT_READY};
 use crate::error::{GpuError, GpuErrorKind};
 use crate::sync::lock;
 use crate::trace::{Noted, note};
@@ -151,20 +151,43 @@ impl Stream {
     /// # Safety
     /// The range is device memory that stays allocated until the work is done.
     pub unsafe fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<(), GpuError> {
+        self.filled(address, byte.into(), bytes, |driver| {
+            // SAFETY: the stream is alive; the caller vouches for the range.
+            unsafe { (driver.set_bytes)(address, byte, bytes, self.handle) }
+        })
+    }
+
+    /// Sets `words` words of 4 bytes from `address` on, a multiple of 4, in order with the other work.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// As for [`Self::fill`].
+    pub unsafe fn fill_words(&self, address: u64, word: u32, words: usize) -> Result<(), GpuError> {
+        self.filled(address, word.into(), 4 * words, |driver| {
+            // SAFETY: the stream is alive; the caller vouches for the range.
+            unsafe { (driver.set_words)(address, word, words, self.handle) }
+        })
+    }
+
+    /// Sets bytes with `value` by a function of the driver.
+    fn filled(
+        &self,
+        address: u64,
+        value: u64,
+        bytes: usize,
+        set: impl FnOnce(&Driver) -> Code,
+    ) -> Result<(), GpuError> {
         if bytes == 0 {
             return Ok(());
         }
         let stream = self.number;
-        note(|| Noted::Written {
-            name: "a fill".into(),
-            span: (address, address + bytes as u64),
-            stream,
-        });
-        operations::note(|| Operation::of("a fill", [address, byte.into(), bytes as u64]));
+        let span = (address, address + bytes as u64);
+        note(|| Noted::Written { name: "a fill".into(), span, stream });
+        operations::note(|| Operation::of("a fill", [address, value, bytes as u64]));
         let driver = self.device.current()?;
-        // SAFETY: the stream is alive; the caller vouches for the range.
-        let code = unsafe { (driver.set_bytes)(address, byte, bytes, self.handle) };
-        driver.check(code, || format!("filling {bytes} B"))
+        driver.check(set(&driver), || format!("filling {bytes} B"))
     }
 
     /// Copies `bytes` bytes of device memory at `from`, which is memory of `device`, to `to`, in order with

@@ -43,6 +43,7 @@ functions! {
     to_device "cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, Handle) -> Code;
     to_host "cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, Handle) -> Code;
     set_bytes "cuMemsetD8Async" (u64, u8, usize, Handle) -> Code;
+    set_words "cuMemsetD32Async" (u64, u32, usize, Handle) -> Code;
     copy "cuMemcpyDtoDAsync_v2" (u64, u64, usize, Handle) -> Code;
     copy_between "cuMemcpyPeerAsync" (u64, Handle, u64, Handle, usize, Handle) -> Code;
     can_access "cuDeviceCanAccessPeer" (*mut c_int, c_int, c_int) -> Code;

@@ -35,7 +35,7 @@
 #include <unistd.h>
 
 typedef unsigned long long Address;
-static struct { char *to; const char *from; size_t bytes; int byte; } queue[4096];
+static struct { char *to; const char *from; size_t bytes; unsigned word; } queue[4096];
 static struct { Address start; size_t bytes; int device; } blocks[8192]; /* PINNED: of the host */
 enum { BLOCKS = 8192, PINNED = -1 };
 static size_t queued, carried, pins, taken[2], used_blocks; /* no block is behind the last used one */
@@ -135,7 +135,7 @@ static void carry_out(size_t first) {
             abort();
         }
         if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes + OVERRUN);
-        else memset(queue[i].to, queue[i].byte, queue[i].bytes);
+        else for (size_t at = 0; at < queue[i].bytes; at++) queue[i].to[at] = (char)(queue[i].word >> 8 * (at % 4));
     }
     carried += first, queued -= first;
     memmove(queue, queue + first, queued * sizeof *queue);
@@ -150,7 +150,7 @@ static int release(Address a, int pinned) {
 }
 /* A graph, and what it does when it is launched. */
 struct node {
-    char *to; const char *from; size_t bytes; int byte; /* a copy or a fill; of a call its data are `to` */
+    char *to; const char *from; size_t bytes; unsigned word; /* a copy or a fill; of a call its data are `to` */
     void (*call)(void *);
     void *function; char *parameters; /* of a kernel, one after the other */
 };
@@ -200,8 +200,8 @@ int cuMemFreeHost(void *p) {
     int code = release((Address)(size_t)p, 1);
     return pthread_mutex_unlock(&lock), code;
 }
-/* A copy, or with nothing to copy `from` a fill; whether either end is pinned. */
-static int later(void *to, int to_pinned, const void *from, int from_pinned, size_t n, int byte) {
+/* A copy, or with nothing to copy `from` a fill with the bytes of a word; whether either end is pinned. */
+static int later(void *to, int to_pinned, const void *from, int from_pinned, size_t n, unsigned word) {
     pthread_mutex_lock(&lock);
     int code = queued == 4096 ? 999 : 0;
     if (!is_given(to, n, to_pinned) || (from && !is_given(from, n, from_pinned))) {
@@ -210,16 +210,17 @@ static int later(void *to, int to_pinned, const void *from, int from_pinned, siz
     }
     if (!code && recorded) {
         struct node *node = new_node();
-        node->to = to, node->from = from, node->bytes = n, node->byte = byte;
+        node->to = to, node->from = from, node->bytes = n, node->word = word;
     } else if (!code) {
         queue[queued].to = to, queue[queued].from = from, queue[queued].bytes = n;
-        queue[queued++].byte = byte;
+        queue[queued++].word = word;
     }
     return pthread_mutex_unlock(&lock), code;
 }
 int cuMemcpyHtoDAsync_v2(Address a, const void *p, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, p, 1, n, 0); }
 int cuMemcpyDtoHAsync_v2(void *p, Address a, size_t n, void *s) { (void)s; return later(p, 1, (void *)(size_t)a, 0, n, 0); }
-int cuMemsetD8Async(Address a, unsigned char b, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, 0, 0, n, b); }
+int cuMemsetD8Async(Address a, unsigned char b, size_t n, void *s) { (void)s; return later((void *)(size_t)a, 0, 0, 0, n, b * 0x01010101u); }
+int cuMemsetD32Async(Address a, unsigned w, size_t n, void *s) { (void)s; return a % 4 ? 1 : later((void *)(size_t)a, 0, 0, 0, 4 * n, w); }
 int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t n, void *s) {
     FILE *log = is_rank() ? launches(s) : 0;
     if (log) fprintf(log, "copy %zu B\n", n), fclose(log);
@@ -293,7 +294,7 @@ int cuGraphLaunch(void *r, void *s) {
         else if (node->function && !finds_memory_again(node)) return 700;
 #endif
         else if (!node->function) {
-            int code = later(node->to, is_given(node->to, node->bytes, 1), node->from, is_given(node->from, node->bytes, 1), node->bytes, node->byte);
+            int code = later(node->to, is_given(node->to, node->bytes, 1), node->from, is_given(node->from, node->bytes, 1), node->bytes, node->word);
             if (code) return code;
         }
     }
