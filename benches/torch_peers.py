@@ -18,6 +18,7 @@ do to its caches and clock does.
 """
 
 import argparse
+import functools
 import math
 import os
 import re
@@ -232,39 +233,23 @@ def memory(_):
     yield "memory/documents, S 32768, over inputs and results", "≤ 512 MiB", f"{mib:.0f} MiB", mib <= 512
 
 
-def operators_alone(seconds):
-    """Prints what warm calls take that pass the dispatcher, and one that does not, in microseconds."""
-    q, k, v = (torch.randn(1, 2, 16, 64) for _ in range(3))
-    slope = torch.randn(2)
+def operators(device, seconds):
+    """What warm calls of the operator take, which pass PyTorch's dispatcher, beside an uncompiled call, which does not."""
+    heads, length, dtype = (2, 16, torch.float32) if device == "cpu" else (4, 128, torch.bfloat16)
+    q, k, v = (torch.randn(1, heads, length, 64, device=device, dtype=dtype) for _ in range(3))
+    slope = torch.randn(heads, device=device)
     plain = (None, [], [], None, [], [], [], [1, 1], 0.125, None, 0.0)
     mods = ("score + s0[h] * (kv - q) as f32", [slope], [], "kv <= q + mn0", [], [3], *plain[6:])
-    forward, backward = torch.ops.foveate.forward.default, torch.ops.foveate.backward.default
-    out, lse, _ = forward(q, k, v, *plain, False)
-    compiled = torch.compile(lambda q, k, v: foveate.flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i)))
-    timed = {
-        "eager flex_attention": lambda: foveate.flex_attention(q, k, v),
-        "forward": lambda: forward(q, k, v, *plain, False),
-        "forward with mods": lambda: forward(q, k, v, *mods, False),
-        "backward": lambda: backward(q, k, v, out, lse, out, None, *plain, [True] * 3, []),
-        "backward with mods": lambda: backward(q, k, v, out, lse, out, None, *mods, [True] * 3, [0]),
-        "a compiled function": lambda: compiled(q, k, v),
-    }
-    print("\n".join(f"{name}: {taken}" for name, taken in zip(timed, microseconds(list(timed.values()), seconds))))
-
-
-def operators(seconds):
-    """The operators by kernels of the native module, and by those of Python in processes of their own, in turn."""
-    taken = {}
-    for kernels in ("native", "python") * 4:
-        command = [sys.executable, __file__, "--operators-alone", "--threads", "1", "--seconds", str(seconds / 4)]
-        command += ["--shared"] if CLOCK is time.process_time else []
-        child = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "FOVEATE_KERNELS": kernels})
-        for name, value in (line.split(": ") for line in child.stdout.splitlines()):
-            taken.setdefault(name, {}).setdefault(kernels, []).append(float(value))
-    for name, of in taken.items():
-        native, python = (statistics.median(of[kernels]) for kernels in ("native", "python"))
-        ratio = python / native
-        yield f"operators/{name}", "≥ 0.95 ×", f"{ratio:.2f} × ({python:.1f} / {native:.1f} µs)", ratio >= 0.95
+    forward = torch.ops.foveate.forward.default
+    timed = [
+        lambda: foveate.flex_attention(q, k, v),
+        lambda: forward(q, k, v, *plain, False),
+        lambda: forward(q, k, v, *mods, False),
+    ]
+    uncompiled, *taken = microseconds(timed, seconds)
+    for name, one in zip(("no mods", "a score and a mask"), taken):
+        seen = f"{one / uncompiled:.2f} × ({one:.1f} / {uncompiled:.1f} µs)"
+        yield f"operator/{name}, over an uncompiled call without", "≤ 2 ×", seen, one <= 2 * uncompiled
 
 
 def cpu_groups():
@@ -276,7 +261,7 @@ def cpu_groups():
                 for learns in (False, True):
                     row = f"torch/s{s}/d{d}/{name}/{'with backward' if learns else 'forward'}"
                     groups.append((row, lambda t, a=(name, s, d, learns): beside_torch(*a, t)))
-    return [*groups, ("torch/uncompiled flex", beside_eager_flex), ("memory", memory), ("operators", operators)]
+    return [*groups, ("torch/uncompiled flex", beside_eager_flex), ("memory", memory)]
 
 
 def rows(groups, wanted, seconds):
@@ -306,7 +291,6 @@ def main():
     parser.add_argument("--shared", action="store_true", help="the machine does other work: one thread's processor time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
     parser.add_argument("--memory-alone", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--operators-alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--first-call", choices=("forward", "both"), help=argparse.SUPPRESS)
     parser.add_argument("--variants", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -317,14 +301,13 @@ def main():
     torch.set_num_threads(args.threads)
     if args.memory_alone:
         return memory_alone()
-    if args.operators_alone:
-        return operators_alone(args.seconds)
     if args.first_call:
         return torch_peers_cuda.first_call_alone(args.first_call == "both")
     if args.variants:
         return torch_peers_cuda.variants_alone()
     table = []
     groups = cpu_groups() if args.device == "cpu" else torch_peers_cuda.GROUPS
+    groups = [*groups, ("operator", functools.partial(operators, args.device))]
     for row in rows(groups, args.filter.split(","), args.seconds):
         print(*row[:3], "" if row[3] else "MISSED", sep="  ", file=sys.stderr)
         table.append(row)

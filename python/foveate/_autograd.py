@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checks, _cuda, _native, _source
+from . import _checks, _native, _source
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -59,23 +58,8 @@ class Call:
     ) -> Any:
         of = (self, (q, k, v), sink, learned, forward_only)
         if q.is_cuda:
-            _cuda.start()
             return _native.cuda_plan(*of, torch.are_deterministic_algorithms_enabled())
         return _native.plan(*of, torch.get_num_threads())
-
-    def clear(self, queries: tuple[Tensor | None, ...], keys: tuple[Tensor | None, ...]) -> None:
-        """Sets rows past the last sequence to 0: nothing is computed there."""
-        if self.varlen is None:
-            return
-        for ends, tensors in zip(self.varlen, (queries, keys)):
-            for tensor in tensors:
-                if tensor is None:
-                    continue
-                if isinstance(ends, Tensor):
-                    past = torch.arange(tensor.size(2), device=tensor.device) >= ends[-1]
-                    tensor.masked_fill_(past[:, None], 0)
-                elif tensor.size(2) > ends[-1]:
-                    tensor[:, :, ends[-1] :] = 0
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
@@ -90,14 +74,6 @@ class Call:
         except IndexError as error:
             raise _source.named(error, self.score, self.mask) from None
         self.plan = plan
-        if self.varlen is not None:
-            self.clear((out,), ())
-            end = self.varlen[0][-1]
-            for of_rows in (lse, max_scores):
-                if of_rows is not None and isinstance(end, Tensor):
-                    of_rows.masked_fill_(torch.arange(of_rows.size(2), device=of_rows.device) >= end, -math.inf)
-                elif of_rows is not None:
-                    of_rows[:, :, end:] = -math.inf
         return out, lse, max_scores
 
 
@@ -194,7 +170,6 @@ class Gradient(torch.autograd.Function):
             plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
         except IndexError as error:
             raise _source.named(error, call.score, call.mask) from None
-        call.clear(tuple(gradients[:1]), tuple(gradients[1:]))
         return (*gradients, d_sink, *(d if d is None else d.to(t.dtype) for d, t in zip(destinations, learned)))
 
     @staticmethod

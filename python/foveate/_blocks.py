@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from . import _cuda, _native, _source, _trace
+from . import _native, _source, _trace
 from ._arguments import device as device_of
 from ._arguments import dispatches, flag, integer, shown, unwrapped
 from ._compile import also_compiled
@@ -182,7 +182,6 @@ def _kinds_on_device(
     traced: _native.Traced, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device
 ) -> Tensor:
     """:func:`_kinds`, made by the device without the host ever waiting: a graph that is recorded makes them anew."""
-    _cuda.start()
     batch, heads, q_len, kv_len = extents
     by_batch, by_head = _native.varies(traced)
     rows, columns = -(-q_len // tile[0]), -(-kv_len // tile[1])
@@ -212,7 +211,6 @@ def _tables_on_device(
     traced: _native.Traced, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device, apart: bool
 ) -> dict[str, Any]:
     """The tables by their names, made by the device without the host ever waiting."""
-    _cuda.start()
     batch, heads, q_len, kv_len = extents
     rows, columns = -(-q_len // tile[0]), -(-kv_len // tile[1])
     shapes = {
@@ -375,7 +373,6 @@ def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: in
         raise ValueError("block_mask lists partial and full tiles for other batch entries or heads")
     width = max(columns, -(-kv_len // tile_kv), 1)
     if lists[0].is_cuda:
-        _cuda.start()
         shape = torch.broadcast_shapes(*(t.shape[:2] for t in lists))
         made = torch.empty((*shape, rows, width), dtype=torch.uint8, device=lists[0].device)
         _native.tile_kinds([unwrapped("a list of tiles", t.to(torch.int32)) for t in lists], unwrapped("a table of tiles", made))

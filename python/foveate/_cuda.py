@@ -3,51 +3,20 @@ device."""
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
 import sys
-from typing import Any, Callable, TypeVar
-
 import torch
 from torch import Tensor
 
-from . import _native
 from ._arguments import offsets_vector, shown, unwrapped
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-_started = False
-
-
-def start() -> None:
-    """Tells the engine where the packages of this interpreter keep NVIDIA's libraries, once."""
-    global _started
-    if _started:
-        return
-    _started = True
+def library_folders() -> list[str]:
+    """Where the packages of this interpreter keep NVIDIA's libraries; the native module asks before its first call."""
     folders = (f for entry in sys.path if entry for f in sorted(glob.glob(os.path.join(glob.escape(entry), "nvidia", "*", "lib"))))
     # `cu13` holds all libraries of a version, and is newer than folders of one each.
-    _native.library_folders(sorted(folders, key=lambda f: not os.path.basename(os.path.dirname(f)).startswith("cu1")))
-
-
-def giving_back(operator: F) -> F:
-    """An operator on CUDA tensors that keeps no memory where torch's trees of graphs warm up: they hand out the memory of
-    graphs then, and hold every block that outlives a call for a mistake."""
-
-    @functools.wraps(operator)
-    def run(query: Tensor, *rest: Any) -> Any:
-        trees = sys.modules.get("torch._inductor.cudagraph_trees")
-        manager = None if trees is None else trees.get_manager(query.device.index, create_if_none_exists=False)
-        if manager is None or torch.cuda.current_stream(query.device) != manager.stream:
-            return operator(query, *rest)
-        before = _native.keep_nothing(True)
-        try:
-            return operator(query, *rest)
-        finally:
-            _native.keep_nothing(before)
-
-    return run  # type: ignore[return-value]
+    return sorted(folders, key=lambda f: not os.path.basename(os.path.dirname(f)).startswith("cu1"))
 
 
 def offsets(

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from on_cuda import BF16, DEVICE, F16, F32, causal, exact_matmul, like, operands, pytestmark, same_tables  # noqa: F401
 from reference import attention, close, dense
 
-from foveate import AuxRequest, BlockMask, Mask, TraceError, create_block_mask, flex_attention, paged, varlen
+from foveate import AuxRequest, BlockMask, Mask, TraceError, _native, create_block_mask, flex_attention, paged, varlen
 
 
 def compare(q, k, v, score=None, mask=None, block_mask=None, learned=(), **more):
@@ -180,6 +180,41 @@ def test_out_of_memory_is_torchs():
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
     flex_attention(q, k, v)
+
+
+#: Of the operators: no score, no mask, a scale, no dropout.
+PLAIN = (None, [], [], None, [], [], [], [1, 1], 0.3, None, 0.0)
+
+
+def test_an_operators_memory_error_is_torchs_too():
+    q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
+    forward = torch.ops.foveate.forward.default
+    gold = forward(q, k, v, *PLAIN, False)[0]
+    # More than a card has: torch's allocator is asked for the result itself.
+    big = q.expand(1 << 22, 2, 128, 64)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        forward(big, k.expand_as(big), v.expand_as(big), *PLAIN, False)
+    assert torch.equal(forward(q, k, v, *PLAIN, False)[0], gold)
+
+
+@pytest.mark.skipif(not hasattr(_native, "panic_next"), reason="skipped: only debug builds of the native module can be let panic")
+@pytest.mark.parametrize("name", ["forward", "varlen_forward", "paged", "backward", "varlen_backward"])
+def test_a_panic_in_an_operator_is_an_exception_and_the_next_call_is_right(name):
+    q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
+    ends = torch.tensor([0, 100, 128], device=DEVICE)
+    where = [ends, ends] if "varlen" in name else []
+    if name == "paged":
+        where = [torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), torch.tensor([128])]
+    operator = getattr(torch.ops.foveate, name).default
+    arguments = [q, k, v, *where, *PLAIN, False]
+    if "backward" in name:
+        out, lse, _ = getattr(torch.ops.foveate, name.replace("back", "for")).default(*arguments)
+        arguments = [q, k, v, *where, out, lse, out, None, *PLAIN, [True] * 3, []]
+    gold = operator(*arguments)
+    _native.panic_next()
+    with pytest.raises(RuntimeError, match="a bug in Foveate, please report it: injected by a test"):
+        operator(*arguments)
+    assert all((a == b).all() or (a - b).abs().max() <= 0.02 * b.abs().max() for a, b in zip(operator(*arguments)[:3], gold))
 
 
 def test_the_workspaces_memory_error_is_torchs_too():

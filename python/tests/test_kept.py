@@ -152,7 +152,8 @@ CHANGES = {
     "a mask's sign": (Mask.causal() & Mask.document(FIRST), Mask.causal() | Mask.document(FIRST), True),
     "a mask's parts": (Mask(closure(1)) & (lambda b, h, i, j: i > j), Mask(closure(1)) & (lambda b, h, i, j: i < j), True),
     "a mask's class": (Mask(closure(1)), Nearer(closure(1)), True),
-    "the element that is a number": (of_an_element(torch.tensor(4)), of_an_element(torch.tensor(6)), True),
+    # On a device it is read there.
+    "the element that is a number": (of_an_element(torch.tensor(4)), of_an_element(torch.tensor(6)), FIRST.is_cpu),
     "the item that is a number": (of_an_item(torch.tensor(4)), of_an_item(torch.tensor(6)), True),
     "the element that chooses a number": (of_a_choice(torch.tensor(0)), of_a_choice(torch.tensor(1)), True),
     "how many elements there are": (of_a_count(FIRST), of_a_count(FIRST.clamp(max=5) * 2), True),

@@ -1,5 +1,5 @@
-"""Kernels of the operators on CPU tensors: the native module's give the bits, errors and layouts of Python's, hold nothing,
-and torch without what they need has Python's."""
+"""The operators: what they give has the bits and layout of uncompiled calls, their errors have type and words of these, they
+hold nothing, and a torch without what they need says so."""
 
 import os
 import shutil
@@ -10,10 +10,10 @@ import threading
 import pytest
 import torch
 
-from foveate import _native, _ops
+import foveate
+from foveate import _autograd, _blocks, _native, _trace, _varlen
 
-pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="skipped: kernels of CUDA tensors are Python's")
-needs_native = pytest.mark.skipif(_ops.NOT_NATIVE is not None, reason=f"skipped: {_ops.NOT_NATIVE}")
+ON_CPU = torch.get_default_device().type == "cpu"
 OURS = torch.ops.foveate
 NONE = (None, [], [], None, [], [], [], [1, 1], 0.3, None, 0.0)
 CU_Q, CU_K = torch.tensor([0, 7, 7, 15]), torch.tensor([0, 20, 23, 25], dtype=torch.int32)
@@ -40,20 +40,38 @@ def listed(batch, heads, full):
     return pair
 
 
+IDS = torch.randint(0, 3, (27,))
+
+
 def masked(lists, batch, heads):
+    """Mods of the operator with lists of tiles, and the mask that they say as a function."""
     kinds = {(1, 1): "m1[q / 8, kv / 8]", (2, 1): "m1[b, q / 8, kv / 8]", (1, 4): "m1[h, q / 8, kv / 8]"}
     kind = kinds.get((batch, heads), "m1[b, h, q / 8, kv / 8]")
-    return (None, [], [], f"{kind} == 2 | {kind} == 1 & m0[q] <= m0[kv] + mn0", [torch.randint(0, 3, (27,))], [1], lists, [8, 8], 0.3, None, 0.0)
+    table = _blocks.table(lists, (8, 8), 18, 27).contiguous()
+
+    def mask(b, h, q, kv):
+        kind = table[b if batch > 1 else 0, h if heads > 1 else 0, q // 8, kv // 8]
+        return (kind == 2) | ((kind == 1) & (IDS[q] <= IDS[kv] + 1))
+
+    said = f"{kind} == 2 | {kind} == 1 & m0[q] <= m0[kv] + mn0"
+    return (None, [], [], said, [IDS], [1], lists, [8, 8], 0.3, None, 0.0), None, mask
 
 
 BIASES = [torch.randn(4, dtype=torch.float64), torch.randn(30, 4).to(torch.bfloat16).t(), torch.tensor(0.5), torch.randn(3)]
 SCORED = ("score * s2[0] + (s0[h] + s1[h, kv]) * sn0 as f32", BIASES, [2], *NONE[3:])
+
+
+def scored(score, b, h, q, kv):
+    return score * BIASES[2] + (BIASES[0][h] + BIASES[1][h, kv]) * 2
+
+
+#: Mods of an operator, and the score and the mask that they say as functions.
 MODS = {
-    "none": NONE,
-    "a score": SCORED,
-    "dropout": (*NONE[:-2], torch.tensor([41]), 0.25),
-    "an integer of a call": (None, [], [], "kv <= q + mn0", [], [3], *NONE[6:]),
-    "a mask of which nothing is left": (None, [], [], "kv < mn0", [], [0], *NONE[6:]),
+    "none": (NONE, None, None),
+    "a score": (SCORED, scored, None),
+    "dropout": ((*NONE[:-2], torch.tensor([41]), 0.25), None, None),
+    "an integer of a call": ((None, [], [], "kv <= q + mn0", [], [3], *NONE[6:]), None, lambda b, h, q, kv: kv <= q + 3),
+    "a mask of which nothing is left": ((None, [], [], "kv < mn0", [], [0], *NONE[6:]), None, lambda b, h, q, kv: kv < 0),
     **{f"lists {of}": masked(listed(*of), *of[:2]) for of in ((1, 1, True), (2, 1, True), (1, 4, False), (2, 4, True))},
 }
 
@@ -71,55 +89,93 @@ def same(ours, gold):
             same(one, two)
 
 
-def both(name, python, *arguments):
-    """What the operator gives, which is what the kernel of Python gives."""
-    ours = getattr(OURS, name).default(*arguments)
-    same(ours, python(*arguments))
-    return ours
+def uncompiled(tensors, mods, where=(), gradients=None):
+    """``out``, ``lse`` and ``max_scores`` of an uncompiled call; with gradients of the first two also those of q, k and v and
+    of what the score captures."""
+    (*_, seed, p), score, mask = mods
+    q, k, v = (t.detach().requires_grad_(gradients is not None) for t in tensors)
+    extents = (q.size(0), q.size(1), q.size(2), k.size(2))
+    offsets = None
+    if where:
+        offsets, extents = _varlen.sequences(*where, q, k)
+    learned = BIASES[:3] if score else []
+    for bias in learned:
+        bias.requires_grad_(gradients is not None)
+    made = _trace.score(score, extents) if score else None
+    call = _autograd.Call(
+        made, _trace.mask(mask, extents) if mask else None, 0.3, None if seed is None else (p, int(seed) if ON_CPU else seed.view(torch.int32)), True, True, offsets
+    )
+    results = _autograd.run(call, q, k, v, None)
+    if gradients is not None:
+        outputs, given = zip(*((of, d) for of, d in zip(results, gradients) if d is not None))
+        found = torch.autograd.grad(outputs, [q, k, v, *learned], given)
+        results = (*results, found)
+    for bias in learned:
+        bias.requires_grad_(False)
+    return results
 
 
-def backward_too(name, forward, backward, tensors, where, mods):
-    q, k, v = tensors
-    out, lse, _ = both(f"{name}forward", forward, q, k, v, *where, *mods, True)
-    learned = [2, 0, 1] if mods is SCORED else []
-    d_lse = torch.randn_like(lse)
-    for d_out, d_lse, needs in ((torch.randn_like(out), d_lse, [True] * 3), (None, d_lse, [False, True, False])):
-        both(f"{name}backward", backward, q, k, v, *where, out, lse, d_out, d_lse, *mods, needs, learned)
+def check(name, tensors, mods, where=()):
+    """An operator and its gradient beside the uncompiled call."""
+    forward, backward = (getattr(OURS, f"{name}{way}").default for way in ("forward", "backward"))
+    said = mods[0]
+    ours = forward(*tensors, *where, *said, True)
+    same(list(ours), [t.detach() for t in uncompiled(tensors, mods, where)])
+    out, lse, _ = ours
+    learned = [2, 0, 1] if said is SCORED else []
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    for d_out, d_lse, needs in ((d_out, d_lse, [True] * 3), (d_out, None, [True] * 3), (None, d_lse, [False, True, False])):
+        *gradients, captured = backward(*tensors, *where, out, lse, d_out, d_lse, *said, needs, learned)
+        gold, of_captures = (lambda found: (found[:3], found[3:]))(uncompiled(tensors, mods, where, (d_out, d_lse))[3])
+        for ours, theirs, needed in zip(gradients, gold, needs):
+            same(ours, theirs if needed else theirs.new_empty(0))
+        same(captured, [of_captures[at] for at in learned])
 
 
-@needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mods", MODS)
-def test_results_and_gradients_are_those_of_the_kernels_of_python(mods, dtype):
+def test_results_and_gradients_are_those_of_uncompiled_calls(mods, dtype, repeatable):
     torch.manual_seed(len(mods))
-    backward_too("", _ops._forward, _ops._backward, operands(dtype=dtype), (), MODS[mods])
+    check("", operands(dtype=dtype), MODS[mods])
 
 
-@needs_native
 @pytest.mark.parametrize("mods", [name for name in MODS if "lists" not in name])
-def test_sequences_and_rows_past_them_are_those_of_the_kernels_of_python(mods):
+def test_sequences_and_rows_past_them_are_those_of_uncompiled_calls(mods, repeatable):
     torch.manual_seed(len(mods))
-    backward_too("varlen_", _ops._varlen_forward, _ops._varlen_backward, operands(1), (CU_Q, CU_K), MODS[mods])
+    check("varlen_", operands(1), MODS[mods], (CU_Q, CU_K))
 
 
-@needs_native
+def test_a_score_of_sequences_reads_their_own_positions_and_learns_nothing_of_rows_past_them():
+    torch.manual_seed(0)
+    q, k, v = operands(1)
+    out, lse, rows = OURS.varlen_forward.default(q, k, v, CU_Q, CU_K, *NONE, True)
+    assert out[:, :, 15:].eq(0).all() and lse[:, :, 15:].isneginf().all() and rows[:, :, 15:].isneginf().all()
+    dq, dk, dv, _ = OURS.varlen_backward.default(q, k, v, CU_Q, CU_K, out, lse, torch.ones_like(out), None, *NONE, [True] * 3, [])
+    assert dq[:, :, 15:].eq(0).all() and dk[:, :, 25:].eq(0).all() and dv[:, :, 25:].eq(0).all()
+    assert dq[:, :, :15].ne(0).any() and dk[:, :, :25].ne(0).any()
+
+
 @pytest.mark.parametrize("mods", ["none", "a score", "an integer of a call"])
-def test_pages_are_those_of_the_kernel_of_python(mods):
+def test_pages_are_those_of_uncompiled_calls(mods):
     torch.manual_seed(len(mods))
     q, k, v = operands()[0], torch.randn(5, 2, 4, 8), torch.randn(5, 4, 2, 6).transpose(1, 2)
+    said, score, mask = MODS[mods]
     for integers in (torch.int64, torch.int32):
         table = TABLE.clamp(-1, 99).to(integers).t().contiguous().t() if integers == torch.int32 else TABLE
-        both("paged", _ops._paged_forward, q, k, v, table, LENGTHS.to(integers), *MODS[mods], True)
+        lengths = LENGTHS.to(integers)
+        aux = foveate.AuxRequest(lse=True, max_scores=True)
+        out, rows = foveate.paged(q, k, v, table, lengths, score, mask, 0.3, return_aux=aux)
+        same(list(OURS.paged.default(q, k, v, table, lengths, *said, True)), [out, rows.lse, rows.max_scores])
 
 
-@needs_native
-def test_keys_of_another_dtype_and_lengths_of_0_are_those_of_the_kernel_of_python():
+def test_keys_of_another_dtype_and_lengths_of_0_are_those_of_uncompiled_calls(repeatable):
     torch.manual_seed(0)
     q, k, v = operands()
     for other in (torch.bfloat16, torch.float16, torch.float64):
-        both("forward", _ops._forward, q, k.to(other), v.to(other), *NONE, True)
+        ours = OURS.forward.default(q, k.to(other), v.to(other), *NONE, True)
+        same(list(ours), list(uncompiled((q, k.to(other).to(q.dtype), v.to(other).to(q.dtype)), MODS["none"])))
     for lengths in ((0, 5), (5, 0)):
-        backward_too("", _ops._forward, _ops._backward, operands(2, *lengths), (), NONE)
+        check("", operands(2, *lengths), MODS["none"])
 
 
 Q, K, V = operands(1)
@@ -147,28 +203,22 @@ WRONG = [
 ]
 
 
+@pytest.mark.cpu("of tensors on a device elements are not read")
 @pytest.mark.parametrize("at", range(len(WRONG)))
-def test_errors_have_the_type_and_words_of_pythons_and_the_next_call_is_right(at):
+def test_errors_have_their_own_type_and_the_next_call_is_right(at):
     name, arguments, kind, words = WRONG[at]
     operator = getattr(OURS, name)
     gold = OURS.forward.default(Q, K, V, *NONE, True)
     with pytest.raises(kind, match=words) as raised:
         operator.default(*arguments)
     assert type(raised.value) is kind and "\n" not in str(raised.value)
-    python = {"forward": _ops._forward, "varlen_forward": _ops._varlen_forward, "paged": _ops._paged_forward}[name]
-    with pytest.raises(kind, match=words) as pythons:
-        python(*arguments)
-    assert type(pythons.value) is kind
-    if kind is not TypeError:  # The native module has no names of dtypes that it does not read.
-        assert str(pythons.value) == str(raised.value)
     # By its name alone, as by C++, it is torch's error of a kernel, of the same words.
-    with pytest.raises(kind if _ops.NOT_NATIVE else RuntimeError) as named:
+    with pytest.raises(RuntimeError) as named:
         operator(*arguments)
     assert str(named.value) == str(raised.value)
-    same(OURS.forward.default(Q, K, V, *NONE, True), gold)
+    same(list(OURS.forward.default(Q, K, V, *NONE, True)), list(gold))
 
 
-@needs_native
 def test_threads_have_their_own_errors():
     said = {}
 
@@ -187,7 +237,6 @@ def test_threads_have_their_own_errors():
     assert said == {f"wrong{i}": {f"program `wrong{i}"} for i in range(4)}
 
 
-@needs_native
 def test_calls_that_end_well_or_badly_hold_no_tensors():
     ids = torch.zeros(27, dtype=torch.int64)
     lists, bias = listed(1, 1, True), torch.randn(4)
@@ -219,19 +268,18 @@ def ran(code, **more):
     return process.stdout.split("\n")
 
 
-def test_they_are_the_native_modules_where_torch_has_its_functions():
-    assert sys.platform != "linux" or os.environ.get("FOVEATE_KERNELS") == "python" or _ops.NOT_NATIVE is None
+def test_each_function_is_looked_up_once_and_every_operator_has_its_tag():
     names = _native.kernel_functions()
     assert len(set(names)) == len(names) and all("torch_" in name for name in names)
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward", "paged"):
+        assert torch.Tag.pt2_compliant_tag in getattr(OURS, name).default.tags
+        dump = torch._C._dispatch_dump(f"foveate::{name}")
+        assert "\nCPU: " in dump and "\nCUDA: " in dump and "Python" not in dump.split("\nCPU: ")[1].split("\n")[0]
 
 
-def test_otherwise_they_are_pythons():
-    call = "import torch, foveate; from foveate import _ops, _native; q = torch.ones(1, 1, 2, 4)\n"
-    call += "print(_ops.NOT_NATIVE); print(_native.register_kernels('/nowhere/libtorch_cpu.so'))\n"
-    call += f"print(torch.ops.foveate.forward.default(q, q, q, *{NONE}, False)[0].sum().item())"
-    asked, reason, total, _ = ran(call, FOVEATE_KERNELS="python")
-    assert asked == "FOVEATE_KERNELS is python" and total == "8.0"
-    assert reason.startswith("/nowhere/libtorch_cpu.so is not loaded: ")
+def test_a_torch_without_its_library_is_an_import_error():
+    said = began("import torch; torch.__file__ = '/nowhere/torch/__init__.py'; import foveate").stderr.strip().split("\n")[-1]
+    assert said.startswith("ImportError: foveate's operators need another PyTorch: /nowhere/torch/lib/libtorch_cpu.so is not loaded")
 
 
 TORCHS = os.path.join(os.path.dirname(torch.__file__), "lib")
@@ -248,6 +296,14 @@ def linked(folder, text):
     return made
 
 
+#: The native module by itself, without the package that registers its operators.
+ALONE = f"""
+import ctypes, importlib.util, torch
+of = importlib.util.spec_from_file_location("_native", {_native.__file__!r})
+_native = importlib.util.module_from_spec(of)
+of.loader.exec_module(_native)
+"""
+
 #: Refuses the third kernel.
 REFUSING = """
 int torch_library_impl(void *library, const char *name, void *kernel, uint64_t version) {
@@ -258,15 +314,23 @@ int torch_library_impl(void *library, const char *name, void *kernel, uint64_t v
 """
 
 
-@needs_native
 @needs_compiler
 def test_none_is_registered_where_torch_refuses_one(tmp_path):
     made = linked(tmp_path, REFUSING)
-    call = "import ctypes, torch, foveate; from foveate import _native\n"
-    call += "dump = lambda: torch._C._dispatch_dump('foveate::forward')\n"
-    call += f"before, made = dump(), ctypes.CDLL({made!r}); print(_native.register_kernels({made!r})); print(dump() == before)\n"
-    call += f"print(_native.register_kernels({TORCHS + '/libtorch_cpu.so'!r})); print(dump() == before)"
-    assert ran(call, FOVEATE_KERNELS="python")[:4] == ['torch took no kernel of "varlen_forward" for "CPU"', "True", "None", "False"]
+    call = f"""{ALONE}
+try:
+    ctypes.CDLL({made!r}) and _native.register_operators({made!r})
+except ImportError as error:
+    print(error)
+print(hasattr(torch.ops.foveate, 'forward'))
+torch.ops.foveate.__dict__.pop('forward', None)
+_native.register_operators({TORCHS + '/libtorch_cpu.so'!r})
+q = torch.ones(1, 1, 2, 4)
+print(torch.ops.foveate.forward.default(q, q, q, *{NONE}, False)[0].sum().item())
+"""
+    refused, known, total, _ = ran(call)
+    assert refused == "foveate's operators need another PyTorch: torch took no kernel of \"varlen_forward\" for \"CPU\""
+    assert (known, total) == ("False", "8.0")
 
 
 #: Keeps the arguments of the first call of `forward` and calls its kernel when the process exits.
@@ -291,12 +355,10 @@ int torch_library_impl(void *library, const char *name, Kernel *kernel, uint64_t
 """
 
 
-@needs_native
 @needs_compiler
 def test_a_call_after_python_has_ended_is_an_exception_of_cpp(tmp_path):
     made = linked(tmp_path, LATE)
-    call = f"import ctypes, torch, foveate; from foveate import _native; made = ctypes.CDLL({made!r})\n"
-    call += f"assert _native.register_kernels({made!r}) is None; q = torch.ones(1, 1, 2, 4)\n"
+    call = f"{ALONE}made = ctypes.CDLL({made!r})\n_native.register_operators({made!r}); q = torch.ones(1, 1, 2, 4)\n"
     call += f"torch.ops.foveate.forward.default(q, q, q, *{NONE}, False)"
-    said = began(call, FOVEATE_KERNELS="python").stderr
+    said = began(call).stderr
     assert "std::runtime_error" in said and "need the Python interpreter, which has ended" in said and "panicked" not in said

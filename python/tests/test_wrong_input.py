@@ -212,6 +212,7 @@ PANICS = {
     "forward and backward": operator(""),
     "varlen_forward and varlen_backward": operator("varlen_", *ENDS),
     "paged": lambda q, k, v: paged_as(q, k, v),
+    "the operator paged": lambda q, k, v: torch.ops.foveate.paged(q, k, v, torch.tensor([[0], [1]]), torch.tensor([12, 5]), *MODS, False),
     "create_block_mask": lambda q, k, v: create_block_mask(causal, None, None, 10, 12),
     "explain": lambda q, k, v: explain(q, k, v),
 }

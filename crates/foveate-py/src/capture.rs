@@ -6,7 +6,6 @@
 //! tensor may have the address and NumPy may have written to the memory. A tensor of more bytes than
 //! [`MOST_COPIED`] is bound for one call, and no kept plan holds it.
 
-use std::any::Any;
 use std::sync::Arc;
 
 use bytemuck::NoUninit;
@@ -18,7 +17,7 @@ use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
 use crate::expr::{self, Expr};
-use crate::tensor::{self, Borrowed, row_major};
+use crate::tensor::{self, Borrowed, Held, row_major};
 use crate::value::{self, Value, refused};
 
 /// Bytes of the largest tensor that is copied.
@@ -118,26 +117,26 @@ impl Capture {
         Expr(Value { expr, dtype, range: dtype.narrow(), learns: may_learn })
     }
 
-    /// The tensor as it is now, or `other` in its place: what a transform of torch's unwrapped.
+    /// The tensor as it is now, or `other` in its place: what a transform of torch's unwrapped. The operands
+    /// are in `place`.
     ///
     /// # Errors
-    /// When it is not in host memory, or `other` has another shape or dtype.
-    pub fn now(&self, py: Python<'_>, other: Option<&Bound<'_, PyAny>>) -> PyResult<Captured> {
+    /// When it is elsewhere, or `other` has another shape or dtype.
+    pub fn now(
+        &self,
+        py: Python<'_>,
+        other: Option<&Bound<'_, PyAny>>,
+        place: Place,
+    ) -> PyResult<Held> {
         let object = other.unwrap_or(self.tensor.bind(py));
-        let captured = Captured::new(Borrowed::of(object)?, Owner::Object(object.clone().unbind()));
-        if captured.tensor.dtype != self.slot.dtype || captured.shape() != self.slot.buffer.shape()
-        {
+        let captured = Held::on(place, object, "a captured tensor")?;
+        if captured.at.dtype != self.slot.dtype || captured.at.shape != self.slot.buffer.shape() {
             return Err(refused(format!(
                 "captured tensor `{}` has another shape or dtype when attention runs",
                 self.slot.buffer.name()
             )));
         }
         Ok(captured)
-    }
-
-    /// The tensor.
-    pub fn object<'py>(&'py self, py: Python<'py>) -> &'py Bound<'py, PyAny> {
-        self.tensor.bind(py)
     }
 
     /// Whether calls read the tensor where it lies: it must not be written to before the backward.
@@ -158,37 +157,17 @@ impl Slot {
     }
 }
 
-/// What keeps the memory of a captured tensor.
-pub enum Owner {
-    Object(Py<PyAny>),
-    Shared(Arc<dyn Any + Send + Sync>),
-}
-
-/// A captured tensor as it is in one call, held by its owner.
-pub struct Captured {
-    tensor: Borrowed,
-    owner: Option<Owner>,
-}
-
-impl Captured {
-    /// `owner` keeps the memory where the elements of `tensor` lie.
-    pub fn new(tensor: Borrowed, owner: Owner) -> Self {
-        Self { tensor, owner: Some(owner) }
-    }
-
-    fn shape(&self) -> &[usize] {
-        if self.tensor.shape.is_empty() { &[1] } else { &self.tensor.shape }
-    }
-
+/// A captured tensor as it is in one call.
+impl Held {
     fn is_copied(&self) -> bool {
-        self.tensor.bytes() <= MOST_COPIED
+        self.at.bytes() <= MOST_COPIED
     }
 
     /// Whether `slot` is what a kept plan holds of the tensor: a copy of a small one, no elements of
     /// another one.
     pub fn is_held(&self, slot: &AnyBuffer) -> bool {
         match self.is_copied() {
-            true => slot.shape() == self.shape() && holds(&slot.elements(), &self.tensor),
+            true => slot.shape() == self.at.shape && holds(&slot.elements(), &self.at),
             false => slot.shape().iter().all(|&n| n == 0) && !slot.is_on_device(),
         }
     }
@@ -203,10 +182,8 @@ impl Captured {
         }
         let empty = vec![0; slot.shape().len()];
         let (shape, elements) = match self.is_copied() {
-            true => (self.shape(), copied(&self.tensor)),
-            false => {
-                (&empty[..], copied(&Borrowed { shape: empty.clone(), ..self.tensor.clone() }))
-            }
+            true => (&self.at.shape, copied(&self.at)),
+            false => (&empty, copied(&Borrowed { shape: empty.clone(), ..self.at.clone() })),
         };
         let strides = row_major(shape);
         let made = AnyBuffer::shared(slot.name(), &elements, shape, &strides, 0, slot.learned());
@@ -217,28 +194,21 @@ impl Captured {
     ///
     /// # Errors
     /// Never for a slot of this tensor's program.
-    pub fn borrowed(&mut self, slot: &AnyBuffer) -> PyResult<Option<AnyBuffer>> {
-        let Some(owner) = self.owner.take().filter(|_| !self.is_copied()) else {
+    pub fn borrowed(&self, slot: &AnyBuffer) -> PyResult<Option<AnyBuffer>> {
+        if self.is_copied() {
             return Ok(None);
-        };
-        let Borrowed { shape, strides, dtype, .. } = &self.tensor;
-        let owner = Arc::new(Held { tensor: self.tensor.clone(), _owner: owner });
-        let elements = SharedElements::new(*dtype, owner);
+        }
+        let Borrowed { shape, strides, dtype, .. } = &self.at;
+        let elements = SharedElements::new(*dtype, Arc::new(self.clone()));
         let made = AnyBuffer::shared(slot.name(), &elements, shape, strides, 0, slot.learned());
         made.map(Some).map_err(raised)
     }
 }
 
-/// A tensor's memory, with what keeps it.
-struct Held {
-    tensor: Borrowed,
-    _owner: Owner,
-}
-
 impl AsRef<[u8]> for Held {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the owner is held as long as the slice is.
-        unsafe { self.tensor.as_bytes() }
+        unsafe { self.at.as_bytes() }
     }
 }
 

@@ -21,8 +21,8 @@ use foveate::cuda::{
     tile_kinds_on,
 };
 use foveate::mask::Varies;
-use foveate::mods::{DynExpr, Program};
-use foveate::{DType, Layout, MaskMod};
+use foveate::mods::DynExpr;
+use foveate::{AnyBuffer, DType, Layout, MaskMod};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -32,9 +32,10 @@ use crate::call::Call;
 use crate::dlpack::Place;
 use crate::dtype::TorchDtype;
 use crate::error::raised;
-use crate::tensor::Borrowed;
+use crate::plan::{Backward, Function};
+use crate::tensor::{Borrowed, Held};
+use crate::threads::computed;
 use crate::traced::Traced;
-use crate::value::refused;
 use kept::{Class, Kept, LENGTHS, SEED};
 use memory::{Current, TorchAllocator};
 
@@ -60,22 +61,6 @@ fn queue(py: Python<'_>, engine: &Engine, device: usize) -> PyResult<Queue> {
     Ok(queue.clone())
 }
 
-/// Looks for NVIDIA's libraries in these folders before all others: those of the packages that the
-/// interpreter finds.
-#[pyfunction]
-pub fn library_folders(folders: Vec<std::path::PathBuf>) {
-    foveate::gpu::loader::look_first_in(folders);
-}
-
-/// A tensor on a CUDA device.
-fn on(tensor: &Bound<'_, PyAny>, device: usize, what: &str) -> PyResult<Borrowed> {
-    let found = Borrowed::anywhere(tensor)?;
-    if found.place == Place::Cuda(device) {
-        return Ok(found);
-    }
-    Err(refused(format!("{what} is on {}, and q, k and v are on cuda:{device}", found.place)))
-}
-
 fn tensor<const N: usize>(of: &Borrowed) -> PyResult<DeviceTensor<N>> {
     let fail = |_| PyValueError::new_err(format!("a tensor has {} axes, not {N}", of.shape.len()));
     let shape = of.shape.as_slice().try_into().map_err(fail)?;
@@ -94,25 +79,22 @@ fn array(of: &Borrowed) -> DeviceArray<'_> {
     }
 }
 
-/// A tensor that a plan holds for its calls.
-struct Held {
-    at: Borrowed,
-    _object: Py<PyAny>,
-}
+/// Where the sequences of packed rows begin: offsets of queries and of keys, contiguous int32, and at least
+/// the rows of the longest.
+pub type Sequences = ([Held; 2], [usize; 2]);
 
-impl Held {
-    fn new(tensor: &Bound<'_, PyAny>, device: usize, what: &str) -> PyResult<Self> {
-        let mut at = on(tensor, device, what)?;
-        if at.shape.is_empty() {
-            (at.shape, at.strides) = (vec![1], vec![1]);
-        }
-        Ok(Self { at, _object: tensor.clone().unbind() })
-    }
-}
-
-/// Where the sequences of packed rows begin: offsets of queries and of keys, int32, and at least the
-/// rows of the longest.
+/// [`Sequences`], as Python hands them over.
 type Offsets<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, usize, usize);
+
+/// The keys of each batch entry whose keys lie in pages.
+pub enum Lengths {
+    Known(Vec<i32>),
+    /// Contiguous int32, on the device.
+    There(Held),
+}
+
+/// Where keys lie in pages: the table, contiguous int32, and the lengths.
+pub type Pages = (Held, Lengths);
 
 /// Attention planned for CUDA operands, with what its functions capture now.
 #[pyclass(frozen, name = "CudaPlan", module = "foveate._native")]
@@ -123,12 +105,68 @@ pub struct Plan {
     backward: Option<Wanted>,
     /// By the names of the plan's captured buffers.
     captures: Vec<(String, Held)>,
-    /// Names of the score's captured buffers, in the order of its captures.
-    learned: Vec<String>,
     sink: Option<Held>,
-    varlen: Option<([Held; 2], [usize; 2])>,
+    varlen: Option<Sequences>,
     /// The table, and the most keys of each batch entry.
     pages: Option<(Held, Vec<i32>)>,
+}
+
+/// What a plan is asked for, of tensors on `device` that the caller holds.
+pub struct Request<'a> {
+    pub device: usize,
+    pub operands: &'a [Borrowed; 3],
+    pub mask: Option<Function<'a>>,
+    pub score: Option<Function<'a>>,
+    pub scale: Option<f64>,
+    /// A probability, and a seed, int32 `[2]`.
+    pub dropout: Option<(f32, Held)>,
+    pub varlen: Option<Sequences>,
+    pub pages: Option<Pages>,
+    pub sink: Option<Held>,
+    /// What a backward makes, if one follows.
+    pub backward: Option<Wanted>,
+    pub deterministic: bool,
+}
+
+impl Request<'_> {
+    /// A plan with what its functions capture now.
+    pub fn plan(self, py: Python<'_>) -> PyResult<Plan> {
+        memory::start(py)?;
+        let Self { device, mask, score, scale, dropout, varlen, sink, backward, .. } = self;
+        let [q, k, v] = self.operands;
+        let (q, k, v) = (tensor(q)?, tensor(k)?, tensor(v)?);
+        let dims = class_dims(&q, &k, &v);
+        let mut lengths = None;
+        let pages = self.pages.map(|(table, of)| {
+            let most = match of {
+                Lengths::Known(known) => known,
+                Lengths::There(held) => {
+                    lengths = Some(held);
+                    let most = table.at.shape[1].saturating_mul(dims.len_k);
+                    vec![i32::try_from(most).unwrap_or(i32::MAX); table.at.shape[0]]
+                }
+            };
+            (table, most)
+        });
+        let class = Class {
+            device,
+            dtype: q.dtype,
+            heads: [dims.heads_q, dims.heads_kv],
+            dims: [dims.dim, dims.dim_v],
+            scale: scale.map(|s| (s as f32).to_bits()),
+            dropout: dropout.as_ref().map(|(p, _)| p.to_bits()),
+            deterministic: self.deterministic,
+            counted: lengths.is_some(),
+        };
+        let programs = [&mask, &score].map(|f| f.as_ref().map(Function::program));
+        let kept = Kept::found(&class, &dims, programs)?;
+        let functions = kept.programs().into_iter().zip([mask, score]);
+        let mut captures: Vec<_> =
+            functions.filter_map(|(kept, now)| Some(now?.named(kept?))).flatten().collect();
+        captures.extend(dropout.map(|(_, seed)| (SEED.into(), seed)));
+        captures.extend(lengths.map(|lengths| (LENGTHS.into(), lengths)));
+        Ok(Plan { kept, device, backward, captures, sink, varlen, pages })
+    }
 }
 
 /// Plans attention of `q [B, Hq, Sq, D]`, `k [B|1, Hkv, Sk, D]`, `v [B|1, Hkv, Sk, Dv]` on tensors of one
@@ -153,26 +191,35 @@ pub fn cuda_plan(
     let Place::Cuda(device) = Borrowed::anywhere(q)?.place else {
         return Err(PyValueError::new_err("the query is on no CUDA device"));
     };
-    let operands = [on(q, device, "q")?, on(k, device, "k")?, on(v, device, "v")?];
-    let mut lengths = None;
-    let pages = match pages {
-        Some((table, given)) => {
-            let table = Held::new(&table, device, "page_table")?;
-            let most = table.at.shape[1].saturating_mul(operands[1].shape[2]);
-            let most = match given.cast::<PyList>() {
-                Ok(known) => known.extract()?,
-                Err(_) => {
-                    lengths = Some(Held::new(&given, device, "lengths")?);
-                    vec![i32::try_from(most).unwrap_or(i32::MAX); table.at.shape[0]]
-                }
-            };
-            Some((table, most))
-        }
-        None => None,
-    };
-    let mods = [mask.map(Traced::program), score.map(Traced::program)];
-    let mut plan = Plan {
+    let place = Place::Cuda(device);
+    let on = |tensor, what| Borrowed::on(place, tensor, what);
+    let hold = |tensor: &Bound<'_, PyAny>, what| Held::on(place, tensor, what);
+    Request {
         device,
+        operands: &[on(q, "q")?, on(k, "k")?, on(v, "v")?],
+        mask: mask.map(|m| Function::of(py, m, &[], place)).transpose()?,
+        score: score.map(|s| Function::of(py, s, &learned, place)).transpose()?,
+        scale,
+        dropout: dropout
+            .map(|(p, seed)| PyResult::Ok((p, hold(&seed, "the seed of dropout")?)))
+            .transpose()?,
+        varlen: varlen
+            .map(|offsets| -> PyResult<_> {
+                let (q, k, longest_q, longest_k): Offsets<'_> = offsets.extract()?;
+                let offsets = [hold(&q, "cu_seqlens_q")?, hold(&k, "cu_seqlens_k")?];
+                Ok((offsets, [longest_q, longest_k]))
+            })
+            .transpose()?,
+        pages: pages
+            .map(|(table, lengths)| -> PyResult<_> {
+                let lengths = match lengths.cast::<PyList>() {
+                    Ok(known) => Lengths::Known(known.extract()?),
+                    Err(_) => Lengths::There(hold(&lengths, "lengths")?),
+                };
+                Ok((hold(&table, "page_table")?, lengths))
+            })
+            .transpose()?,
+        sink: sink.map(|sink| hold(sink, "the sink")).transpose()?,
         backward: match forward_only {
             true => None,
             false => Some(Wanted {
@@ -182,76 +229,13 @@ pub fn cuda_plan(
                 captures: score.is_some_and(Traced::learns),
             }),
         },
-        captures: Vec::new(),
-        learned: Vec::new(),
-        sink: sink.map(|sink| Held::new(sink, device, "the sink")).transpose()?,
-        varlen: varlen
-            .map(|offsets| -> PyResult<_> {
-                let (q, k, longest_q, longest_k): Offsets<'_> = offsets.extract()?;
-                let hold = |t: &Bound<'_, PyAny>| Held::new(t, device, "cu_seqlens");
-                Ok(([hold(&q)?, hold(&k)?], [longest_q, longest_k]))
-            })
-            .transpose()?,
-        pages,
-        kept: {
-            // What the operands are, before there is a plan.
-            let [q, k, v] = [tensor(&operands[0])?, tensor(&operands[1])?, tensor(&operands[2])?];
-            let dims = class_dims(&q, &k, &v);
-            let class = Class {
-                device,
-                dtype: q.dtype,
-                heads: [dims.heads_q, dims.heads_kv],
-                dims: [dims.dim, dims.dim_v],
-                scale: scale.map(|s| (s as f32).to_bits()),
-                dropout: dropout.as_ref().map(|(p, _)| p.to_bits()),
-                deterministic,
-                counted: lengths.is_some(),
-            };
-            Kept::found(&class, &dims, mods)?
-        },
-    };
-    let kept = plan.kept.clone();
-    let slots = kept.programs();
-    let mut learned = learned.into_iter();
-    for (program, traced) in slots.into_iter().zip([mask, score]) {
-        let (Some(program), Some(traced)) = (program, traced) else { continue };
-        plan.captures.extend(held(py, device, program, traced, &mut learned)?);
+        deterministic,
     }
-    let score_slots = kept.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
-    plan.learned = score_slots.iter().map(|slot| slot.name().to_owned()).collect();
-    if let Some((_, seed)) = &dropout {
-        plan.captures.push((SEED.into(), Held::new(seed, device, "the seed of dropout")?));
-    }
-    plan.captures.extend(lengths.map(|lengths| (LENGTHS.into(), lengths)));
-    Ok(plan)
+    .plan(py)
 }
 
 fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     tensor.getattr(intern!(tensor.py(), "requires_grad"))?.extract()
-}
-
-/// The captured tensors of a traced function by the names of a kept program of its structure; `learned` takes
-/// the place of those that want a gradient.
-fn held<'py>(
-    py: Python<'py>,
-    device: usize,
-    program: &Program,
-    traced: &Traced,
-    learned: &mut impl Iterator<Item = Bound<'py, PyAny>>,
-) -> PyResult<Vec<(String, Held)>> {
-    let slots = program.graph().buffers().iter().zip(traced.in_order());
-    slots
-        .map(|(slot, capture)| {
-            let capture = capture.get();
-            let other = if capture.is_learned() { learned.next() } else { None };
-            let tensor = other.as_ref().unwrap_or(capture.object(py));
-            let held = Held::new(tensor, device, "a captured tensor")?;
-            if held.at.dtype != slot.element() || held.at.shape.len() != slot.shape().len() {
-                return Err(refused("a captured tensor has another dtype when attention runs"));
-            }
-            Ok((slot.name().to_owned(), held))
-        })
-        .collect()
 }
 
 /// Whether a mask tells batch entries apart, and heads.
@@ -306,9 +290,7 @@ pub fn tile_tables(
     })
 }
 
-/// Queues the making of the table of tiles `kinds`, contiguous uint8 `[B, H, rows, columns]`, from lists on
-/// its device: `kv_num_blocks` and `kv_indices`, and those of full tiles where there are four, int32 of any
-/// strides.
+/// [`kinds_of_lists`], of Python's tensors.
 #[pyfunction]
 pub fn tile_kinds(
     py: Python<'_>,
@@ -316,24 +298,31 @@ pub fn tile_kinds(
     kinds: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let into = Borrowed::anywhere(kinds)?;
+    let lists = lists.iter().map(|list| Borrowed::on(into.place, list, "a list of tiles"));
+    kinds_of_lists(py, &lists.collect::<PyResult<Vec<_>>>()?, &into)
+}
+
+/// Queues the making of the table of tiles `into`, contiguous uint8 `[B, H, rows, columns]`, from lists on
+/// its device: `kv_num_blocks` and `kv_indices`, and those of full tiles where there are four, int32 of any
+/// strides.
+pub fn kinds_of_lists(py: Python<'_>, lists: &[Borrowed], into: &Borrowed) -> PyResult<()> {
     let Place::Cuda(device) = into.place else {
         return Err(PyValueError::new_err("the table is on no CUDA device"));
     };
     if !into.is_contiguous() || ![2, 4].contains(&lists.len()) {
         return Err(PyValueError::new_err("a contiguous table is made of two lists, or four"));
     }
-    let lists = lists.iter().map(|list| on(list, device, "a list of tiles"));
-    let lists = lists.collect::<PyResult<Vec<_>>>()?;
     let pair =
         |at: usize| DeviceBlockLists { counts: array(&lists[at]), tiles: array(&lists[at + 1]) };
     let (partial, full) = (pair(0), (lists.len() == 4).then(|| pair(2)));
+    memory::start(py)?;
     let engine = engine(device)?;
     let _current = Current::set(py, device)?;
     let queue = queue(py, &engine, device)?;
-    let into = DeviceArray { strides: None, ..array(&into) };
+    let into = DeviceArray { strides: None, ..array(into) };
     // The first call of a device compiles.
-    let run = || tile_kinds_on(&engine, &queue, &partial, full.as_ref(), &into);
-    py.detach(run).map_err(memory::raised)
+    let run = || computed(|| tile_kinds_on(&engine, &queue, &partial, full.as_ref(), &into));
+    py.detach(run)?.map_err(memory::raised)
 }
 
 /// Calls `run` with a plan for a mask alone, on the device of contiguous arrays.
@@ -371,9 +360,11 @@ fn tiles(
         deterministic: false,
         counted: false,
     };
+    memory::start(py)?;
+    let mask = Function::of(py, mask, &[], into[0].place)?;
     let kept = Kept::found(&class, &class_dims(&q, &k, &k), [Some(mask.program()), None])?;
     let program = kept.mask.as_ref().expect("the plan was made for a mask");
-    let captured = held(py, device, program, mask, &mut std::iter::empty())?;
+    let captured: Vec<_> = mask.named(program).collect();
     let captures: Vec<_> =
         captured.iter().map(|(name, held)| (&name[..], array(&held.at))).collect();
     let arrays: Vec<_> = into.iter().map(|of| DeviceArray { strides: None, ..array(of) }).collect();
@@ -384,8 +375,8 @@ fn tiles(
     ("tiles", extents, tile, into.len(), shapes).hash(&mut hasher);
     let key = hasher.finish();
     memory::forget_error();
-    let run = || run(&kept.plan, &queue, &captures, &arrays);
-    if kept.is_first(key) { py.detach(run) } else { run() }.map_err(memory::raised)?;
+    let run = || computed(|| run(&kept.plan, &queue, &captures, &arrays));
+    if kept.is_first(key) { py.detach(run) } else { run() }?.map_err(memory::raised)?;
     kept.remember(key);
     Ok(())
 }
@@ -407,15 +398,20 @@ fn class_dims(q: &DeviceTensor, k: &DeviceTensor, v: &DeviceTensor) -> foveate::
 }
 
 impl Plan {
+    fn place(&self) -> Place {
+        Place::Cuda(self.device)
+    }
+
     /// Calls `run` with the operands of a call on the current stream, and whether it is the first of its
     /// kind; `key` is what else decides its kernels.
     fn run(
         &self,
         py: Python<'_>,
-        [q, k, v]: [DeviceTensor; 3],
+        [q, k, v]: &[Borrowed; 3],
         key: impl Hash,
         run: impl FnOnce(&CudaPlan, &Queue, DeviceOperands<'_>, bool) -> Result<(), CudaError> + Send,
     ) -> PyResult<()> {
+        let (q, k, v) = (tensor(q)?, tensor(k)?, tensor(v)?);
         let engine = self.kept.plan.engine();
         let _current = Current::set(py, self.device)?;
         let queue = queue(py, engine, self.device)?;
@@ -437,10 +433,10 @@ impl Plan {
         let plan = &self.kept.plan;
         memory::forget_error();
         let done = match self.kept.is_first(key) {
-            true => py.detach(|| run(plan, &queue, operands, true)),
-            false => run(plan, &queue, operands, false),
+            true => py.detach(|| computed(|| run(plan, &queue, operands, true))),
+            false => computed(|| run(plan, &queue, operands, false)),
         };
-        done.map_err(memory::raised)?;
+        done?.map_err(memory::raised)?;
         self.kept.remember(key);
         Ok(())
     }
@@ -466,8 +462,114 @@ fn layout_key(tensor: &DeviceTensor) -> impl Hash + use<> {
     (tensor.layout.shape, tensor.layout.strides, tensor.start() % 16, tensor.dtype as u8)
 }
 
-fn four(tensor: &Bound<'_, PyAny>, device: usize, what: &str) -> PyResult<DeviceTensor> {
-    self::tensor(&on(tensor, device, what)?)
+/// Queues the setting of all rows of a new tensor without gaps to 0.
+///
+/// # Safety
+/// As for [`Stream::fill`]; `rows` is the whole of a tensor that nobody else knows of.
+unsafe fn zero(queue: &Queue, rows: &Borrowed) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise.
+    unsafe { queue.stream().fill(rows.address as u64, 0, rows.span() * rows.dtype.bytes())? };
+    Ok(())
+}
+
+impl Plan {
+    /// The score's captured tensors by name, in the order that a backward has them.
+    pub fn captured(&self) -> impl ExactSizeIterator<Item = &str> {
+        let slots = self.kept.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
+        slots.iter().map(AnyBuffer::name)
+    }
+
+    /// [`Self::forward`].
+    ///
+    /// # Safety
+    /// The tensors are held until what is queued is done, `out`, `lse` and `max_score` have no gaps, and nobody
+    /// else knows of them.
+    pub unsafe fn run_forward(
+        &self,
+        py: Python<'_>,
+        operands: &[Borrowed; 3],
+        out: &Borrowed,
+        lse: &Borrowed,
+        max_score: Option<&Borrowed>,
+    ) -> PyResult<()> {
+        let args = (tensor(out)?, tensor::<3>(lse)?, max_score.map(tensor::<3>).transpose()?);
+        let key = ("forward", self.backward, layout_key(&args.0), max_score.is_some());
+        self.run(py, operands, key, |plan, queue, operands, first| {
+            let (out_there, lse_there, max_there) = args;
+            let args =
+                DeviceForward { operands, out: out_there, lse: lse_there, max_score: max_there };
+            if first {
+                plan.prepare(queue, &args, self.backward)?;
+            }
+            if self.varlen.is_some() {
+                // Of rows past the last sequence nothing is computed.
+                for of_rows in [Some(lse), max_score].into_iter().flatten() {
+                    let infinity = f32::NEG_INFINITY.to_bits();
+                    let (at, elems) = (of_rows.address as u64, of_rows.elems());
+                    // SAFETY: the caller's promise, for float32.
+                    unsafe { queue.stream().fill_words(at, infinity, elems)? };
+                }
+                // SAFETY: the caller's promise.
+                unsafe { zero(queue, out)? };
+            }
+            plan.forward_on(queue, &args)
+        })
+    }
+
+    /// [`Self::backward`].
+    ///
+    /// # Safety
+    /// As [`Backward`] says, until what is queued is done; gradients have no gaps.
+    pub unsafe fn run_backward(&self, py: Python<'_>, of: &Backward) -> PyResult<()> {
+        let n = self.captured().len();
+        if of.captures.len() != n {
+            return Err(PyValueError::new_err(format!("one destination for each of {n} captures")));
+        }
+        let (out, lse, d_out) = (tensor(&of.out)?, tensor::<3>(&of.lse)?, tensor(&of.d_out)?);
+        let d_lse = of.d_lse.as_ref().map(tensor::<3>).transpose()?;
+        let destination = |into: &Option<Borrowed>| into.as_ref().map(tensor).transpose();
+        let [dq, dk, dv] = &of.gradients;
+        let [dq, dk, dv] = [destination(dq)?, destination(dk)?, destination(dv)?];
+        let d_sink = of.d_sink.as_ref().map(tensor::<1>).transpose()?;
+        let vector = |into: &Borrowed| -> PyResult<DeviceTensor<1>> {
+            let dtype = into.dtype.operand()?;
+            Ok(DeviceTensor::contiguous(into.address as u64, dtype, [into.elems()]))
+        };
+        let names = self.captured().zip(&of.captures);
+        let d_captures = names
+            .filter_map(|(name, into)| Some((name, into.as_ref()?)))
+            .map(|(name, into)| Ok((name, vector(into)?)))
+            .collect::<PyResult<Vec<_>>>()?;
+        let layouts = [&out, &d_out].map(layout_key);
+        let gradients = [&dq, &dk, &dv].map(|into| into.as_ref().map(layout_key));
+        let key =
+            ("backward", layouts, gradients, d_lse.is_some(), d_sink.is_some(), d_captures.len());
+        self.run(py, &of.operands, key, |plan, queue, operands, _| {
+            if self.varlen.is_some() {
+                for rows in of.gradients.iter().flatten() {
+                    // SAFETY: the caller's promise.
+                    unsafe { zero(queue, rows)? };
+                }
+            }
+            let accumulate = false;
+            plan.backward_on(
+                queue,
+                &DeviceBackward {
+                    operands,
+                    out,
+                    lse,
+                    d_out,
+                    d_lse,
+                    dq,
+                    dk,
+                    dv,
+                    accumulate,
+                    d_sink,
+                    d_captures,
+                },
+            )
+        })
+    }
 }
 
 #[pymethods]
@@ -484,20 +586,13 @@ impl Plan {
         lse: &Bound<'_, PyAny>,
         max_score: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let device = self.device;
-        let operands = [four(q, device, "q")?, four(k, device, "k")?, four(v, device, "v")?];
-        let out = four(out, device, "out")?;
-        let lse = tensor::<3>(&on(lse, device, "lse")?)?;
-        let max_score =
-            max_score.map(|m| tensor::<3>(&on(m, device, "max_scores")?)).transpose()?;
-        let key = ("forward", self.backward, layout_key(&out), max_score.is_some());
-        self.run(py, operands, key, |plan, queue, operands, first| {
-            let args = DeviceForward { operands, out, lse, max_score };
-            if first {
-                plan.prepare(queue, &args, self.backward)?;
-            }
-            plan.forward_on(queue, &args)
-        })
+        let on = |tensor, what| Borrowed::on(self.place(), tensor, what);
+        let operands = [on(q, "q")?, on(k, "k")?, on(v, "v")?];
+        let (out, lse) = (on(out, "out")?, on(lse, "lse")?);
+        let max_score = max_score.map(|m| on(m, "max_scores")).transpose()?;
+        // SAFETY: torch keeps memory until what its streams were given is done; the results are the
+        // package's own, new for this call and dense.
+        unsafe { self.run_forward(py, &operands, &out, &lse, max_score.as_ref()) }
     }
 
     /// Compiles the kernels of [`Self::forward`], and of a backward if one follows. Nothing runs.
@@ -510,12 +605,11 @@ impl Plan {
         out: &Bound<'_, PyAny>,
         lse: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let device = self.device;
-        let operands = [four(q, device, "q")?, four(k, device, "k")?, four(v, device, "v")?];
-        let out = four(out, device, "out")?;
-        let lse = tensor::<3>(&on(lse, device, "lse")?)?;
+        let on = |tensor, what| Borrowed::on(self.place(), tensor, what);
+        let operands = [on(q, "q")?, on(k, "k")?, on(v, "v")?];
+        let (out, lse) = (tensor(&on(out, "out")?)?, tensor::<3>(&on(lse, "lse")?)?);
         let key = ("prepare", self.backward, layout_key(&out));
-        self.run(py, operands, key, |plan, queue, operands, _| {
+        self.run(py, &operands, key, |plan, queue, operands, _| {
             let args = DeviceForward { operands, out, lse, max_score: None };
             plan.prepare(queue, &args, self.backward)
         })
@@ -524,73 +618,27 @@ impl Plan {
     /// Queues the backward: those of `dq`, `dk` and `dv` that are given, for each capture of the score that has a
     /// destination in `captures`, contiguous f32, its gradient, and that of the sink. `d_lse` is `[B, Hq, Sq]`, f32.
     #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures, d_sink))]
-    fn backward(
+    fn backward<'py>(
         &self,
-        py: Python<'_>,
-        operands: [Bound<'_, PyAny>; 3],
-        forward: [Bound<'_, PyAny>; 2],
-        d_out: &Bound<'_, PyAny>,
-        d_lse: Option<&Bound<'_, PyAny>>,
-        gradients: [Option<Bound<'_, PyAny>>; 3],
-        captures: Vec<Option<Bound<'_, PyAny>>>,
-        d_sink: Option<&Bound<'_, PyAny>>,
+        py: Python<'py>,
+        operands: [Bound<'py, PyAny>; 3],
+        forward: [Bound<'py, PyAny>; 2],
+        d_out: Bound<'py, PyAny>,
+        d_lse: Option<Bound<'py, PyAny>>,
+        gradients: [Option<Bound<'py, PyAny>>; 3],
+        captures: Vec<Option<Bound<'py, PyAny>>>,
+        d_sink: Option<Bound<'py, PyAny>>,
     ) -> PyResult<()> {
-        if captures.len() != self.learned.len() {
-            let n = self.learned.len();
-            return Err(PyValueError::new_err(format!("one destination for each of {n} captures")));
-        }
-        let device = self.device;
-        let [q, k, v] = &operands;
-        let operands = [four(q, device, "q")?, four(k, device, "k")?, four(v, device, "v")?];
-        let [out, lse] = &forward;
-        let (out, lse) = (four(out, device, "out")?, tensor::<3>(&on(lse, device, "lse")?)?);
-        let d_out = four(d_out, device, "the gradient of out")?;
-        let d_lse =
-            d_lse.map(|d| tensor::<3>(&on(d, device, "the gradient of lse")?)).transpose()?;
-        let destination = |into: &Option<Bound<'_, PyAny>>, name| {
-            into.as_ref().map(|into| four(into, device, name)).transpose()
-        };
-        let [dq, dk, dv] = &gradients;
-        let [dq, dk, dv] = [destination(dq, "dq")?, destination(dk, "dk")?, destination(dv, "dv")?];
-        let d_sink =
-            d_sink.map(|d| tensor::<1>(&on(d, device, "the gradient of the sink")?)).transpose()?;
-        let vector = |into: &Bound<'_, PyAny>| -> PyResult<DeviceTensor<1>> {
-            let into = on(into, device, "the gradient of a captured tensor")?;
-            let dtype = into.dtype.operand()?;
-            Ok(DeviceTensor::contiguous(into.address as u64, dtype, [into.elems()]))
-        };
-        let names = self.learned.iter().zip(&captures);
-        let d_captures = names
-            .filter_map(|(name, into)| Some((&name[..], into.as_ref()?)))
-            .map(|(name, into)| Ok((name, vector(into)?)))
-            .collect::<PyResult<Vec<_>>>()?;
-        let layouts = [&out, &d_out].map(layout_key);
-        let gradients = [&dq, &dk, &dv].map(|into| into.as_ref().map(layout_key));
-        let key =
-            ("backward", layouts, gradients, d_lse.is_some(), d_sink.is_some(), d_captures.len());
-        self.run(py, operands, key, |plan, queue, operands, _| {
-            plan.backward_on(
-                queue,
-                &DeviceBackward {
-                    operands,
-                    out,
-                    lse,
-                    d_out,
-                    d_lse,
-                    dq,
-                    dk,
-                    dv,
-                    accumulate: false,
-                    d_sink,
-                    d_captures,
-                },
-            )
-        })
+        let [out, lse] = forward;
+        let of = Backward { operands, out, lse, d_out, d_lse, gradients, captures, d_sink };
+        let of = of.on(self.place())?;
+        // SAFETY: as in `forward`.
+        unsafe { self.run_backward(py, &of) }
     }
 
     /// What runs, in words.
     fn explain(&self, py: Python<'_>) -> PyResult<String> {
-        let notes = py.detach(|| self.kept.plan.notes());
+        let notes = py.detach(|| computed(|| self.kept.plan.notes()))?;
         let device = self.kept.plan.engine().device().info().name.clone();
         let mut said = format!("fused kernels on {device} (cuda:{})", self.device);
         for note in notes {

@@ -50,6 +50,9 @@ pub trait TorchDtype: Sized {
     /// The type of its values in a mod.
     fn ty(self) -> Type;
 
+    /// Whether its values are floats.
+    fn floating(self) -> bool;
+
     /// Smallest and largest value of an integer narrower than 32 bits: arithmetic on these wraps,
     /// in torch too.
     fn narrow(self) -> Option<(i64, i64)>;
@@ -80,6 +83,10 @@ impl TorchDtype for Dtype {
 
     fn ty(self) -> Type {
         self.into()
+    }
+
+    fn floating(self) -> bool {
+        self.ty() == Type::F32
     }
 
     fn narrow(self) -> Option<(i64, i64)> {

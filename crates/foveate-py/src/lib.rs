@@ -42,13 +42,9 @@ mod _native {
     #[pymodule_export]
     use crate::capture::Capture;
     #[pymodule_export]
-    use crate::cuda::memory::keep_nothing;
+    use crate::cuda::{Plan as CudaPlan, cuda_plan, tile_kinds, tile_runs, tile_tables, varies};
     #[pymodule_export]
-    use crate::cuda::{
-        Plan as CudaPlan, cuda_plan, library_folders, tile_kinds, tile_runs, tile_tables, varies,
-    };
-    #[pymodule_export]
-    use crate::dispatcher::{kernel_calls, kernel_error, kernel_functions, register_kernels};
+    use crate::dispatcher::{kernel_calls, kernel_error, kernel_functions, register_operators};
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]
@@ -56,7 +52,7 @@ mod _native {
     #[pymodule_export]
     use crate::state::State;
     #[pymodule_export]
-    use crate::text::{parse, program};
+    use crate::text::parse;
     #[cfg(debug_assertions)]
     #[pymodule_export]
     use crate::threads::panic_next;

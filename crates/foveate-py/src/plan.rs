@@ -7,6 +7,7 @@
 //! its block masks.
 
 use std::collections::HashMap;
+use std::slice;
 use std::sync::{Arc, Mutex};
 
 use foveate::cpu::threads::each;
@@ -22,10 +23,10 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::call::Call;
-use crate::capture::Captured;
+use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
-use crate::tensor::Borrowed;
+use crate::tensor::{Borrowed, Held};
 use crate::threads;
 use crate::traced::Traced;
 use crate::value::refused;
@@ -33,23 +34,39 @@ use crate::value::refused;
 /// A traced function with the tensors that it reads, as they are in this call.
 pub struct Function<'a> {
     program: &'a Program,
-    tensors: Vec<Captured>,
+    tensors: Vec<Held>,
 }
 
 impl<'a> Function<'a> {
     /// `program` with the tensors that it reads, in the order of its slots.
-    pub fn new(program: &'a Program, tensors: Vec<Captured>) -> Self {
+    pub fn new(program: &'a Program, tensors: Vec<Held>) -> Self {
         Self { program, tensors }
     }
 
     /// `learned` takes the place of the captured tensors that want a gradient, unless it is empty.
-    fn of(py: Python<'_>, traced: &'a Traced, learned: &[Bound<'_, PyAny>]) -> PyResult<Self> {
+    /// The operands are in `place`.
+    pub fn of(
+        py: Python<'_>,
+        traced: &'a Traced,
+        learned: &[Bound<'_, PyAny>],
+        place: Place,
+    ) -> PyResult<Self> {
         let mut learned = learned.iter();
         let tensors = traced.in_order().iter().map(|c| {
             let capture = c.get();
-            capture.now(py, if capture.is_learned() { learned.next() } else { None })
+            capture.now(py, if capture.is_learned() { learned.next() } else { None }, place)
         });
         Ok(Self { program: traced.program(), tensors: tensors.collect::<PyResult<_>>()? })
+    }
+
+    pub fn program(&self) -> &'a Program {
+        self.program
+    }
+
+    /// The tensors by the names that `kept`, a program of its structure, has for them.
+    pub fn named(self, kept: &Program) -> impl Iterator<Item = (String, Held)> {
+        let slots = kept.graph().buffers().iter().map(|slot| slot.name().to_owned());
+        slots.zip(self.tensors)
     }
 
     /// Whether it reads something else than what `kept`, a program of its structure, holds.
@@ -87,8 +104,8 @@ fn at_rest(
 
 /// The tensors of a function that are read where they lie, as buffers of `program`, which is the
 /// function's as it is kept.
-fn borrowed(program: &Program, function: &mut Function<'_>) -> PyResult<Vec<AnyBuffer>> {
-    let slots = program.graph().buffers().iter().zip(&mut function.tensors);
+fn borrowed(program: &Program, function: &Function<'_>) -> PyResult<Vec<AnyBuffer>> {
+    let slots = program.graph().buffers().iter().zip(&function.tensors);
     slots.filter_map(|(slot, tensor)| tensor.borrowed(slot).transpose()).collect()
 }
 
@@ -230,6 +247,8 @@ pub struct Plan {
     plan: foveate::Plan,
     /// The score, whose buffers are in the order of its captures.
     score: Option<Program>,
+    /// The rows of queries and of keys that belong to a sequence, where there are such.
+    ends: Option<[usize; 2]>,
     threads: usize,
     /// Multiplications of a forward pass without a mask.
     work: usize,
@@ -285,8 +304,11 @@ pub fn plan(
     let pages = pages.transpose()?;
     let request = Request {
         operands: [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?],
-        mask: mask.as_ref().map(|m| Function::of(py, m.get(), &[])).transpose()?,
-        score: score.as_ref().map(|s| Function::of(py, s.get(), &learned)).transpose()?,
+        mask: mask.as_ref().map(|m| Function::of(py, m.get(), &[], Place::Cpu)).transpose()?,
+        score: score
+            .as_ref()
+            .map(|s| Function::of(py, s.get(), &learned, Place::Cpu))
+            .transpose()?,
         scale,
         dropout: dropout.map(|(p, seed)| PyResult::Ok((p, seed.extract()?))).transpose()?,
         offsets: varlen.map(|offsets| offsets.extract()).transpose()?,
@@ -323,7 +345,7 @@ impl Request<'_> {
     ///
     /// # Safety
     /// The tensors are held until this returns. The GIL is held.
-    pub unsafe fn plan(mut self) -> PyResult<Plan> {
+    pub unsafe fn plan(self) -> PyResult<Plan> {
         let Self { scale, dropout, forward_only, threads, .. } = self;
         // SAFETY: the caller's promise, and the views are gone when the problem is made.
         let [q, k, v] = unsafe { views(&self.operands)? };
@@ -349,7 +371,7 @@ impl Request<'_> {
         let work = pairs.saturating_mul(dims.len_k).saturating_mul(dims.dim + dims.dim_v);
         let now = found(&class, [&self.mask, &self.score], || self.made(&class, &problem))?;
         let mut plan = now.plan.clone();
-        for (program, function) in [(&now.mask, &mut self.mask), (&now.score, &mut self.score)] {
+        for (program, function) in [(&now.mask, &self.mask), (&now.score, &self.score)] {
             if let (Some(program), Some(function)) = (program, function) {
                 for buffer in borrowed(program, function)? {
                     plan = plan.rebind(&buffer).map_err(raised)?;
@@ -364,8 +386,10 @@ impl Request<'_> {
                 plan = plan.set_scalar(name, half as i32).map_err(raised)?;
             }
         }
+        let mut ends = None;
         if let Some((cu_q, cu_k)) = &self.offsets {
             plan = plan.with_varlen(cu_q, cu_k).map_err(raised)?;
+            ends = Some([cu_q, cu_k].map(|of| of.last().map_or(0, |&end| end as usize)));
         }
         if let Some([table, lengths]) = self.pages {
             plan = plan.with_pages(table, lengths).map_err(raised)?;
@@ -377,7 +401,7 @@ impl Request<'_> {
             };
             plan = plan.with_sink(sink).map_err(raised)?;
         }
-        Ok(Plan { plan, score: now.score.clone(), threads, work })
+        Ok(Plan { plan, score: now.score.clone(), ends, threads, work })
     }
 
     /// A plan of its own.
@@ -423,17 +447,44 @@ unsafe fn views<'a>(tensors: &[Borrowed; 3]) -> PyResult<[TensorRef<'a>; 3]> {
 }
 
 /// Tensors of a backward that the caller holds; those it writes to, nobody else knows of.
-pub struct Backward {
-    pub operands: [Borrowed; 3],
-    pub out: Borrowed,
-    pub lse: Borrowed,
-    pub d_out: Borrowed,
-    pub d_lse: Option<Borrowed>,
+pub struct Backward<T = Borrowed> {
+    pub operands: [T; 3],
+    pub out: T,
+    pub lse: T,
+    pub d_out: T,
+    pub d_lse: Option<T>,
     /// Of q, k and v.
-    pub gradients: [Option<Borrowed>; 3],
+    pub gradients: [Option<T>; 3],
     /// For each capture of the score.
-    pub captures: Vec<Option<Borrowed>>,
-    pub d_sink: Option<Borrowed>,
+    pub captures: Vec<Option<T>>,
+    pub d_sink: Option<T>,
+}
+
+impl Backward<Bound<'_, PyAny>> {
+    /// Where Python's tensors lie, which is in `place`.
+    ///
+    /// # Errors
+    /// When one is elsewhere.
+    pub fn on(&self, place: Place) -> PyResult<Backward> {
+        let on = |tensor: &Bound<'_, PyAny>, what| Borrowed::on(place, tensor, what);
+        let given = |tensor: &Option<Bound<'_, PyAny>>, what| {
+            tensor.as_ref().map(|t| on(t, what)).transpose()
+        };
+        let [q, k, v] = &self.operands;
+        let [dq, dk, dv] = &self.gradients;
+        let captures = self.captures.iter();
+        let captures = captures.map(|d| given(d, "the gradient of a captured tensor"));
+        Ok(Backward {
+            operands: [on(q, "q")?, on(k, "k")?, on(v, "v")?],
+            out: on(&self.out, "out")?,
+            lse: on(&self.lse, "lse")?,
+            d_out: on(&self.d_out, "the gradient of out")?,
+            d_lse: given(&self.d_lse, "the gradient of lse")?,
+            gradients: [given(dq, "dq")?, given(dk, "dk")?, given(dv, "dv")?],
+            captures: captures.collect::<PyResult<_>>()?,
+            d_sink: given(&self.d_sink, "the gradient of the sink")?,
+        })
+    }
 }
 
 impl Plan {
@@ -441,6 +492,25 @@ impl Plan {
     pub fn captured(&self) -> impl ExactSizeIterator<Item = &str> {
         let slots = self.score.as_ref().map_or(&[][..], |p| p.graph().buffers());
         slots.iter().map(AnyBuffer::name)
+    }
+
+    /// Sets rows of a new tensor `[1, H, rows, ...]` past the last sequence of queries (`side` 0) or keys (1) to
+    /// `value`, bytes of an element: nothing is computed there.
+    ///
+    /// # Safety
+    /// The tensor is held, its last axis is contiguous, nobody else knows of it, and `value` has the bytes of
+    /// its dtype.
+    unsafe fn clear(&self, side: usize, of: &Borrowed, value: &[u8]) {
+        let Some(end) = self.ends.map(|ends| ends[side]) else { return };
+        let (heads, rows) = (of.shape[1], of.shape[2]);
+        let wide = of.shape.get(3).copied().unwrap_or(1);
+        for (head, row) in (0..heads).flat_map(|head| (end..rows).map(move |row| (head, row))) {
+            let first = of.address + (head * of.strides[1] + row * of.strides[2]) * value.len();
+            // SAFETY: the elements are the tensor's, one after another; the rest is the caller's promise.
+            let elements =
+                unsafe { slice::from_raw_parts_mut(first as *mut u8, wide * value.len()) };
+            elements.chunks_exact_mut(value.len()).for_each(|to| to.copy_from_slice(value));
+        }
     }
 
     /// [`Self::forward`].
@@ -451,23 +521,23 @@ impl Plan {
         &self,
         py: Python<'_>,
         operands: &[Borrowed; 3],
-        out: &Borrowed,
-        lse: Option<&Borrowed>,
-        max_score: Option<&Borrowed>,
+        to_out: &Borrowed,
+        to_lse: Option<&Borrowed>,
+        to_max: Option<&Borrowed>,
     ) -> PyResult<()> {
-        let rows = [0, 1, 2].map(|axis| out.shape.get(axis).copied().unwrap_or(0));
+        let rows = [0, 1, 2].map(|axis| to_out.shape.get(axis).copied().unwrap_or(0));
         let mut unread = Vec::new();
         // SAFETY: the caller's promise.
         let ([q, k, v], out, lse, max_score) = unsafe {
-            let max_score = max_score.map(|m| m.view_mut()).transpose()?;
-            let lse = match &lse {
+            let max_score = to_max.map(|m| m.view_mut()).transpose()?;
+            let lse = match to_lse {
                 Some(lse) => lse.view_mut()?,
                 None => {
                     unread.resize(rows.iter().product(), 0.0f32);
                     TensorMut::from_slice(&mut unread, rows).map_err(raised)?
                 }
             };
-            (views(operands)?, out.view_mut()?, lse, max_score)
+            (views(operands)?, to_out.view_mut()?, lse, max_score)
         };
         threads::run(py, self.threads, self.work, || {
             let mut call = self.plan.forward_call(q, k, v);
@@ -476,7 +546,15 @@ impl Plan {
             }
             call.write_to(out, lse)
         })?
-        .map_err(raised)
+        .map_err(raised)?;
+        // SAFETY: the caller's promise; the plan wrote to them as tensors of this kind.
+        unsafe {
+            self.clear(0, to_out, &[0; 8][..to_out.dtype.bytes()]);
+            for of_rows in [to_lse, to_max].into_iter().flatten() {
+                self.clear(0, of_rows, &f32::NEG_INFINITY.to_ne_bytes());
+            }
+        }
+        Ok(())
     }
 
     /// [`Self::backward`].
@@ -521,7 +599,14 @@ impl Plan {
             }
             call.write_to(to)
         })?
-        .map_err(raised)
+        .map_err(raised)?;
+        for (gradient, side) in of.gradients.iter().zip([0, 1, 1]) {
+            if let Some(of) = gradient {
+                // SAFETY: the caller's promise; the plan wrote to it as a tensor of this kind.
+                unsafe { self.clear(side, of, &[0; 8][..of.dtype.bytes()]) };
+            }
+        }
+        Ok(())
     }
 }
 
@@ -552,30 +637,20 @@ impl Plan {
     /// the score that has a contiguous destination in `captures` its gradient, and that of the sink.
     /// `d_lse` is `[B, Hq, Sq]`, f32.
     #[pyo3(signature = (operands, forward, d_out, d_lse, gradients, captures, d_sink))]
-    fn backward(
+    fn backward<'py>(
         &self,
-        py: Python<'_>,
-        operands: [Bound<'_, PyAny>; 3],
-        forward: [Bound<'_, PyAny>; 2],
-        d_out: &Bound<'_, PyAny>,
-        d_lse: Option<&Bound<'_, PyAny>>,
-        gradients: [Option<Bound<'_, PyAny>>; 3],
-        captures: Vec<Option<Bound<'_, PyAny>>>,
-        d_sink: Option<&Bound<'_, PyAny>>,
+        py: Python<'py>,
+        operands: [Bound<'py, PyAny>; 3],
+        forward: [Bound<'py, PyAny>; 2],
+        d_out: Bound<'py, PyAny>,
+        d_lse: Option<Bound<'py, PyAny>>,
+        gradients: [Option<Bound<'py, PyAny>>; 3],
+        captures: Vec<Option<Bound<'py, PyAny>>>,
+        d_sink: Option<Bound<'py, PyAny>>,
     ) -> PyResult<()> {
-        let destination = |d: &Option<Bound<'_, PyAny>>| d.as_ref().map(Borrowed::of).transpose();
-        let [q, k, v] = &operands;
-        let [dq, dk, dv] = &gradients;
-        let of = Backward {
-            operands: [Borrowed::of(q)?, Borrowed::of(k)?, Borrowed::of(v)?],
-            out: Borrowed::of(&forward[0])?,
-            lse: Borrowed::of(&forward[1])?,
-            d_out: Borrowed::of(d_out)?,
-            d_lse: d_lse.map(Borrowed::of).transpose()?,
-            gradients: [destination(dq)?, destination(dk)?, destination(dv)?],
-            captures: captures.iter().map(destination).collect::<PyResult<_>>()?,
-            d_sink: d_sink.map(Borrowed::of).transpose()?,
-        };
+        let [out, lse] = forward;
+        let of = Backward { operands, out, lse, d_out, d_lse, gradients, captures, d_sink };
+        let of = of.on(Place::Cpu)?;
         // SAFETY: as in `forward`.
         unsafe { self.run_backward(py, &of) }
     }
@@ -598,9 +673,9 @@ pub fn kinds(
     into: &Bound<'_, PyAny>,
     threads: usize,
 ) -> PyResult<()> {
-    let mut function = Function::of(py, mask, &[])?;
+    let function = Function::of(py, mask, &[], Place::Cpu)?;
     let mut program = at_rest(function.program, &function, |_| Ok(()))?;
-    for buffer in borrowed(&program, &mut function)? {
+    for buffer in borrowed(&program, &function)? {
         program = program.rebind(&buffer).map_err(raised)?;
     }
     let mask = MaskMod::new(&program.trace(0, &DynExpr::leaf)).map_err(raised)?;

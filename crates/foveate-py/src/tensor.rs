@@ -5,6 +5,9 @@
 //! unsafe for this reason, and only for tensors in host memory ([`Borrowed::of`]). Torch lets other threads
 //! write to a tensor that is being read; whoever does has a race here as in any operation of torch's.
 
+use std::any::Any;
+use std::sync::Arc;
+
 use foveate::tensor::{Slice, SliceMut};
 use foveate::{Layout, TensorMut, TensorRef};
 use half::{bf16, f16};
@@ -15,6 +18,7 @@ use pyo3::prelude::*;
 use crate::dlpack::{self, Described, Place};
 use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
+use crate::value::refused;
 
 /// The strides of a row-major tensor, in elements.
 pub fn row_major(shape: &[usize]) -> Vec<usize> {
@@ -34,6 +38,32 @@ pub struct Borrowed {
     pub shape: Vec<usize>,
     /// In elements.
     pub strides: Vec<usize>,
+}
+
+/// A tensor with what keeps its memory. One without axes is a vector of one element.
+#[derive(Clone)]
+pub struct Held {
+    pub at: Borrowed,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl Held {
+    /// `owner` keeps the memory where the elements lie.
+    pub fn new(mut at: Borrowed, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        if at.shape.is_empty() {
+            (at.shape, at.strides) = (vec![1], vec![1]);
+        }
+        Self { at, _owner: owner }
+    }
+
+    /// A tensor of Python's on the device of the operands.
+    ///
+    /// # Errors
+    /// As [`Borrowed::on`].
+    pub fn on(place: Place, tensor: &Bound<'_, PyAny>, what: &str) -> PyResult<Self> {
+        let at = Borrowed::on(place, tensor, what)?;
+        Ok(Self::new(at, Arc::new(tensor.clone().unbind())))
+    }
 }
 
 /// Dtype, shape and place of a tensor, of which there need not be elements.
@@ -88,6 +118,27 @@ impl Borrowed {
             device => Err(PyValueError::new_err(format!(
                 "a tensor is on {device}, and others on the CPU"
             ))),
+        }
+    }
+
+    /// Where the elements of `tensor` lie, which is `what` of a call on operands in `place`.
+    ///
+    /// # Errors
+    /// When they lie elsewhere, and those of [`Self::anywhere`].
+    pub fn on(place: Place, tensor: &Bound<'_, PyAny>, what: &str) -> PyResult<Self> {
+        Self::anywhere(tensor)?.in_place(place, what)
+    }
+
+    /// The tensor, which is `what` of a call on operands in `place`.
+    ///
+    /// # Errors
+    /// When it lies elsewhere.
+    pub fn in_place(self, place: Place, what: &str) -> PyResult<Self> {
+        match self.place == place {
+            true => Ok(self),
+            false => {
+                Err(refused(format!("{what} is on {}, and q, k and v are on {place}", self.place)))
+            }
         }
     }
 
@@ -157,7 +208,7 @@ impl Borrowed {
     }
 
     /// Elements from the first to the last one, those between rows included.
-    fn span(&self) -> usize {
+    pub fn span(&self) -> usize {
         if self.elems() == 0 {
             return 0;
         }

@@ -9,7 +9,6 @@ use pyo3::prelude::*;
 use crate::capture::Capture;
 use crate::dtype::Dtype;
 use crate::expr::Expr;
-use crate::traced::Traced;
 use crate::value::{self, Number, Value};
 
 /// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name;
@@ -59,20 +58,8 @@ pub fn parse(
     Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None, learns: false }))
 }
 
-/// The program that `text` says, as [`Traced::text`] printed it, of these tensors and run-time scalars.
-#[pyfunction]
-pub fn program(
-    py: Python<'_>,
-    text: &str,
-    captures: Vec<Py<Capture>>,
-    scalars: Vec<(String, i64)>,
-    mask: bool,
-) -> PyResult<Traced> {
-    let made = read(text, captures.iter().map(|c| c.get().buffer()), &scalars, mask)?;
-    Traced::new(py, &made, &captures, None)
-}
-
-/// The mask or score that `text` says, of these captured buffers and run-time scalars.
+/// The mask or score that `text` says, as [`crate::traced::Traced`] prints it, of these captured buffers and
+/// run-time scalars.
 ///
 /// # Errors
 /// When it is neither, or an integer does not fit 32 bits.

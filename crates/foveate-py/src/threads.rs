@@ -38,15 +38,7 @@ pub fn run<T: Send>(
     multiplications: usize,
     call: impl FnOnce() -> T + Send,
 ) -> PyResult<T> {
-    // What a panic leaves half-written is the call's own, which nobody sees.
-    let call = || {
-        catch_unwind(AssertUnwindSafe(|| {
-            #[cfg(debug_assertions)]
-            assert!(!PANIC_NEXT.swap(false, Ordering::Relaxed), "injected by a test");
-            call()
-        }))
-        .map_err(|panic| PyRuntimeError::new_err(what(panic.as_ref())))
-    };
+    let call = || computed(call);
     if threads <= 1 || multiplications < SMALL {
         return py.detach(|| on_this_thread(call));
     }
@@ -54,11 +46,29 @@ pub fn run<T: Send>(
     py.detach(|| pool.install(call))
 }
 
-/// What a panic said, as an error of Python's does.
-pub fn what(panic: &(dyn std::any::Any + Send)) -> String {
-    let said = panic.downcast_ref::<&str>().copied();
-    let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    format!("a bug in Foveate, please report it: {}", said.unwrap_or("it panicked"))
+/// What `call` gives.
+///
+/// # Errors
+/// A `RuntimeError` when it panics. What a panic leaves half-written is the call's own, which nobody sees.
+pub fn caught<T>(call: impl FnOnce() -> T) -> PyResult<T> {
+    catch_unwind(AssertUnwindSafe(call)).map_err(|panic| {
+        let said = panic.downcast_ref::<&str>().copied();
+        let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        let said = said.unwrap_or("it panicked");
+        PyRuntimeError::new_err(format!("a bug in Foveate, please report it: {said}"))
+    })
+}
+
+/// [`caught`] of what computes, which tests let panic.
+///
+/// # Errors
+/// Those of [`caught`].
+pub fn computed<T>(call: impl FnOnce() -> T) -> PyResult<T> {
+    caught(|| {
+        #[cfg(debug_assertions)]
+        assert!(!PANIC_NEXT.swap(false, Ordering::Relaxed), "injected by a test");
+        call()
+    })
 }
 
 #[cfg(debug_assertions)]

@@ -2,7 +2,6 @@
 //!
 //! A text is parsed once for tensors of the same dtypes and shapes. Integers are values of a call.
 
-use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use foveate::mods::Program;
@@ -11,12 +10,13 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
 use super::layout::{integers, tuple};
+use super::made::Maker;
 use super::stack::{Arguments, Tensor};
-use crate::capture::{Captured, Owner};
+use crate::cuda;
 use crate::dlpack::Place;
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, TorchDtype};
 use crate::error::raised;
-use crate::tensor::{Borrowed, row_major};
+use crate::tensor::{Borrowed, Held, row_major};
 use crate::text;
 
 /// The arguments `score`, `score_captures` and `score_scalars`, or those of the mask.
@@ -26,17 +26,11 @@ pub struct Said {
     scalars: Vec<i64>,
 }
 
-/// A captured tensor and what keeps its memory.
-pub struct Captive {
-    pub tensor: Borrowed,
-    owner: Arc<dyn Any + Send + Sync>,
-}
-
 /// A program with the captured tensors that it may read, by the numbers in their names.
 pub struct Mod {
     known: Arc<Known>,
     program: Program,
-    captives: Vec<Captive>,
+    captives: Vec<Held>,
 }
 
 impl Said {
@@ -52,12 +46,16 @@ impl Said {
         self.text.is_some()
     }
 
-    /// The captured tensors.
+    /// The captured tensors, of a call on operands in `place`.
     ///
     /// # Errors
-    /// When one is not in host memory, or of a dtype that programs do not read.
-    pub fn captives(&self) -> PyResult<Vec<Captive>> {
-        self.captures.iter().map(Captive::new).collect()
+    /// When one is elsewhere, or of a dtype that programs do not read.
+    pub fn captives(&self, place: Place) -> PyResult<Vec<Held>> {
+        let held = |tensor: &Arc<Tensor>| {
+            let at = tensor.borrowed()?.in_place(place, "a captured tensor")?;
+            Ok(Held::new(at, tensor.clone()))
+        };
+        self.captures.iter().map(held).collect()
     }
 
     /// The program of these captured tensors, of which the `learned` want a gradient.
@@ -67,7 +65,7 @@ impl Said {
     pub fn read(
         &self,
         is_mask: bool,
-        captives: Vec<Captive>,
+        captives: Vec<Held>,
         learned: &[usize],
     ) -> PyResult<Option<Mod>> {
         let Some(text) = &self.text else { return Ok(None) };
@@ -85,28 +83,14 @@ impl Said {
     }
 }
 
-impl Captive {
-    pub fn new(tensor: &Arc<Tensor>) -> PyResult<Self> {
-        Ok(Self { tensor: tensor.borrowed()?, owner: tensor.clone() })
-    }
-
-    fn shape(&self) -> &[usize] {
-        if self.tensor.shape.is_empty() { &[1] } else { &self.tensor.shape }
-    }
-
-    fn captured(&self) -> Captured {
-        Captured::new(self.tensor.clone(), Owner::Shared(self.owner.clone()))
-    }
-}
-
 impl Mod {
     pub fn program(&self) -> &Program {
         &self.program
     }
 
     /// What the program reads, in the order of its slots.
-    pub fn captured(&self) -> Vec<Captured> {
-        self.known.reads.iter().map(|&at| self.captives[at].captured()).collect()
+    pub fn captured(&self) -> Vec<Held> {
+        self.known.reads.iter().map(|&at| self.captives[at].clone()).collect()
     }
 
     /// `error`, where it is of an index outside a captured tensor, with the shape of the tensor in place
@@ -117,7 +101,7 @@ impl Mod {
         }
         let mut message = error.value(py).to_string();
         for (slot, &at) in self.known.program.graph().buffers().iter().zip(&self.known.reads) {
-            let shape = tuple(&self.captives[at].tensor.shape);
+            let shape = tuple(&self.captives[at].at.shape);
             let captured = format!("captured buffer `{}`", slot.name());
             message = message.replace(&captured, &format!("a captured tensor of shape {shape}"));
         }
@@ -152,7 +136,7 @@ static KNOWN: Mutex<Vec<Arc<Known>>> = Mutex::new(Vec::new());
 fn known(
     text: &str,
     is_mask: bool,
-    captives: &[Captive],
+    captives: &[Held],
     learned: &[usize],
     scalars: &[i64],
 ) -> PyResult<Arc<Known>> {
@@ -164,8 +148,8 @@ fn known(
             && k.scalars == scalars.len()
             && k.slots.len() == captives.len()
             && slots.into_iter().all(|(at, (slot, captive))| {
-                slot.element() == captive.tensor.dtype
-                    && slot.shape() == captive.shape()
+                slot.element() == captive.at.dtype
+                    && slot.shape() == captive.at.shape
                     && slot.learned() == learned.contains(&at)
             })
     };
@@ -175,8 +159,8 @@ fn known(
     }
     let prefix = if is_mask { "m" } else { "s" };
     let slots = captives.iter().enumerate().map(|(at, captive)| {
-        let (name, dtype) = (format!("{prefix}{at}"), captive.tensor.dtype);
-        AnyBuffer::on_device(&name, captive.shape(), dtype, learned.contains(&at)).map_err(raised)
+        let (name, Borrowed { dtype, shape, .. }) = (format!("{prefix}{at}"), &captive.at);
+        AnyBuffer::on_device(&name, shape, *dtype, learned.contains(&at)).map_err(raised)
     });
     let slots = slots.collect::<PyResult<Vec<_>>>()?;
     let named = scalars.iter().enumerate().map(|(at, &n)| (format!("{prefix}n{at}"), n));
@@ -194,75 +178,127 @@ fn known(
     Ok(made)
 }
 
+/// Lists of tiles, `kv_num_blocks` and `kv_indices` of a block mask and those of its full tiles where it has them.
+struct Lists {
+    lists: Vec<Borrowed>,
+    /// Of the table that they make: `[B, H, rows, columns]`.
+    shape: [usize; 4],
+}
+
+impl Lists {
+    /// # Errors
+    /// When they are none, do not fit each other, or have too few rows.
+    fn of(
+        lists: Vec<Borrowed>,
+        [tile_q, tile_kv]: [usize; 2],
+        q_len: usize,
+        kv_len: usize,
+    ) -> PyResult<Self> {
+        let four = |of: &Borrowed| <[usize; 4]>::try_from(of.shape.as_slice()).ok();
+        let (Some([.., rows, columns]), true) = (
+            lists.get(1).and_then(four),
+            [2, 4].contains(&lists.len()) && tile_q > 0 && tile_kv > 0,
+        ) else {
+            return Err(wrong("has lists of tiles that are none"));
+        };
+        let needed = q_len.div_ceil(tile_q);
+        if rows < needed {
+            return Err(wrong(&format!(
+                "lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}"
+            )));
+        }
+        let mut axes = [1; 2];
+        for pair in lists.chunks_exact(2) {
+            let shape = four(&pair[1]).filter(|_| pair.iter().all(|of| !of.dtype.floating()));
+            let shape = shape.ok_or_else(|| wrong("has lists of tiles that are no integers"))?;
+            if pair[0].shape[..] != shape[..3] || shape[2] != rows {
+                return Err(wrong("has lists of tiles of other shapes than their numbers"));
+            }
+            for (all, n) in axes.iter_mut().zip(shape) {
+                *all = (*all).max(n);
+            }
+        }
+        let fits = |of: &Borrowed| axes.iter().zip(&of.shape).all(|(&all, &n)| n == 1 || n == all);
+        if !lists.iter().all(fits) {
+            return Err(wrong("lists partial and full tiles for other batch entries or heads"));
+        }
+        let width = columns.max(kv_len.div_ceil(tile_kv)).max(1);
+        Ok(Self { lists, shape: [axes[0], axes[1], rows, width] })
+    }
+
+    /// What they make of each tile, on the CPU.
+    ///
+    /// # Errors
+    /// When a list has a tile outside.
+    fn kinds(&self) -> PyResult<Vec<u8>> {
+        let [_, heads, rows, width] = self.shape;
+        let mut kinds = vec![0u8; self.shape.iter().product()];
+        for (kind, pair) in (1..).zip(self.lists.chunks_exact(2)) {
+            let [counts, tiles] = [0, 1].map(|i| integers(&pair[i]).unwrap_or_default());
+            let (batch, of_heads, columns) = (pair[1].shape[0], pair[1].shape[1], pair[1].shape[3]);
+            for (at, row) in kinds.chunks_mut(width).enumerate() {
+                let (b, h) = (at / rows / heads % batch, at / rows % heads % of_heads);
+                let from = (b * of_heads + h) * rows + at % rows;
+                let listed = usize::try_from(counts[from]).unwrap_or(0).min(columns);
+                for &tile in &tiles[from * columns..][..listed] {
+                    let place = usize::try_from(tile).ok().and_then(|tile| row.get_mut(tile));
+                    let outside = || wrong(&format!("lists a tile outside its {width} columns"));
+                    *place.ok_or_else(outside)? = kind;
+                }
+            }
+        }
+        Ok(kinds)
+    }
+}
+
+fn wrong(what: &str) -> PyErr {
+    PyValueError::new_err(format!("block_mask {what}"))
+}
+
 /// What lists of tiles make of each tile, as `foveate._blocks.table` and `narrowed`: 0 empty, 1 partial, 2 full,
 /// in `[B, H, rows, columns]` without axes of batch and heads that have one entry.
 ///
 /// # Errors
-/// When there are too few rows, or a list has a tile outside.
+/// When there are too few rows, or, on the CPU, a list has a tile outside.
 pub fn table(
+    make: &Maker<'_>,
     lists: &[Arc<Tensor>],
-    [tile_q, tile_kv]: [usize; 2],
+    tile: [usize; 2],
     q_len: usize,
     kv_len: usize,
-) -> PyResult<Captive> {
-    let lists = lists.iter().map(|list| list.borrowed()).collect::<PyResult<Vec<_>>>()?;
-    let wrong = |what: &str| PyValueError::new_err(format!("block_mask {what}"));
-    let four = |of: &Borrowed| <[usize; 4]>::try_from(of.shape.as_slice()).ok();
-    let (Some([.., rows, columns]), true) =
-        (lists.get(1).and_then(four), [2, 4].contains(&lists.len()) && tile_q > 0 && tile_kv > 0)
-    else {
-        return Err(wrong("has lists of tiles that are none"));
+) -> PyResult<Held> {
+    let of = |lists: &[Arc<Tensor>]| -> PyResult<Lists> {
+        let on = |list: &Arc<Tensor>| list.borrowed()?.in_place(make.place, "a list of tiles");
+        Lists::of(lists.iter().map(on).collect::<PyResult<_>>()?, tile, q_len, kv_len)
     };
-    let needed = q_len.div_ceil(tile_q);
-    if rows < needed {
-        return Err(wrong(&format!(
-            "lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}"
-        )));
-    }
-    let width = columns.max(kv_len.div_ceil(tile_kv)).max(1);
-    let mut axes = [1; 2];
-    let mut pairs = Vec::new();
-    for pair in lists.chunks_exact(2) {
-        let numbers = (integers(&pair[0]), integers(&pair[1]));
-        let ((Some(counts), Some(tiles)), Some(shape)) = (numbers, four(&pair[1])) else {
-            return Err(wrong("has lists of tiles that are no integers"));
-        };
-        if pair[0].shape[..] != shape[..3] || shape[2] != rows {
-            return Err(wrong("has lists of tiles of other shapes than their numbers"));
+    let mut made = match make.place {
+        Place::Cpu => {
+            let lists = of(lists)?;
+            let kinds = lists.kinds()?;
+            let at = Borrowed {
+                place: Place::Cpu,
+                address: kinds.as_ptr() as usize,
+                dtype: Dtype::U8,
+                strides: row_major(&lists.shape),
+                shape: lists.shape.to_vec(),
+            };
+            Held::new(at, Arc::new(kinds))
         }
-        for (all, n) in axes.iter_mut().zip(shape) {
-            *all = (*all).max(n);
+        Place::Cuda(_) => {
+            let narrow = lists.iter().map(|list| make.converted(list, Dtype::I32));
+            let narrow = narrow.collect::<PyResult<Vec<_>>>()?;
+            let lists = of(&narrow)?;
+            let table = make.empty(Dtype::U8, &lists.shape)?;
+            let at = table.written()?;
+            cuda::kinds_of_lists(make.py, &lists.lists, &at)?;
+            Held::new(at, Arc::new(table))
         }
-        pairs.push((counts, tiles, shape));
-    }
-    if pairs.iter().any(|(.., shape)| axes.iter().zip(shape).any(|(&all, &n)| n != 1 && n != all)) {
-        return Err(wrong("lists partial and full tiles for other batch entries or heads"));
-    }
-    let mut kinds = vec![0u8; axes[0] * axes[1] * rows * width];
-    for (kind, (counts, tiles, [batch, heads, _, columns])) in (1..).zip(&pairs) {
-        for (at, row) in kinds.chunks_mut(width).enumerate() {
-            let (b, h) = (at / rows / axes[1] % batch, at / rows % axes[1] % heads);
-            let from = (b * heads + h) * rows + at % rows;
-            let listed = usize::try_from(counts[from]).unwrap_or(0).min(*columns);
-            for &tile in &tiles[from * columns..][..listed] {
-                let place = usize::try_from(tile).ok().and_then(|tile| row.get_mut(tile));
-                let outside = || wrong(&format!("lists a tile outside its {width} columns"));
-                *place.ok_or_else(outside)? = kind;
-            }
-        }
-    }
-    let mut shape = vec![axes[0], axes[1], rows, width];
+    };
     for axis in [1, 0] {
-        if shape[axis] == 1 {
-            shape.remove(axis);
+        if made.at.shape[axis] == 1 {
+            made.at.shape.remove(axis);
+            made.at.strides.remove(axis);
         }
     }
-    let tensor = Borrowed {
-        place: Place::Cpu,
-        address: kinds.as_ptr() as usize,
-        dtype: Dtype::U8,
-        strides: row_major(&shape),
-        shape,
-    };
-    Ok(Captive { tensor, owner: Arc::new(kinds) })
+    Ok(made)
 }

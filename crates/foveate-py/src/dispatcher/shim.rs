@@ -1,9 +1,9 @@
 //! Torch's stable C functions, looked up in the libtorch that the interpreter has loaded.
 //!
 //! Nothing of torch is linked and no header of it is read, so one build serves every version of torch that
-//! has these functions, from [`SINCE`] on: where one is missing, nothing is registered from here, and the
-//! reason says what a torch needs. Libraries are looked up as Linux names and loads them; elsewhere nothing is
-//! registered either.
+//! has these functions, from [`SINCE`] on: where one is missing, nothing is registered, and the reason says
+//! what a torch needs. What newer versions have is used where it is there ([`Newer`]). Libraries are looked up
+//! as Linux names and loads them; elsewhere nothing is registered either.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -34,6 +34,7 @@ macro_rules! functions {
         /// The functions that are called here.
         pub struct Shim {
             $(pub $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+            newer: Newer,
             /// Frees the place of an optional argument.
             free: unsafe extern "C" fn(*mut c_void) -> c_int,
             throw: Throw,
@@ -47,6 +48,7 @@ macro_rules! functions {
                 Ok(Self {
                     // SAFETY: torch declares the functions of these names with these types, for good.
                     $($field: unsafe { found(library, $name) }.ok_or_else(|| missing($name))?,)*
+                    newer: Newer::of(library),
                     free: free(library)?,
                     throw: throw(library)?,
                 })
@@ -56,6 +58,9 @@ macro_rules! functions {
 }
 
 functions! {
+    fragment: "aoti_torch_library_init_fragment",
+        fn(*const c_char, *const c_char, u32, *mut Handle) -> Status;
+    define: "aoti_torch_library_def", fn(Handle, *const c_char) -> Status;
     library_of_key: "aoti_torch_library_init_impl",
         fn(*const c_char, *const c_char, *const c_char, u32, *mut Handle) -> Status;
     implement: "torch_library_impl", fn(Handle, *const c_char, Kernel, u64) -> Status;
@@ -67,11 +72,15 @@ functions! {
     strides: "aoti_torch_get_strides", fn(Handle, *mut *const i64) -> Status;
     dtype: "aoti_torch_get_dtype", fn(Handle, *mut i32) -> Status;
     device_type: "aoti_torch_get_device_type", fn(Handle, *mut i32) -> Status;
+    device_index: "aoti_torch_get_device_index", fn(Handle, *mut i32) -> Status;
     const_data: "torch_get_const_data_ptr", fn(Handle, *mut *const c_void) -> Status;
     mutable_data: "torch_get_mutable_data_ptr", fn(Handle, *mut *mut c_void) -> Status;
     empty_strided: "aoti_torch_empty_strided",
         fn(i64, *const i64, *const i64, i32, i32, i32, *mut Handle) -> Status;
+    zero: "aoti_torch_zero_", fn(Handle) -> Status;
+    copy: "aoti_torch_copy_", fn(Handle, Handle, i32) -> Status;
     cpu: "aoti_torch_device_type_cpu", fn() -> i32;
+    cuda: "aoti_torch_device_type_cuda", fn() -> i32;
     float32: "aoti_torch_dtype_float32", fn() -> i32;
     bfloat16: "aoti_torch_dtype_bfloat16", fn() -> i32;
     float16: "aoti_torch_dtype_float16", fn() -> i32;
@@ -92,8 +101,33 @@ functions! {
     delete_string: "torch_delete_string", fn(Handle) -> Status;
 }
 
-/// The first version of torch that has all of [`FUNCTIONS`].
+/// The first version of torch that has all of [`FUNCTIONS`]: 2.10, and so have 2.11 to 2.15.
 const SINCE: &str = "2.10";
+
+/// Functions that torch has from a later version on, and what is done without them.
+struct Newer {
+    /// From 2.12 on; before, an operator has no tags, and Python adds the one that it gets here.
+    define_tagged: Option<(DefineTagged, Tag)>,
+    /// From 2.13 on; before, the place of an optional argument was made by `new`, of the C++ library that torch
+    /// stands on.
+    delete_value: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
+}
+
+type DefineTagged = unsafe extern "C" fn(Handle, *const c_char, *const i32, i32) -> Status;
+type Tag = unsafe extern "C" fn() -> i32;
+
+impl Newer {
+    fn of(library: &Library) -> Self {
+        // SAFETY: torch declares the functions of these names with these types, for good.
+        unsafe {
+            let define = found(library, "torch_library_def_with_tags");
+            Self {
+                define_tagged: define.zip(found(library, "torch_tag_pt2_compliant_tag")),
+                delete_value: found(library, "torch_delete_stable_ivalue"),
+            }
+        }
+    }
+}
 
 /// The layout of values that kernels here read and leave: that of torch 2.10, as `torch_library_impl` is told.
 const BUILT_FOR: u64 = 0x020a_0000_0000_0000;
@@ -125,14 +159,11 @@ unsafe fn found<F: Copy>(library: &Library, name: &str) -> Option<F> {
     unsafe { library.get::<F>(name.as_bytes()) }.ok().map(|symbol| *symbol)
 }
 
-/// Newer versions of torch free it themselves; before, it was made by `new`, of the C++ library that torch
-/// stands on.
+/// `operator delete(void*)`, that of [`Newer::delete_value`] where torch has it. That it returns nothing is no
+/// matter, as the result is not read.
 fn free(library: &Library) -> Result<unsafe extern "C" fn(*mut c_void) -> c_int, Missing> {
-    // SAFETY: both take the address alone; that `operator delete(void*)` returns nothing is no matter
-    // where the result is not read.
-    let found = ["torch_delete_stable_ivalue", "_ZdlPv"]
-        .into_iter()
-        .find_map(|name| unsafe { found(library, name) });
+    // SAFETY: it takes the address alone.
+    let found = Newer::of(library).delete_value.or_else(|| unsafe { found(library, "_ZdlPv") });
     found.ok_or_else(|| "this libtorch stands on a C++ library without `operator delete`".into())
 }
 
@@ -157,27 +188,49 @@ impl Shim {
         Ok(shim)
     }
 
-    /// Registers `kernels` for the operators `foveate::name` on tensors of dispatch key `key`, for as long as
-    /// the process runs: all of them, or none.
+    /// Defines operators of the namespace `foveate` by their schemas, and registers their kernels for tensors
+    /// of these dispatch keys, for as long as the process runs: all of them, or none. Whether they have the tag
+    /// that says that torch may compile them.
     ///
     /// # Errors
     /// When torch refuses one.
-    pub fn register(&self, key: &CStr, kernels: &[(&CStr, Kernel)]) -> Result<(), Missing> {
-        let mut library = null_mut();
+    pub fn register(
+        &self,
+        keys: &[&CStr],
+        operators: &[(&CStr, &CStr, Kernel)],
+    ) -> Result<bool, Missing> {
+        let mut made = Libraries { shim: self, handles: Vec::new() };
         let name = c"foveate".as_ptr();
         // SAFETY: the strings end with 0; torch copies what it keeps of them.
-        if unsafe { (self.library_of_key)(name, key.as_ptr(), name, 0, &mut library) } != 0 {
-            return Err(format!("torch took no kernels for {key:?}"));
-        }
-        for &(name, kernel) in kernels {
-            // SAFETY: as above. The library is not deleted when all goes well, so kernels stay registered.
-            if unsafe { (self.implement)(library, name.as_ptr(), kernel, BUILT_FOR) } != 0 {
-                // SAFETY: the library is owned, and this is its end, and that of what it registered.
-                unsafe { (self.delete_library)(library) };
-                return Err(format!("torch took no kernel of {name:?} for {key:?}"));
+        let all = made.library(|into| unsafe { (self.fragment)(name, name, 0, into) });
+        let all = all.ok_or("torch took no operators")?;
+        for &(operator, schema, _) in operators {
+            // SAFETY: as above.
+            let status = unsafe {
+                match self.newer.define_tagged {
+                    Some((define, tag)) => define(all, schema.as_ptr(), &tag(), 1),
+                    None => (self.define)(all, schema.as_ptr()),
+                }
+            };
+            if status != 0 {
+                return Err(format!("torch took no operator {operator:?}"));
             }
         }
-        Ok(())
+        for &key in keys {
+            // SAFETY: as above.
+            let of_key = made.library(|into| unsafe {
+                (self.library_of_key)(name, key.as_ptr(), name, 0, into)
+            });
+            let of_key = of_key.ok_or_else(|| format!("torch took no kernels for {key:?}"))?;
+            for &(operator, _, kernel) in operators {
+                // SAFETY: as above.
+                if unsafe { (self.implement)(of_key, operator.as_ptr(), kernel, BUILT_FOR) } != 0 {
+                    return Err(format!("torch took no kernel of {operator:?} for {key:?}"));
+                }
+            }
+        }
+        made.handles.clear();
+        Ok(self.newer.define_tagged.is_some())
     }
 
     /// Frees the place of an optional argument.
@@ -197,5 +250,31 @@ impl Shim {
     pub unsafe fn throw(&self, message: *const c_char) -> ! {
         // SAFETY: the caller's promise; the message is copied before anything unwinds.
         unsafe { (self.throw)(message) }
+    }
+}
+
+/// Libraries of torch's dispatcher; dropped, they take back what was registered in them.
+struct Libraries<'a> {
+    shim: &'a Shim,
+    handles: Vec<Handle>,
+}
+
+impl Libraries<'_> {
+    /// The one that `make` makes.
+    fn library(&mut self, make: impl FnOnce(&mut Handle) -> Status) -> Option<Handle> {
+        let mut handle = null_mut();
+        (make(&mut handle) == 0).then(|| {
+            self.handles.push(handle);
+            handle
+        })
+    }
+}
+
+impl Drop for Libraries<'_> {
+    fn drop(&mut self) {
+        for &handle in self.handles.iter().rev() {
+            // SAFETY: the library is owned, and this is its end, and that of what it registered.
+            unsafe { (self.shim.delete_library)(handle) };
+        }
     }
 }

@@ -35,58 +35,66 @@ impl Drop for Tensor {
 }
 
 impl Tensor {
-    /// A new tensor in host memory, of any elements.
+    /// # Safety
+    /// Nobody else owns the handle.
+    pub unsafe fn new(shim: &'static Shim, handle: Handle) -> Self {
+        Self { handle, shim }
+    }
+
+    /// Sets all elements to 0, in the order of the current stream.
     ///
     /// # Errors
-    /// When there is no memory.
-    pub fn empty(
-        shim: &'static Shim,
-        dtype: Dtype,
-        shape: &[usize],
-        strides: &[usize],
-    ) -> PyResult<Self> {
-        let of = |numbers: &[usize]| numbers.iter().map(|&n| n as i64).collect::<Vec<_>>();
-        let (sizes, steps) = (of(shape), of(strides));
-        let mut handle = null_mut();
-        // SAFETY: torch copies sizes and strides, of which there are as many as it is told.
-        let status = unsafe {
-            (shim.empty_strided)(
-                shape.len() as i64,
-                sizes.as_ptr(),
-                steps.as_ptr(),
-                code(shim, dtype),
-                (shim.cpu)(),
-                -1,
-                &mut handle,
-            )
-        };
-        if status != 0 {
-            return Err(PyRuntimeError::new_err(format!(
-                "there is no memory for a tensor of shape {shape:?}"
-            )));
+    /// When torch refuses.
+    pub fn zero(&self) -> PyResult<()> {
+        // SAFETY: the handle is owned.
+        match unsafe { (self.shim.zero)(self.handle) } {
+            0 => Ok(()),
+            _ => Err(PyRuntimeError::new_err("PyTorch did not set a tensor to 0")),
         }
-        Ok(Self { handle, shim })
+    }
+
+    /// Makes the elements those of `from`, of the same shape, converted, in the order of the current stream.
+    ///
+    /// # Errors
+    /// When torch refuses.
+    pub fn copy(&self, from: &Self) -> PyResult<()> {
+        // SAFETY: both handles are owned.
+        match unsafe { (self.shim.copy)(self.handle, from.handle, 0) } {
+            0 => Ok(()),
+            _ => Err(PyRuntimeError::new_err("PyTorch did not convert a tensor")),
+        }
     }
 
     /// Where its elements lie, while it is held.
     ///
     /// # Errors
-    /// When it is not in host memory, or of a dtype that is not known here.
+    /// When it is neither in host memory nor on a CUDA device, or of a dtype that is not known here.
     pub fn borrowed(&self) -> PyResult<Borrowed> {
         let shim = self.shim;
         let (mut dim, mut sizes, mut strides) = (0i64, std::ptr::null(), std::ptr::null());
-        let (mut dtype, mut device, mut address) = (0i32, 0i32, std::ptr::null());
+        let (mut dtype, mut kind, mut device) = (0i32, 0i32, 0i32);
+        let mut address = std::ptr::null();
         // SAFETY: the handle is owned; each function writes to the place that it is given.
         let failed = unsafe {
             (shim.dim)(self.handle, &mut dim)
                 | (shim.sizes)(self.handle, &mut sizes)
                 | (shim.strides)(self.handle, &mut strides)
                 | (shim.dtype)(self.handle, &mut dtype)
-                | (shim.device_type)(self.handle, &mut device)
+                | (shim.device_type)(self.handle, &mut kind)
+                | (shim.device_index)(self.handle, &mut device)
         };
-        // SAFETY: a function without arguments.
-        if failed != 0 || device != unsafe { (shim.cpu)() } {
-            return Err(PyRuntimeError::new_err("a tensor is not on the CPU, and others are"));
+        // SAFETY: functions without arguments.
+        let place = match unsafe { ((shim.cpu)(), (shim.cuda)()) } {
+            (cpu, _) if kind == cpu => Place::Cpu,
+            (_, cuda) if kind == cuda => Place::Cuda(device as usize),
+            _ => {
+                return Err(PyRuntimeError::new_err(
+                    "a tensor is on neither a CPU nor a CUDA device",
+                ));
+            }
+        };
+        if failed != 0 {
+            return Err(PyTypeError::new_err("a tensor says no shape, dtype or device"));
         }
         // SAFETY: as above.
         if unsafe { (shim.const_data)(self.handle, &mut address) } != 0 {
@@ -106,7 +114,7 @@ impl Tensor {
             )
         })?;
         Ok(Borrowed {
-            place: Place::Cpu,
+            place,
             address: address as usize,
             dtype,
             shape: axes(sizes),
@@ -149,7 +157,7 @@ const DTYPES: [Dtype; 10] = [
 ];
 
 /// Torch's number of a dtype.
-fn code(shim: &Shim, dtype: Dtype) -> i32 {
+pub fn code(shim: &Shim, dtype: Dtype) -> i32 {
     let of = match dtype {
         Dtype::F32 => shim.float32,
         Dtype::BF16 => shim.bfloat16,
