@@ -170,7 +170,11 @@ SCORES = {
 }  # fmt: skip
 
 
-def agrees(score, mask, learned):
+#: What PyTorch 2.10 does not compile, of its own attention either: `sum` of a generator, rows read at traced indices.
+NOT_IN_2_10 = ("Graphormer's edges", "rotated halves beside latent keys")
+
+
+def agrees(score, mask, learned, kinds=("uncompiled", "compiled")):
     """Attention, uncompiled and compiled, and the gradients of operands and tables, are those of dense attention."""
     device = torch.get_default_device().type
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -184,8 +188,8 @@ def agrees(score, mask, learned):
         out = attention(q, k, v, score, seen, dtype=of)[0]
         results.append([out, *torch.autograd.grad(out, inputs, d_out.to(of))])
     call = lambda: flex_attention(q, k, v, score, None if mask is None else Mask(mask), enable_gqa=True)
-    for kind, run in (("uncompiled", call), ("compiled", Backend().compile(call))):
-        out = run()
+    for kind in kinds:
+        out = (call if kind == "uncompiled" else Backend().compile(call))()
         ours = [out, *torch.autograd.grad(out, inputs, d_out)]
         for name, mine, gold, low in zip(["out", "dq", "dk", "dv", "table"], ours, *results):
             close(f"{kind} {name}", mine, gold, dtype, BATCH * HEADS * LENGTH, low)
@@ -199,4 +203,5 @@ def test_a_published_mask_is_dense_attentions(name):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NO_LOGSIGMOID) if name == "gated keys" else name for name in SCORES])
 def test_a_published_score_is_dense_attentions(name, tables):
     make, learned = SCORES[name]
-    agrees(make(tables), MASKS["causal"], [tables[n] for n in learned])
+    old = torch.__version__.startswith("2.10") and name in NOT_IN_2_10
+    agrees(make(tables), MASKS["causal"], [tables[n] for n in learned], ("uncompiled", "compiled")[: 2 - old])
