@@ -358,29 +358,12 @@ def _check_lengths(mask: BlockMask, q_len: int, kv_len: int) -> None:
 
 def table(lists: Sequence[Tensor], tile: tuple[int, int], q_len: int, kv_len: int) -> Tensor:
     """What lists of tiles make of each tile, as :func:`kinds_of`: numbers and indices, and those of full tiles where
-    these have lists of their own.
-
-    A tile is a byte, a sixteenth of what it takes in a block mask with all its tables, and an eighth without lists of
-    full tiles: 1 MiB for 131,072 queries and keys. Bits would need an atomic operation for each listed tile on a
-    device, where lists come in any order, instead of a store.
-    """
-    rows, columns = lists[1].shape[-2:]
-    tile_q, tile_kv = tile
-    needed = -(-q_len // tile_q)
-    if rows < needed:
-        raise ValueError(f"block_mask lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}")
-    if any(1 not in (n, full) and n != full for n, full in zip(lists[1].shape[:2], lists[-1].shape[:2])):
-        raise ValueError("block_mask lists partial and full tiles for other batch entries or heads")
-    width = max(columns, -(-kv_len // tile_kv), 1)
-    if lists[0].is_cuda:
-        shape = torch.broadcast_shapes(*(t.shape[:2] for t in lists))
-        made = torch.empty((*shape, rows, width), dtype=torch.uint8, device=lists[0].device)
-        _native.tile_kinds([unwrapped("a list of tiles", t.to(torch.int32)) for t in lists], unwrapped("a table of tiles", made))
-        return made
-    kinds = _scattered(lists[0], lists[1], 1, width)
-    if len(lists) == 4:
-        kinds = torch.maximum(kinds, _scattered(lists[2], lists[3], 2, width))
-    return kinds
+    these have lists of their own."""
+    read = [unwrapped("a list of tiles", t.to(torch.int32) if t.is_cuda else t) for t in lists]
+    known = _native.Lists(read, tile, q_len, kv_len)
+    made = torch.empty(known.shape, dtype=torch.uint8, device=lists[0].device)
+    known.table(unwrapped("a table of tiles", made))
+    return made
 
 
 def narrowed(kinds: Tensor) -> Tensor:
@@ -404,14 +387,3 @@ def within(kinds: Tensor, tile: tuple[int, int], table: Tensor | None = None) ->
         return (kind == 2) | ((kind == 1) & allowed)
 
     return wrap
-
-
-def _scattered(counts: Tensor, indices: Tensor, kind: int, width: int) -> Tensor:
-    """A table ``[B, H, rows, width]`` with ``kind`` where a list has a tile."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
-    outside = (indices < 0) | (indices >= width)
-    if bool(outside[listed].any()):
-        raise ValueError(f"block_mask lists a tile outside its {width} columns")
-    kinds = torch.zeros((*indices.shape[:-1], width + 1), dtype=torch.uint8, device=indices.device)
-    kinds.scatter_(-1, torch.where(listed, indices, width).long(), kind)
-    return kinds[..., :width]

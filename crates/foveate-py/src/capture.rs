@@ -231,6 +231,21 @@ pub unsafe fn each<'a, T: Copy + 'a>(tensor: &'a Borrowed) -> impl Iterator<Item
     })
 }
 
+/// The elements of a tensor of integers, in row-major order; `None` of another dtype.
+pub fn integers(of: &Borrowed) -> Option<Vec<i64>> {
+    // SAFETY: whoever calls holds the tensor, and each type has the size of its dtype.
+    unsafe {
+        Some(match of.dtype {
+            Dtype::I64 => each::<i64>(of).collect(),
+            Dtype::I32 => each::<i32>(of).map(i64::from).collect(),
+            Dtype::I16 => each::<i16>(of).map(i64::from).collect(),
+            Dtype::I8 => each::<i8>(of).map(i64::from).collect(),
+            Dtype::U8 | Dtype::Bool => each::<u8>(of).map(i64::from).collect(),
+            Dtype::F32 | Dtype::BF16 | Dtype::F16 | Dtype::F64 => return None,
+        })
+    }
+}
+
 /// Elements of one size.
 struct Owned<T>(Vec<T>);
 

@@ -290,18 +290,6 @@ pub fn tile_tables(
     })
 }
 
-/// [`kinds_of_lists`], of Python's tensors.
-#[pyfunction]
-pub fn tile_kinds(
-    py: Python<'_>,
-    lists: Vec<Bound<'_, PyAny>>,
-    kinds: &Bound<'_, PyAny>,
-) -> PyResult<()> {
-    let into = Borrowed::anywhere(kinds)?;
-    let lists = lists.iter().map(|list| Borrowed::on(into.place, list, "a list of tiles"));
-    kinds_of_lists(py, &lists.collect::<PyResult<Vec<_>>>()?, &into)
-}
-
 /// Queues the making of the table of tiles `into`, contiguous uint8 `[B, H, rows, columns]`, from lists on
 /// its device: `kv_num_blocks` and `kv_indices`, and those of full tiles where there are four, int32 of any
 /// strides.
@@ -309,9 +297,6 @@ pub fn kinds_of_lists(py: Python<'_>, lists: &[Borrowed], into: &Borrowed) -> Py
     let Place::Cuda(device) = into.place else {
         return Err(PyValueError::new_err("the table is on no CUDA device"));
     };
-    if !into.is_contiguous() || ![2, 4].contains(&lists.len()) {
-        return Err(PyValueError::new_err("a contiguous table is made of two lists, or four"));
-    }
     let pair =
         |at: usize| DeviceBlockLists { counts: array(&lists[at]), tiles: array(&lists[at + 1]) };
     let (partial, full) = (pair(0), (lists.len() == 4).then(|| pair(2)));

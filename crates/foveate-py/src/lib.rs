@@ -3,7 +3,7 @@
 //! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
 //! (`value`, `expr`), what they become (`traced`), captured tensors (`capture`), borrowed operands
-//! (`tensor`), what a block mask was (`state`), what a call asks for (`call`), plans that are kept by
+//! (`tensor`), what a block mask was (`state`) and lists (`lists`), what a call asks for (`call`), plans that are kept by
 //! structure (`plan`, and `cuda` for device tensors) and the threads that run them (`threads`), and
 //! kernels that torch's dispatcher calls without Python (`dispatcher`). Nothing here is public: it
 //! changes with the Python sources.
@@ -26,6 +26,7 @@ mod dlpack;
 mod dtype;
 mod error;
 mod expr;
+mod lists;
 mod plan;
 mod state;
 mod tensor;
@@ -42,11 +43,13 @@ mod _native {
     #[pymodule_export]
     use crate::capture::Capture;
     #[pymodule_export]
-    use crate::cuda::{Plan as CudaPlan, cuda_plan, tile_kinds, tile_runs, tile_tables, varies};
+    use crate::cuda::{Plan as CudaPlan, cuda_plan, tile_runs, tile_tables, varies};
     #[pymodule_export]
     use crate::dispatcher::{kernel_calls, kernel_error, kernel_functions, register_operators};
     #[pymodule_export]
     use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
+    #[pymodule_export]
+    use crate::lists::Lists;
     #[pymodule_export]
     use crate::plan::{Plan, extents, kinds, plan};
     #[pymodule_export]

@@ -6,10 +6,11 @@ use foveate::cuda::Wanted;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use super::layout::{Layout, Places, Where, integers};
+use super::layout::{Layout, Places, Where};
 use super::made::Maker;
 use super::mods::{self, Mod, Said, number};
 use super::stack::{Arguments, Returned, Tensor};
+use crate::capture::integers;
 use crate::cuda::{self, memory};
 use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};

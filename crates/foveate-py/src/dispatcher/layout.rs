@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use super::made::Maker;
 use super::stack::{Arguments, Tensor};
-use crate::capture;
+use crate::capture::integers;
 use crate::cuda::{Lengths, Pages, Sequences};
 use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};
@@ -195,21 +195,6 @@ fn page_numbers(
     let numbers = integers(of).unwrap_or_default();
     let clamp = |n: i64| n.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
     Ok(numbers.into_iter().map(clamp).collect())
-}
-
-/// The elements of a tensor of integers, in row-major order; `None` of another dtype.
-pub fn integers(of: &Borrowed) -> Option<Vec<i64>> {
-    // SAFETY: whoever calls holds the tensor, and each type has the size of its dtype.
-    unsafe {
-        Some(match of.dtype {
-            Dtype::I64 => capture::each::<i64>(of).collect(),
-            Dtype::I32 => capture::each::<i32>(of).map(i64::from).collect(),
-            Dtype::I16 => capture::each::<i16>(of).map(i64::from).collect(),
-            Dtype::I8 => capture::each::<i8>(of).map(i64::from).collect(),
-            Dtype::U8 | Dtype::Bool => capture::each::<u8>(of).map(i64::from).collect(),
-            Dtype::F32 | Dtype::BF16 | Dtype::F16 | Dtype::F64 => return None,
-        })
-    }
 }
 
 /// A shape as Python shows it.

@@ -9,14 +9,14 @@ use foveate::{AnyBuffer, ScalarValue};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
-use super::layout::{integers, tuple};
+use super::layout::tuple;
 use super::made::Maker;
 use super::stack::{Arguments, Tensor};
-use crate::cuda;
 use crate::dlpack::Place;
-use crate::dtype::{Dtype, TorchDtype};
+use crate::dtype::Dtype;
 use crate::error::raised;
-use crate::tensor::{Borrowed, Held, row_major};
+use crate::lists::Lists;
+use crate::tensor::{Borrowed, Held};
 use crate::text;
 
 /// The arguments `score`, `score_captures` and `score_scalars`, or those of the mask.
@@ -178,88 +178,11 @@ fn known(
     Ok(made)
 }
 
-/// Lists of tiles, `kv_num_blocks` and `kv_indices` of a block mask and those of its full tiles where it has them.
-struct Lists {
-    lists: Vec<Borrowed>,
-    /// Of the table that they make: `[B, H, rows, columns]`.
-    shape: [usize; 4],
-}
-
-impl Lists {
-    /// # Errors
-    /// When they are none, do not fit each other, or have too few rows.
-    fn of(
-        lists: Vec<Borrowed>,
-        [tile_q, tile_kv]: [usize; 2],
-        q_len: usize,
-        kv_len: usize,
-    ) -> PyResult<Self> {
-        let four = |of: &Borrowed| <[usize; 4]>::try_from(of.shape.as_slice()).ok();
-        let (Some([.., rows, columns]), true) = (
-            lists.get(1).and_then(four),
-            [2, 4].contains(&lists.len()) && tile_q > 0 && tile_kv > 0,
-        ) else {
-            return Err(wrong("has lists of tiles that are none"));
-        };
-        let needed = q_len.div_ceil(tile_q);
-        if rows < needed {
-            return Err(wrong(&format!(
-                "lists {rows} rows of tiles of {tile_q} queries; {q_len} queries need {needed}"
-            )));
-        }
-        let mut axes = [1; 2];
-        for pair in lists.chunks_exact(2) {
-            let shape = four(&pair[1]).filter(|_| pair.iter().all(|of| !of.dtype.floating()));
-            let shape = shape.ok_or_else(|| wrong("has lists of tiles that are no integers"))?;
-            if pair[0].shape[..] != shape[..3] || shape[2] != rows {
-                return Err(wrong("has lists of tiles of other shapes than their numbers"));
-            }
-            for (all, n) in axes.iter_mut().zip(shape) {
-                *all = (*all).max(n);
-            }
-        }
-        let fits = |of: &Borrowed| axes.iter().zip(&of.shape).all(|(&all, &n)| n == 1 || n == all);
-        if !lists.iter().all(fits) {
-            return Err(wrong("lists partial and full tiles for other batch entries or heads"));
-        }
-        let width = columns.max(kv_len.div_ceil(tile_kv)).max(1);
-        Ok(Self { lists, shape: [axes[0], axes[1], rows, width] })
-    }
-
-    /// What they make of each tile, on the CPU.
-    ///
-    /// # Errors
-    /// When a list has a tile outside.
-    fn kinds(&self) -> PyResult<Vec<u8>> {
-        let [_, heads, rows, width] = self.shape;
-        let mut kinds = vec![0u8; self.shape.iter().product()];
-        for (kind, pair) in (1..).zip(self.lists.chunks_exact(2)) {
-            let [counts, tiles] = [0, 1].map(|i| integers(&pair[i]).unwrap_or_default());
-            let (batch, of_heads, columns) = (pair[1].shape[0], pair[1].shape[1], pair[1].shape[3]);
-            for (at, row) in kinds.chunks_mut(width).enumerate() {
-                let (b, h) = (at / rows / heads % batch, at / rows % heads % of_heads);
-                let from = (b * of_heads + h) * rows + at % rows;
-                let listed = usize::try_from(counts[from]).unwrap_or(0).min(columns);
-                for &tile in &tiles[from * columns..][..listed] {
-                    let place = usize::try_from(tile).ok().and_then(|tile| row.get_mut(tile));
-                    let outside = || wrong(&format!("lists a tile outside its {width} columns"));
-                    *place.ok_or_else(outside)? = kind;
-                }
-            }
-        }
-        Ok(kinds)
-    }
-}
-
-fn wrong(what: &str) -> PyErr {
-    PyValueError::new_err(format!("block_mask {what}"))
-}
-
-/// What lists of tiles make of each tile, as `foveate._blocks.table` and `narrowed`: 0 empty, 1 partial, 2 full,
-/// in `[B, H, rows, columns]` without axes of batch and heads that have one entry.
+/// The table that lists of tiles make, as the program that reads it has it: without axes of batch and heads that have
+/// one entry.
 ///
 /// # Errors
-/// When there are too few rows, or, on the CPU, a list has a tile outside.
+/// Those of [`Lists::of`] and [`Lists::write`].
 pub fn table(
     make: &Maker<'_>,
     lists: &[Arc<Tensor>],
@@ -267,38 +190,23 @@ pub fn table(
     q_len: usize,
     kv_len: usize,
 ) -> PyResult<Held> {
-    let of = |lists: &[Arc<Tensor>]| -> PyResult<Lists> {
-        let on = |list: &Arc<Tensor>| list.borrowed()?.in_place(make.place, "a list of tiles");
-        Lists::of(lists.iter().map(on).collect::<PyResult<_>>()?, tile, q_len, kv_len)
+    let held = |list: &Arc<Tensor>| {
+        let list = match make.place {
+            Place::Cpu => list.clone(),
+            Place::Cuda(_) => make.converted(list, Dtype::I32)?,
+        };
+        Ok(Held::new(list.borrowed()?.in_place(make.place, "a list of tiles")?, list))
     };
-    let mut made = match make.place {
-        Place::Cpu => {
-            let lists = of(lists)?;
-            let kinds = lists.kinds()?;
-            let at = Borrowed {
-                place: Place::Cpu,
-                address: kinds.as_ptr() as usize,
-                dtype: Dtype::U8,
-                strides: row_major(&lists.shape),
-                shape: lists.shape.to_vec(),
-            };
-            Held::new(at, Arc::new(kinds))
-        }
-        Place::Cuda(_) => {
-            let narrow = lists.iter().map(|list| make.converted(list, Dtype::I32));
-            let narrow = narrow.collect::<PyResult<Vec<_>>>()?;
-            let lists = of(&narrow)?;
-            let table = make.empty(Dtype::U8, &lists.shape)?;
-            let at = table.written()?;
-            cuda::kinds_of_lists(make.py, &lists.lists, &at)?;
-            Held::new(at, Arc::new(table))
-        }
-    };
+    let lists = lists.iter().map(held).collect::<PyResult<_>>()?;
+    let lists = Lists::of(lists, tile, q_len, kv_len)?;
+    let table = make.empty(Dtype::U8, &lists.shape)?;
+    let mut at = table.written()?;
+    lists.write(make.py, &at)?;
     for axis in [1, 0] {
-        if made.at.shape[axis] == 1 {
-            made.at.shape.remove(axis);
-            made.at.strides.remove(axis);
+        if at.shape[axis] == 1 {
+            at.shape.remove(axis);
+            at.strides.remove(axis);
         }
     }
-    Ok(made)
+    Ok(Held::new(at, Arc::new(table)))
 }
