@@ -231,6 +231,12 @@ def sink_of(sink: Tensor, query: Tensor) -> Tensor:
     return sink.to(torch.promote_types(query.dtype, torch.float32)).resolve_neg().contiguous()
 
 
+def joined(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` of attention with the logit of each head among those of its keys."""
+    logit = sink[:, None]
+    return (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype), torch.logaddexp(lse, logit)
+
+
 def rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows ``[T, H, D]`` as ``[1, H, T, D]``.
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from . import _blocks, _trace
+from . import _blocks, _checks, _trace
 from ._arguments import dispatches
 
 _looking_on = torch._C._len_torch_dispatch_stack
@@ -56,9 +56,7 @@ def attention(
         query, key, value, seed, *where, *mask_captures, *lists, *score_captures,
     )
     if sink is not None:
-        logit = sink[:, None]
-        out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
-        lse = torch.logaddexp(lse, logit)
+        out, lse = _checks.joined(out, lse, sink)
     return out, lse, max_scores
 
 

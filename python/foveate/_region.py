@@ -200,9 +200,7 @@ def _attention(
     ln2 = math.log(2.0)
     lse, max_scores = lse * ln2, max_scores * ln2
     if sink is not None:
-        logit = _checks.sink_of(sink, query)[:, None]
-        out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
-        lse = torch.logaddexp(lse, logit)
+        out, lse = _checks.joined(out, lse, _checks.sink_of(sink, query))
     return out, lse, max_scores
 
 

@@ -330,7 +330,7 @@ def test_a_block_mask_made_in_the_graph_counts_and_is_made_only_if_something_els
 
 
 @pytest.mark.parametrize("made", ["in the model", "in the block", "as a Mask in the block"])
-def test_a_mask_function_defined_in_a_compiled_function_trains_with_checkpointing(made):
+def test_torchtitan_1005_a_mask_function_defined_in_a_compiled_function_trains_with_checkpointing(made):
     """What TorchTitan's issue 1005 reports of torch's own. In a checkpointed block Dynamo does not follow torch's
     create_block_mask: it runs the block uncompiled."""
     from torch.utils.checkpoint import checkpoint
