@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use foveate::cuda::Wanted;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -156,7 +155,7 @@ impl Mods {
                     varlen,
                     pages,
                     sink: None,
-                    backward: None::<Wanted>,
+                    backward: None,
                     deterministic: memory::deterministic(make.py)?,
                 };
                 Plan::Cuda(request.plan(make.py)?)
