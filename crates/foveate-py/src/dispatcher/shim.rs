@@ -2,8 +2,8 @@
 //!
 //! Nothing of torch is linked and no header of it is read, so one build serves every version of torch that
 //! has these functions, from [`SINCE`] on: where one is missing, nothing is registered, and the reason says
-//! what a torch needs. What newer versions have is used where it is there ([`Newer`]). Libraries are looked up
-//! as Linux names and loads them; elsewhere nothing is registered either.
+//! what a torch needs. What newer versions have is used where it is there ([`define_tagged`], [`free`]).
+//! Libraries are looked up as Linux names and loads them; elsewhere nothing is registered.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -34,7 +34,7 @@ macro_rules! functions {
         /// The functions that are called here.
         pub struct Shim {
             $(pub $field: unsafe extern "C" fn($($argument),*) -> $result,)*
-            newer: Newer,
+            define_tagged: Option<(DefineTagged, Tag)>,
             /// Frees the place of an optional argument.
             free: unsafe extern "C" fn(*mut c_void) -> c_int,
             throw: Throw,
@@ -48,7 +48,7 @@ macro_rules! functions {
                 Ok(Self {
                     // SAFETY: torch declares the functions of these names with these types, for good.
                     $($field: unsafe { found(library, $name) }.ok_or_else(|| missing($name))?,)*
-                    newer: Newer::of(library),
+                    define_tagged: define_tagged(library),
                     free: free(library)?,
                     throw: throw(library)?,
                 })
@@ -104,28 +104,18 @@ functions! {
 /// The first version of torch that has all of [`FUNCTIONS`]: 2.10, and so have 2.11 to 2.15.
 const SINCE: &str = "2.10";
 
-/// Functions that torch has from a later version on, and what is done without them.
-struct Newer {
-    /// From 2.12 on; before, an operator has no tags, and Python adds the one that it gets here.
-    define_tagged: Option<(DefineTagged, Tag)>,
-    /// From 2.13 on; before, the place of an optional argument was made by `new`, of the C++ library that torch
-    /// stands on.
-    delete_value: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
-}
-
+/// Defines an operator with tags.
 type DefineTagged = unsafe extern "C" fn(Handle, *const c_char, *const i32, i32) -> Status;
+
+/// The number of a tag.
 type Tag = unsafe extern "C" fn() -> i32;
 
-impl Newer {
-    fn of(library: &Library) -> Self {
-        // SAFETY: torch declares the functions of these names with these types, for good.
-        unsafe {
-            let define = found(library, "torch_library_def_with_tags");
-            Self {
-                define_tagged: define.zip(found(library, "torch_tag_pt2_compliant_tag")),
-                delete_value: found(library, "torch_delete_stable_ivalue"),
-            }
-        }
+/// From 2.12 on, with the tag that says that torch may compile an operator; before, Python adds it.
+fn define_tagged(library: &Library) -> Option<(DefineTagged, Tag)> {
+    // SAFETY: torch declares the functions of these names with these types, for good.
+    unsafe {
+        let define = found(library, "torch_library_def_with_tags");
+        define.zip(found(library, "torch_tag_pt2_compliant_tag"))
     }
 }
 
@@ -159,11 +149,13 @@ unsafe fn found<F: Copy>(library: &Library, name: &str) -> Option<F> {
     unsafe { library.get::<F>(name.as_bytes()) }.ok().map(|symbol| *symbol)
 }
 
-/// `operator delete(void*)`, that of [`Newer::delete_value`] where torch has it. That it returns nothing is no
-/// matter, as the result is not read.
+/// From 2.13 on torch frees it by a function; before, it was made by `new`, of the C++ library that torch stands on.
 fn free(library: &Library) -> Result<unsafe extern "C" fn(*mut c_void) -> c_int, Missing> {
-    // SAFETY: it takes the address alone.
-    let found = Newer::of(library).delete_value.or_else(|| unsafe { found(library, "_ZdlPv") });
+    // SAFETY: both take the address alone; that `operator delete(void*)` returns nothing is no matter
+    // where the result is not read.
+    let found = ["torch_delete_stable_ivalue", "_ZdlPv"]
+        .into_iter()
+        .find_map(|name| unsafe { found(library, name) });
     found.ok_or_else(|| "this libtorch stands on a C++ library without `operator delete`".into())
 }
 
@@ -207,7 +199,7 @@ impl Shim {
         for &(operator, schema, _) in operators {
             // SAFETY: as above.
             let status = unsafe {
-                match self.newer.define_tagged {
+                match self.define_tagged {
                     Some((define, tag)) => define(all, schema.as_ptr(), &tag(), 1),
                     None => (self.define)(all, schema.as_ptr()),
                 }
@@ -230,7 +222,7 @@ impl Shim {
             }
         }
         made.handles.clear();
-        Ok(self.newer.define_tagged.is_some())
+        Ok(self.define_tagged.is_some())
     }
 
     /// Frees the place of an optional argument.
