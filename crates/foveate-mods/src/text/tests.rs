@@ -158,10 +158,15 @@ fn a_long_program_prints_and_parses_back_in_linear_time() {
         began.elapsed().as_secs_f64()
     };
     // Four times as long takes sixteen times as long where the work is quadratic. Other work on the
-    // machine only adds.
-    let least = |n: i32| (0..3).map(|_| spent(n)).fold(f64::INFINITY, f64::min);
-    let (short, long) = (least(5_000), least(20_000));
-    assert!(long < 10.0 * short.max(0.01), "{short:.3} s for 5,000 steps, {long:.3} s for 20,000");
+    // machine only adds, to the least of many rounds the less.
+    let (mut short, mut long) = (f64::INFINITY, f64::INFINITY);
+    for round in 0.. {
+        (short, long) = (short.min(spent(5_000)), long.min(spent(20_000)));
+        if round > 1 && long < 10.0 * short.max(0.01) {
+            break;
+        }
+        assert!(round < 20, "{short:.3} s for 5,000 steps, {long:.3} s for 20,000");
+    }
 }
 
 #[test]
