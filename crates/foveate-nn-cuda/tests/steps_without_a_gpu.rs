@@ -159,7 +159,10 @@ impl Steps {
 
     /// Of a rank of `tensor`.
     fn of_part(rank: &TestRank) -> Self {
-        let (config, attention) = sizes();
+        Self::of_part_of(sizes(), rank)
+    }
+
+    fn of_part_of((config, attention): (ModelConfig, AttentionConfig), rank: &TestRank) -> Self {
         let part = TensorPart::of(&config, rank.rank(), rank.ranks()).unwrap();
         let rank = rank.with_kv_holders(part.kv_holders.clone());
         let mut model = Model::unfilled_part(cuda(), config, &attention, &|_| false, part).unwrap();
@@ -281,9 +284,7 @@ fn steps_read_what_was_written_wait_for_nothing_and_take_no_more_memory() {
         let mut notes = trace::stop();
         for number in 0..4 {
             let [of_step, read] = steps.run(recompute);
-            let waits: Vec<&Noted> =
-                of_step.iter().filter(|n| matches!(n, Noted::Waited { .. })).collect();
-            assert!(waits.is_empty(), "step {number}: {waits:?}");
+            assert!(!of_step.iter().any(|n| matches!(n, Noted::Waited { .. })), "step {number}");
             let more: Vec<&Noted> =
                 of_step.iter().filter(|n| matches!(n, Noted::Allocated { .. })).collect();
             assert!(number == 0 || more.is_empty(), "step {number}: {more:?}");

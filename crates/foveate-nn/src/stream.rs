@@ -126,9 +126,9 @@ impl<B: Blocks> Stream<'_, B> {
 
     /// The ids of this rank.
     pub fn vocabulary(&mut self) -> Option<VocabularyPart<'_, B>> {
-        let &TensorPart { part, parts, ref vocab, .. } = self.part;
+        let &TensorPart { part, parts, ref vocab, most_vocab: most, .. } = self.part;
         let transfers = self.transfers.as_deref_mut()?;
-        Some(VocabularyPart { first: vocab.start, part, parts, transfers })
+        Some(VocabularyPart { first: vocab.start, most, part, parts, transfers })
     }
 }
 

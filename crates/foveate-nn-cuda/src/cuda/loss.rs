@@ -31,8 +31,11 @@ impl Cuda {
         totals: &CudaTotals,
     ) -> Result<(), NnError> {
         let width = operands.width;
-        // Memory for no row: a few tokens of a small vocabulary.
-        let is_whole = each.is_some() || gradients.is_none() && operands.logits.elems() < width;
+        // Memory for no row: a few tokens of a small vocabulary. Ranks of different parts decide alike.
+        let vocab = operands.weight.matrix(width).layout.shape[1];
+        let least = part.as_ref().map_or(vocab, |part| part.most.saturating_sub(1));
+        let has_room = operands.logits.elems() / vocab.max(1) * least >= width;
+        let is_whole = each.is_some() || gradients.is_none() && !has_room;
         let Some([of_rows, of_tokens]) = batch.rows().filter(|_| !is_whole) else {
             let all = (batch, false);
             return self.cross_entropy(all, &operands, part, each, gradients.as_ref(), totals);
@@ -41,10 +44,10 @@ impl Cuda {
             self.take_rows_within(batch, &operands)?;
             return self.cross_entropy((batch, true), &operands, part, None, None, totals);
         };
-        self.take_rows(operands.x, width, of_rows, gradients.d_x)?;
+        self.take_rows(Timed::LossBackward, (operands.x, width), of_rows, gradients.d_x)?;
         std::mem::swap(&mut operands.x, &mut gradients.d_x);
         self.cross_entropy((batch, true), &operands, part, None, Some(gradients), totals)?;
-        self.take_rows(gradients.d_x, width, of_tokens, operands.x)
+        self.take_rows(Timed::LossBackward, (gradients.d_x, width), of_tokens, operands.x)
     }
 
     /// Brings the rows of [`CudaBatch::rows`] to the start of `x`, by way of the memory of logits: tokens keep their
@@ -58,7 +61,8 @@ impl Cuda {
         let (rows, at_once) = (batch.count_of(true), logits.elems() / width);
         for first in (0..rows).step_by(at_once) {
             let count = [at_once.min(rows - first)];
-            self.take_rows(x, width, batch.tokens_of_rows(first, &count), logits)?;
+            let tokens = batch.tokens_of_rows(first, &count);
+            self.take_rows(Timed::Loss, (x, width), tokens, logits)?;
             let rows = |array: &CudaArray, first| rows_of(&array.rows(width), first, count[0]);
             let copy = CopyRows { from: rows(logits, 0), to: rows(x, first) };
             self.run_timed(Timed::Loss, &copy)?;
@@ -69,14 +73,14 @@ impl Cuda {
     /// Rows of `from` by their indices, 0 where one is negative.
     fn take_rows(
         &mut self,
-        from: &CudaArray,
-        width: usize,
+        kind: Timed,
+        (from, width): (&CudaArray, usize),
         tokens: DeviceArray<'_>,
         to: &CudaArray,
     ) -> Result<(), NnError> {
         let (table, out) = (from.rows(width), rows_of(&to.rows(width), 0, tokens.shape[0]));
         let block = Embedding { table, first: None, tokens, out, scale: 1.0 };
-        self.run_timed(Timed::LossBackward, &block)
+        self.run_timed(kind, &block)
     }
 
     /// The loss in chunks of as many tokens as `logits` has room for, with its gradients; with a `part` that

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use foveate_nn::moments::Filler;
 use foveate_nn::{
     Activation as NnActivation, AdamW, Architecture, Array, AttentionProgram, AttentionShape,
-    Batch, Blocks, Cpu, CpuBatch, Gradients, LayerAttention, LayerProgram, LayerRope,
+    Batch, Blocks, Cpu, CpuBatch, CpuTotals, Gradients, LayerAttention, LayerProgram, LayerRope,
     LearnedBuffer, LinearShape, LossGradients, LossOperands, Model, ModelConfig, Moment, Moments,
     Norm, NormForward, OptimizerStep, PackedHeads, Parameter, ParameterState, Part, ProgramConfig,
     Recompute, RopePairing, RopeTable, Rotary, Rule, Sampling, Sgd, Span, Treatment, Weights,
@@ -132,6 +132,13 @@ impl Both {
             let off = (found - expected).abs();
             assert!(off <= most, "{:?} {name}[{i}] is {found}, not {expected}", self.dtype);
         }
+    }
+
+    fn check_nats(&mut self, totals: (CpuTotals, CudaTotals)) {
+        let (cpu, cuda) =
+            (self.cpu.read(totals.0).unwrap().nats, self.cuda.read(totals.1).unwrap().nats);
+        let tolerance = if self.dtype == DType::F32 { 1e-5 } else { 2e-3 };
+        assert!((cpu - cuda).abs() < tolerance * cpu, "{:?}: {cuda} nats, not {cpu}", self.dtype);
     }
 
     fn upload(&mut self, batch: &Batch<'_>, tables: &[Arc<RopeTable>]) -> (CpuBatch, CudaBatch) {
@@ -357,9 +364,16 @@ fn embeddings_and_losses_are_those_of_the_cpu() {
             &batch.1, loss_operands(&mut x.cuda, &words.cuda, &mut logits.cuda, cap), None, Some(gradients.1), &mut totals.1));
         both.check("d_x of the loss", &d_x, of_logits);
         both.check("d_weight of the loss", &d_words, of_logits);
-        let nats = (both.cpu.read(totals.0).unwrap().nats, both.cuda.read(totals.1).unwrap().nats);
-        let tolerance = if both.dtype == DType::F32 { 1e-5 } else { 2e-3 };
-        assert!((nats.0 - nats.1).abs() < tolerance * nats.0, "{nats:?}");
+        both.check_nats(totals);
+
+        // Labelled rows alone, by way of logits with room for a quarter of them.
+        let mut x = both.normal(TOKENS * WIDTH);
+        let mut logits = both.activations(20 * VOCAB);
+        let mut totals = (both.cpu.totals().unwrap(), both.cuda.totals().unwrap());
+        both!(both.loss(
+            &batch.0, loss_operands(&mut x.cpu, &words.cpu, &mut logits.cpu, cap), None, None, &mut totals.0;
+            &batch.1, loss_operands(&mut x.cuda, &words.cuda, &mut logits.cuda, cap), None, None, &mut totals.1));
+        both.check_nats(totals);
     }
 }
 

@@ -1,12 +1,14 @@
 //! Steps over batches of which few tokens have a label.
 
+use std::{env, fs, path::Path};
+
 use foveate_gpu::trace::{self, Noted};
-use foveate_nn::{Batch, IGNORE, Recompute, Recording};
+use foveate_nn::{Batch, Carrier, IGNORE, ModelConfig, Recompute, Recording};
 
 use super::graphs::{launched, recorded};
 use super::order::flow::flow;
 use super::order::trouble;
-use super::{LEN, ROWS, Steps, inside, model};
+use super::{LEN, ROWS, Steps, inside, model, on_ranks, sizes};
 
 /// Rows of the loss of each batch among these launches.
 fn rows_of_losses(lines: &[String]) -> Vec<usize> {
@@ -78,6 +80,39 @@ fn an_evaluation_multiplies_labelled_rows_alone_and_reads_what_it_wrote() {
     let lines = launched(|| drop(model.token_losses(&batch, None).unwrap()));
     assert_eq!(rows_of_losses(&lines), [ROWS * LEN]);
     assert_eq!(trouble(&trace::stop()), [""; 0]);
+}
+
+/// Of two ranks with 10 and 9 words the first alone has room for a row of 40 among the logits of 4 tokens.
+#[test]
+fn ranks_of_uneven_vocabularies_evaluate_the_same_rows() {
+    if !inside("labelled::ranks_of_uneven_vocabularies_evaluate_the_same_rows") {
+        return;
+    }
+    let made = |rank: &_| {
+        let (config, attention) = sizes();
+        let config = ModelConfig { vocab_size: 19, ..config };
+        assert_eq!(config.hidden_size, 40);
+        let steps = Steps::of_part_of((config, attention), rank);
+        let batch = Batch {
+            rows: 1,
+            len: 4,
+            tokens: &[1, 2, 3, 4],
+            labels: &[IGNORE, IGNORE, 5, IGNORE],
+            documents: &[0; 4],
+            positions: &[0, 1, 2, 3],
+            live_pairs: &[],
+            order: &[],
+        };
+        steps.model.loss(&batch).unwrap();
+        steps
+    };
+    on_ranks(2, made, Carrier::Auto, Recompute::None, 0, |_| {});
+    for rank in 0..2 {
+        let log = Path::new(&env::var_os("HOME").unwrap()).join(format!("launches-rank-{rank}"));
+        let of_losses = |line: &String| line.contains("fv_cross_entropy_part [4, 1, 1]");
+        let lines: Vec<String> = fs::read_to_string(log).unwrap().lines().map(Into::into).collect();
+        assert_eq!(lines.iter().filter(|line| of_losses(line)).count(), 1, "rank {rank}");
+    }
 }
 
 #[test]

@@ -142,6 +142,8 @@ pub trait StreamTransfers<B: Blocks>: Send {
 pub struct VocabularyPart<'a, B: Blocks> {
     /// The rank's first id.
     pub first: usize,
+    /// The most ids that a rank has; the others have one less.
+    pub most: usize,
     /// The rank.
     pub part: usize,
     /// Ranks.

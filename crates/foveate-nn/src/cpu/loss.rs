@@ -104,9 +104,10 @@ pub(super) fn of_batch<R>(
         for (row, &token) in rows.tokens.iter().enumerate() {
             // Tokens keep their order, so that none is overwritten before it is read.
             let (from, to) = (token as usize * width, row * width);
-            match from < x.len() {
-                true => x.copy_within(from..from + width, to),
-                false => x[to..to + width].fill(0.0),
+            if from < x.len() {
+                x.copy_within(from..from + width, to);
+            } else {
+                x[to..to + width].fill(0.0);
             }
         }
         return loss(Operands::new(LossOperands { x, ..operands }, &rows.labels), None);
