@@ -157,7 +157,7 @@ impl Slot {
     }
 }
 
-/// A captured tensor as it is in one call.
+/// Of a captured tensor as it is in one call.
 impl Held {
     fn is_copied(&self) -> bool {
         self.at.bytes() <= MOST_COPIED
@@ -190,25 +190,35 @@ impl Held {
         made.map(Some).map_err(raised)
     }
 
-    /// The tensor where it lies, for one call, if it is none that is copied.
+    /// A tensor of host memory where it lies, for one call, if it is none that is copied.
     ///
     /// # Errors
-    /// Never for a slot of this tensor's program.
+    /// When it is not in host memory; else never for a slot of this tensor's program.
     pub fn borrowed(&self, slot: &AnyBuffer) -> PyResult<Option<AnyBuffer>> {
         if self.is_copied() {
             return Ok(None);
         }
         let Borrowed { shape, strides, dtype, .. } = &self.at;
-        let elements = SharedElements::new(*dtype, Arc::new(self.clone()));
+        let elements = SharedElements::new(*dtype, Arc::new(OnHost::of(self)?));
         let made = AnyBuffer::shared(slot.name(), &elements, shape, strides, 0, slot.learned());
         made.map(Some).map_err(raised)
     }
 }
 
-impl AsRef<[u8]> for Held {
+/// A tensor of host memory.
+struct OnHost(Held);
+
+impl OnHost {
+    fn of(tensor: &Held) -> PyResult<Self> {
+        tensor.at.clone().in_place(Place::Cpu, "a captured tensor")?;
+        Ok(Self(tensor.clone()))
+    }
+}
+
+impl AsRef<[u8]> for OnHost {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the owner is held as long as the slice is.
-        unsafe { self.at.as_bytes() }
+        // SAFETY: the elements are in host memory, and the owner is held as long as the slice is.
+        unsafe { self.0.at.as_bytes() }
     }
 }
 
