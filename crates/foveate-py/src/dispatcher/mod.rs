@@ -48,6 +48,9 @@ static CALLS: AtomicU64 = AtomicU64::new(0);
 /// What a kernel says after Python's end.
 const GONE: &CStr = c"Foveate's operators need the Python interpreter, which has ended";
 
+/// What [`register_operators`] found when it had registered them.
+static REGISTERED: OnceLock<bool> = OnceLock::new();
+
 thread_local! {
     /// What the last kernel of this thread failed with, and its words.
     static FAILED: RefCell<Option<(CString, PyErr)>> = const { RefCell::new(None) };
@@ -90,12 +93,15 @@ operators! {
 }
 
 /// Defines the operators and registers their kernels with the libtorch at `path`, which the process has loaded;
-/// whether they have the tag that says that torch may compile them.
+/// whether they have the tag that says that torch may compile them. Once they are registered, it only says that.
 ///
 /// # Errors
 /// `ImportError`: torch lacks what this takes, or refuses it; then nothing is registered.
 #[pyfunction]
 pub fn register_operators(path: PathBuf) -> PyResult<bool> {
+    if let Some(&tagged) = REGISTERED.get() {
+        return Ok(tagged);
+    }
     let refused = |reason| {
         PyImportError::new_err(format!("foveate's operators need another PyTorch: {reason}"))
     };
@@ -112,7 +118,8 @@ pub fn register_operators(path: PathBuf) -> PyResult<bool> {
         .map(|(name, schema, kernel)| (owned((*name).into()), owned(schema.concat()), *kernel));
     let said: Vec<_> = said.collect();
     let operators: Vec<_> = said.iter().map(|(n, s, k)| (n.as_c_str(), s.as_c_str(), *k)).collect();
-    shim.register(&[c"CPU", c"CUDA"], &operators).map_err(refused)
+    let tagged = shim.register(&[c"CPU", c"CUDA"], &operators).map_err(refused)?;
+    Ok(*REGISTERED.get_or_init(|| tagged))
 }
 
 /// The functions of torch's that [`register_operators`] looks for.
