@@ -197,6 +197,14 @@ def test_an_operators_memory_error_is_torchs_too():
     assert torch.equal(forward(q, k, v, *PLAIN, False)[0], gold)
 
 
+def test_an_operator_takes_no_operand_of_another_device():
+    q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
+    # Another dtype is converted, where the operand is.
+    for other in (k.cpu(), k.cpu().float()):
+        with pytest.raises(RuntimeError, match="k is on cpu, and q, k and v are on cuda:0"):
+            torch.ops.foveate.forward.default(q, other, v, *PLAIN, False)
+
+
 @pytest.mark.skipif(not hasattr(_native, "panic_next"), reason="skipped: only debug builds of the native module can be let panic")
 @pytest.mark.parametrize("name", ["forward", "varlen_forward", "paged", "backward", "varlen_backward"])
 def test_a_panic_in_an_operator_is_an_exception_and_the_next_call_is_right(name):

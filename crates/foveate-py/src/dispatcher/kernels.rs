@@ -258,13 +258,13 @@ impl Task for Forward {
         let [query, key, value] = &self.operands.tensors;
         let q = query.borrowed()?;
         // Those of another dtype are converted to the query's.
-        let float = |tensor: &Arc<Tensor>| -> PyResult<Arc<Tensor>> {
+        let float = |tensor: &Arc<Tensor>, what| -> PyResult<Arc<Tensor>> {
             match tensor.borrowed()?.dtype.floating() {
-                true => make.converted(tensor, q.dtype),
+                true => make.converted(tensor, q.dtype, what),
                 false => Ok(tensor.clone()),
             }
         };
-        let (key, value) = (float(key)?, float(value)?);
+        let (key, value) = (float(key, "k")?, float(value, "v")?);
         let on = |tensor: &Tensor, what| tensor.borrowed()?.in_place(make.place, what);
         let operands = [q, on(&key, "k")?, on(&value, "v")?];
         let captives = self.mods.score.captives(make.place)?;

@@ -106,12 +106,17 @@ impl Maker<'_> {
         self.strided(like.dtype, shape, &made)
     }
 
-    /// `tensor`, or where it is of another dtype a row-major copy in this one.
+    /// `tensor`, which is `what` of the call, or where it is of another dtype a row-major copy in this one.
     ///
     /// # Errors
-    /// As [`Self::strided`].
-    pub fn converted(&self, tensor: &Arc<Tensor>, dtype: Dtype) -> PyResult<Arc<Tensor>> {
-        match tensor.borrowed()?.dtype == dtype {
+    /// When it is not where the operands are, and as [`Self::strided`].
+    pub fn converted(
+        &self,
+        tensor: &Arc<Tensor>,
+        dtype: Dtype,
+        what: &str,
+    ) -> PyResult<Arc<Tensor>> {
+        match tensor.borrowed()?.in_place(self.place, what)?.dtype == dtype {
             true => Ok(tensor.clone()),
             false => Ok(Arc::new(self.copied(tensor, dtype)?)),
         }

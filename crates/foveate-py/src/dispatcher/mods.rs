@@ -190,12 +190,13 @@ pub fn table(
     q_len: usize,
     kv_len: usize,
 ) -> PyResult<Held> {
+    const WHAT: &str = "a list of tiles";
     let held = |list: &Arc<Tensor>| {
         let list = match make.place {
             Place::Cpu => list.clone(),
-            Place::Cuda(_) => make.converted(list, Dtype::I32)?,
+            Place::Cuda(_) => make.converted(list, Dtype::I32, WHAT)?,
         };
-        Ok(Held::new(list.borrowed()?.in_place(make.place, "a list of tiles")?, list))
+        Ok(Held::new(list.borrowed()?.in_place(make.place, WHAT)?, list))
     };
     let lists = lists.iter().map(held).collect::<PyResult<_>>()?;
     let lists = Lists::of(lists, tile, q_len, kv_len)?;
