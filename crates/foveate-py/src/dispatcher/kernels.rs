@@ -328,14 +328,9 @@ impl Task for Backward {
             gradients.push(if wanted { Some(make.in_order(of, &of.shape)?) } else { None });
         }
         let out = on(&self.out, "out")?;
-        // A gradient of zeros, all of which lie in one place.
-        let zero = make.zeros(out.dtype, &[1])?;
-        let nothing = || {
-            PyResult::Ok(Borrowed {
-                strides: vec![0; out.shape.len()],
-                shape: out.shape.clone(),
-                ..zero.borrowed()?
-            })
+        let zero = match self.d_out {
+            Some(_) => None,
+            None => Some(make.zeros(out.dtype, &[1])?),
         };
         let written = |at: usize| gradients[at].as_ref().map(Tensor::written).transpose();
         let destination = |number: Option<usize>| {
@@ -343,9 +338,14 @@ impl Task for Backward {
             at.map(|at| destinations[at].written()).transpose()
         };
         let of = plan::Backward {
-            d_out: match &self.d_out {
-                Some(d_out) => on(d_out, "the gradient of out")?,
-                None => nothing()?,
+            d_out: match (&self.d_out, &zero) {
+                (Some(d_out), _) => on(d_out, "the gradient of out")?,
+                // All zeros lie in one place.
+                (None, zero) => Borrowed {
+                    strides: vec![0; out.shape.len()],
+                    shape: out.shape.clone(),
+                    ..zero.as_ref().expect("made above").borrowed()?
+                },
             },
             d_lse: self.d_lse.as_ref().map(|d| on(d, "the gradient of lse")).transpose()?,
             lse: on(&self.lse, "lse")?,
