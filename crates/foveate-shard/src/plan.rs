@@ -5,7 +5,7 @@
 //! [`ShardPlan::prove`] can check each against the others. What runs takes a [`crate::ProvenPlan`]
 //! only.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -20,7 +20,7 @@ use crate::dispatch::Dispatch;
 use crate::error::{ShardError, refused};
 use crate::layout::{Cut, Lengths, ShardLayout, Sharding};
 use crate::map::{Axis, Map};
-use crate::mesh::MeshAxis;
+use crate::mesh::{Mesh, MeshAxis};
 use crate::permutation::{Permutation, order_of};
 use crate::plane::{Planes, PlanesPart, Whole};
 use crate::ranges::Ranges;
@@ -115,6 +115,19 @@ impl Links {
     /// Whether these ranks are on several hosts.
     fn are_apart(&self, ranks: &[usize]) -> bool {
         ranks.iter().any(|rank| rank / self.host_ranks != ranks[0] / self.host_ranks)
+    }
+
+    /// The ranks of each group of `context`; of groups of one `kind` that lie alike on hosts the first.
+    fn groups(&self, mesh: &Mesh, kind: impl Fn(usize) -> usize) -> Vec<Vec<usize>> {
+        let mut seen = HashSet::new();
+        let unlike = |first: usize| {
+            let group = mesh.group(first, &[MeshAxis::Context]);
+            let host = |rank: &usize| rank / self.host_ranks - first / self.host_ranks;
+            let is_first = group[0] == first;
+            let hosts = || group.iter().map(host).collect::<Vec<_>>();
+            (is_first && seen.insert((kind(first), hosts()))).then_some(group)
+        };
+        (0..mesh.ranks()).filter_map(unlike).collect()
     }
 
     /// Microseconds in which a rank receives bytes of others.
@@ -569,14 +582,9 @@ impl Places {
     ) -> (f64, usize) {
         let heads = self.needs.len() / self.tokens.len();
         let place = |rank: usize| map.part(Axis::Batch, rank) * heads + map.part(Axis::Heads, rank);
-        let mut seen = vec![false; self.needs.len()];
         let (mut longest, mut most) = (0.0, 0);
-        for first in 0..map.mesh().ranks() {
-            let place = place(first);
-            if std::mem::replace(&mut seen[place], true) {
-                continue;
-            }
-            let group = map.mesh().group(first, &[MeshAxis::Context]);
+        for group in links.groups(map.mesh(), place) {
+            let place = place(group[0]);
             let (kv, apart) = (&self.tokens[place / heads].kv, links.are_apart(&group));
             for (c, needs) in self.needs[place].iter().enumerate() {
                 let others = needs.difference(&kv[c]);
@@ -633,6 +641,10 @@ fn choose(
     let ranks = kv.len();
     // Of the ranks of `tensor`, the one with the fewest key/value heads.
     let kv_heads = whole.kv_heads / sharding.map().parts(Axis::KvHeads);
+    let Links { host_ranks, host, network, memory } = options.links;
+    if host_ranks == 0 || [host, network, memory].contains(&0) {
+        return refused(format!("a number of {:?} is 0; give 1 or more", options.links));
+    }
     match options.strategy {
         Some(Strategy::HeadsForTokens) if kv_heads == 0 => {
             return refused(
@@ -669,17 +681,21 @@ fn choose(
         |keys: Ranges| part_bytes(shape, &cells(kv_heads, Ranges::default(), keys), &WITH_KEYS);
     let (exchange, tokens) = places.longest_exchange(sharding.map(), &options.links, keys);
     let own_heads = Cut::even(kv_heads, ranks);
-    let peers = sharding.map().mesh().group(0, &[MeshAxis::Context]);
-    let swapped = (0..ranks).map(|c| {
-        let parts = (0..ranks).filter(|&o| o != c).map(|o| {
+    let groups = options.links.groups(sharding.map().mesh(), |_| 0);
+    let swapped = (0..ranks).flat_map(|c| {
+        let bytes = |o: usize| {
             let tokens = cells(own_heads.range(c).len(), q[o].clone(), kv[o].clone());
             let results = cells(own_heads.range(o).len(), q[c].clone(), Ranges::default());
-            let bytes = part_bytes(shape, &tokens, &WITH_QUERIES)
+            part_bytes(shape, &tokens, &WITH_QUERIES)
                 + part_bytes(shape, &tokens, &WITH_KEYS)
-                + result_bytes(shape, &results);
-            (peers[o], bytes)
-        });
-        options.links.micros(peers[c], parts)
+                + result_bytes(shape, &results)
+        };
+        let parts: Vec<_> = (0..ranks).filter(|&o| o != c).map(|o| (o, bytes(o))).collect();
+        let links = &options.links;
+        let micros = move |peers: &Vec<usize>| {
+            links.micros(peers[c], parts.iter().map(|&(o, bytes)| (peers[o], bytes)))
+        };
+        groups.iter().map(micros)
     });
     let divides = kv_heads > 0 && kv_heads.is_multiple_of(ranks);
     let swapped = if divides { swapped.fold(0.0, f64::max) } else { f64::INFINITY };

@@ -281,8 +281,10 @@ fn micros(plan: &ShardPlan, links: &Links) -> f64 {
 fn the_strategy_is_the_soonest_over_the_links_of_hosts() {
     let (len, mut chosen) = (1 << 14, [0; 2]);
     let mut other_than_by_bytes = 0;
-    for (heads, kv_heads) in [(8, 8), (16, 8), (32, 8)] {
-        for [shard, context, tensor] in [[1, 4, 1], [2, 4, 1], [1, 8, 1], [1, 4, 2]] {
+    for (heads, kv_heads) in [(8, 8), (16, 8), (32, 8), (12, 6)] {
+        // Of two groups of three one is on one host and the other on two.
+        let meshes = [[1, 4, 1], [2, 4, 1], [1, 8, 1], [1, 4, 2], [2, 3, 1]];
+        for [shard, context, tensor] in meshes.into_iter().filter(|of| kv_heads % of[1] == 0) {
             let whole = Whole { batch: shard, heads, kv_heads, q_len: len, kv_len: len };
             for mask in [masks::causal(), masks::sliding_window(3000).unwrap(), documents(len, 6)] {
                 let planes = Planes::new(whole, &[layer(mask)], TILE).unwrap();
@@ -323,6 +325,12 @@ fn the_strategy_is_the_soonest_over_the_links_of_hosts() {
         let plan = ShardPlan::new(&map, &planes, &shape(), options).unwrap();
         assert_eq!(plan.strategy, Strategy::Exchange(stages), "{}", plan.reason);
     }
+    let options = PlanOptions {
+        links: Links { host_ranks: 0, ..Links::default() },
+        ..PlanOptions::default()
+    };
+    let refused = ShardPlan::new(&map, &planes, &shape(), options).unwrap_err().to_string();
+    assert!(refused.contains("host_ranks: 0") && refused.contains("give 1 or more"), "{refused}");
 }
 
 /// Where parts of attention are more bytes to join than keys are to wait for, these come first.
