@@ -422,6 +422,20 @@ def test_keys_in_pages():
         close("out", out[b : b + 1], alone.double(), BF16, n * 64)
 
 
+def test_pages_and_lengths_that_32_bits_do_not_hold_are_the_nearest_that_they_hold():
+    """In a call and in its operator: the last page, and all keys that the pages of an entry hold."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    keys, values = (torch.randn(16, 2, 128, 64, generator=g, device=DEVICE).bfloat16() for _ in range(2))
+    query = torch.randn(2, 8, 3, 64, generator=g, device=DEVICE).bfloat16()
+    table = torch.tensor([[3, 2**32 + 7, 1], [-(2**40), 12, 2**62 + 4]], device=DEVICE)
+    lengths = torch.tensor([2**32 + 5, 300], device=DEVICE)
+    held = torch.tensor([[3, 15, 1], [0, 12, 15]], device=DEVICE), torch.tensor([384, 300], device=DEVICE)
+    gold = paged(query, keys, values, *held)
+    assert torch.equal(paged(query, keys, values, table, lengths), gold)
+    mods = (None, [], [], None, [], [], [], [1, 1], 64**-0.5, None, 0.0)
+    assert torch.equal(torch.ops.foveate.paged(query, keys, values, table, lengths, *mods, False)[0], gold)
+
+
 @pytest.mark.parametrize("mask", [None, Mask.causal(bottom_right=True), Mask(lambda b, h, i, j: j % 3 != 1)], ids=["all", "causal", "third"])
 def test_lengths_of_pages_that_stay_on_the_device_grow_in_a_graph(mask):
     g = torch.Generator(DEVICE).manual_seed(0)

@@ -11,7 +11,7 @@ use crate::capture::integers;
 use crate::cuda::{Lengths, Pages, Sequences};
 use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};
-use crate::tensor::Borrowed;
+use crate::tensor::{Borrowed, Held};
 
 /// Where an operator's keys lie, by its name.
 #[derive(Clone, Copy)]
@@ -101,10 +101,10 @@ impl Where {
                     Place::Cpu => Lengths::Known(page_numbers(make.py, LENGTHS, &here, batch)?),
                     Place::Cuda(_) => {
                         are_pages(make.py, LENGTHS, &here, batch)?;
-                        Lengths::There(make.dense(lengths, Dtype::I32, LENGTHS.0)?)
+                        Lengths::There(page_numbers_there(make, LENGTHS, lengths)?)
                     }
                 };
-                Ok((None, Some((make.dense(table, Dtype::I32, TABLE.0)?, lengths))))
+                Ok((None, Some((page_numbers_there(make, TABLE, table)?, lengths))))
             }
         }
     }
@@ -195,6 +195,20 @@ fn page_numbers(
     let numbers = integers(of).unwrap_or_default();
     let clamp = |n: i64| n.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
     Ok(numbers.into_iter().map(clamp).collect())
+}
+
+/// [`page_numbers`] of a tensor whose elements stay on the device.
+fn page_numbers_there(
+    make: &Maker<'_>,
+    (name, _): (&str, usize),
+    of: &Arc<Tensor>,
+) -> PyResult<Held> {
+    let narrow = match of.borrowed()?.dtype {
+        // CUDA converts floats to the nearest integer that there is, and integers to their lowest bits.
+        Dtype::I64 => &Arc::new(make.copied(of, Dtype::F64)?),
+        _ => of,
+    };
+    make.dense(narrow, Dtype::I32, name)
 }
 
 /// A shape as Python shows it.
