@@ -744,7 +744,8 @@ def test_an_operator_of_another_library_is_what_it_computes_and_not_what_it_is_c
     library.impl("relu", lambda x: x * 0.25 + 1, "CompositeExplicitAutograd")
     torch.library.register_fake("foveate_named::relu", torch.empty_like, lib=library)
     library.define("index(Tensor x) -> Tensor")
-    library.impl("index", torch.exp, "CPU")
+    for of in ("CPU", "CUDA"):
+        library.impl("index", torch.exp, of)
     torch.library.register_fake("foveate_named::index", torch.empty_like, lib=library)
     own = torch.ops.foveate_named
     q, k, v = (t.detach() for t in operands(1, 2, 2, 24, 24, 8, 8))

@@ -482,23 +482,31 @@ def test_what_lies_behind_a_mask_reaches_no_result_and_no_gradient_of_a_key_or_q
     """Values beside a key that is seen, in a tile of their own and past the last document. The forward is safe of keys, too."""
     hidden = torch.zeros(90, dtype=torch.bool)
     hidden[[3, 40, *range(64, 90)]] = True
-    mask = Mask.causal() & (lambda b, h, i, j: ~hidden[j])
     q, k, v = operands((2, 4, 2, 70, 90, 16, 16), dtype)
+
+    def seen(b, h, i, j):
+        return (i >= j) & ~hidden[j]
+
+    def score(s, b, h, i, j):
+        return s + 0.1 * (j - i)
 
     def filled(t, with_what):
         return t.detach().masked_fill(hidden[:, None], with_what).requires_grad_()
 
     def call(k, v):
-        return flex_attention(q, k, v, lambda s, b, h, i, j: s + 0.1 * (j - i), mask, enable_gqa=True)
+        return flex_attention(q, k, v, score, Mask(seen), enable_gqa=True)
 
-    clean, junk_v = call(filled(k, 0.0), filled(v, 0.0)), filled(v, junk)
-    torch.testing.assert_close(call(filled(k, junk), junk_v), clean)
-    d_out = torch.randn(clean.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    keys = filled(k, 0.0), filled(k, 0.0)
-    golds = torch.autograd.grad(call(keys[0], filled(v, 0.0)), (q, keys[0]), d_out)
-    ours = torch.autograd.grad(call(keys[1], junk_v), (q, keys[1], junk_v), d_out)
-    for one, two in zip(ours, golds):
-        torch.testing.assert_close(one, two)
+    mask, terms = dense(seen, (2, 4, 70, 90)), 90 * 16
+    keys, junk_v = filled(k, 0.0), filled(v, junk)
+    gold, _ = attention(q, keys, filled(v, 0.0), score, mask)
+    close("out", call(filled(k, junk), junk_v), gold, dtype, terms)
+    d_out = torch.randn(gold.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    ours = torch.autograd.grad(call(keys, junk_v), (q, keys, junk_v), d_out)
+    golds = torch.autograd.grad(gold, (q, keys), d_out.double())
+    low, _ = attention(q, keys, filled(v, 0.0), score, mask, dtype=dtype)
+    lows = torch.autograd.grad(low, (q, keys), d_out)
+    for name, one, two, low in zip(("dq", "dk"), ours, golds, lows):
+        close(name, one, two, dtype, terms * 8, low)
     assert bool(ours[2].isfinite().all()) and not ours[2][:, :, hidden].any()
 
 
