@@ -53,6 +53,10 @@ class Call:
         of = (self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max, self.varlen, self.pages)
         return Call(*of)
 
+    def placed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Rows ``[T, H, D]`` of one sequence after another as plans take them, ``[1, H, T, D]``; other tensors are that."""
+        return tensors if self.varlen is None else tuple(map(_checks.heads_first, tensors))
+
     def planned(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
     ) -> Any:
@@ -64,13 +68,14 @@ class Call:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, learned: tuple[Tensor, ...], forward_only: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        shape, width = q.shape, v.shape[-1]
+        out = empty_in_order(q, shape if width == shape[-1] else (*shape[:-1], width))
+        q, k, v, into = self.placed(q, k, v, out)
         plan = self.planned(q, k, v, sink, learned, forward_only)
-        shape = q.shape
-        out = empty_in_order(q, shape if v.shape[3] == shape[3] else (*shape[:3], v.shape[3]))
         lse = _empty_rows(q) if self.wants_lse or not forward_only or q.is_cuda else None
         max_scores = _empty_rows(q) if self.wants_max else None
         try:
-            plan.forward(q, k, v, out, lse, max_scores)
+            plan.forward(q, k, v, into, lse, max_scores)
         except IndexError as error:
             raise _source.named(error, self.score, self.mask) from None
         self.plan = plan
@@ -156,8 +161,10 @@ class Gradient(torch.autograd.Function):
         d_lse: Tensor | None,
         *learned: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        plan = call.plan or call.planned(q, k, v, sink, learned, forward_only=False)
         gradients = [empty_in_order(t, t.shape) if wanted else None for t, wanted in zip((q, k, v), needs)]
+        q, k, v, out, d_out = call.placed(q, k, v, out, d_out)
+        plan = call.plan or call.planned(q, k, v, sink, learned, forward_only=False)
+        placed = [None if d is None else call.placed(d)[0] for d in gradients]
         d_sink = torch.empty_like(sink) if sink is not None and needs[3] else None
         captures = () if call.score is None else call.score.captures
         destinations = [
@@ -167,7 +174,7 @@ class Gradient(torch.autograd.Function):
         each = iter(destinations)
         into = [next(each) if capture.learned else None for capture in captures]
         try:
-            plan.backward([q, k, v], [out, lse], d_out, d_lse, gradients, into, d_sink)
+            plan.backward([q, k, v], [out, lse], d_out, d_lse, placed, into, d_sink)
         except IndexError as error:
             raise _source.named(error, call.score, call.mask) from None
         return (*gradients, d_sink, *(d if d is None else d.to(t.dtype) for d, t in zip(destinations, learned)))
@@ -215,10 +222,9 @@ def empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     if like.is_contiguous():
         # Of the ways to ask for memory the first takes a third of the time.
         return torch.empty_like(like) if shape is like.shape or shape == like.shape else like.new_empty(shape)
-    strides = like.stride()
-    order = sorted(range(len(shape) - 1), key=lambda axis: (-strides[axis], axis))
-    made, step = [1] * len(shape), max(shape[-1], 1)
+    order = sorted(range(len(shape) - 1), key=like.stride().__getitem__, reverse=True)
+    made, step = [1] * len(shape), shape[-1] or 1
     for axis in reversed(order):
         made[axis] = step
-        step *= max(shape[axis], 1)
+        step *= shape[axis] or 1
     return like.new_empty_strided(shape, made)

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from . import _native
 from ._arguments import flag, number, probability, shown, tensor, unwrapped, warn
 
 _log = logging.getLogger("foveate")
@@ -237,8 +238,13 @@ def joined(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype), torch.logaddexp(lse, logit)
 
 
+def heads_first(rows: Tensor) -> Tensor:
+    """Rows ``[T, H, D]`` as ``[1, H, T, D]``."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
 def rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows ``[T, H, D]`` as ``[1, H, T, D]``.
+    """Rows ``[T, H, D]`` as attention takes them.
 
     Raises:
         ValueError: They are none, or do not fit each other.
@@ -248,12 +254,13 @@ def rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Ten
             raise ValueError(f"{name} must be a tensor [rows, heads, dim], got {shown(given)}")
     if autocasts(query):
         query, key, value = autocast(query, key, value)
-    q, k, v = (t.resolve_neg().transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    check_operands(q, k, v, None, enable_gqa=True)
+    if not torch.compiler.is_compiling() and _native.rows_fit(query, key, value):
+        return query, key, value
+    check_operands(heads_first(query), heads_first(key), heads_first(value), None, enable_gqa=True)
     if len({query.dtype, key.dtype, value.dtype}) != 1 or query.dtype == torch.float64:
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
         raise ValueError(f"query, key and value must have one dtype, float32, bfloat16 or float16, got {dtypes}")
-    return q, k, v
+    return query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
 
 
 def check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:

@@ -22,7 +22,7 @@ def library_folders() -> list[str]:
 def offsets(
     cu_q: Tensor, cu_k: Tensor, longest_q: int | None, longest_k: int | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor, int, int]:
-    """Offsets of sequences in ``[1, H, rows, D]`` as kernels read them, and at least the rows of the longest.
+    """Offsets of sequences in ``[T, H, D]`` as kernels read them, and at least the rows of the longest.
 
     Raises:
         ValueError: They are no vectors of as many integers on the query's device.
@@ -41,5 +41,5 @@ def offsets(
     for name, longest, tensor in (("max_seqlen_q", longest_q, query), ("max_seqlen_k", longest_k, key)):
         if longest is not None and (not isinstance(longest, int) or longest < 0):
             raise ValueError(f"{name} must be a number of rows or None, got {shown(longest)}")
-        rows.append(tensor.size(2) if longest is None else min(longest, tensor.size(2)))
+        rows.append(tensor.size(0) if longest is None else min(longest, tensor.size(0)))
     return made[0], made[1], rows[0], rows[1]

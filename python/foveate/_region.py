@@ -241,7 +241,7 @@ def varlen(
             sink=sink,
             dropout_p=dropout_p,
         )
-    q, k, v = _checks.rows(query, key, value)
+    q, k, v = map(_checks.heads_first, _checks.rows(query, key, value))
     layout = ("varlen", [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k])
     out, lse, max_scores = _attention(
         q, k, v, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, dropout_p, layout

@@ -125,17 +125,18 @@ def varlen(
         where = (cu_seqlens_q, both)
         for name, offsets in zip(("cu_seqlens_q", "cu_seqlens_k"), where):
             offsets_vector(name, offsets)
-        mods = (score_mod, mask, (cu_seqlens_q.size(0) - 1, q.size(1), q.size(2), k.size(2)), number, logits, dropout)
-        result, lse, max_scores = _dispatched.attention(q, k, v, *mods, aux.max_scores, "varlen_", where)
+        mods = (score_mod, mask, (cu_seqlens_q.size(0) - 1, q.size(1), q.size(0), k.size(0)), number, logits, dropout)
+        first = _checks.heads_first
+        result, lse, max_scores = _dispatched.attention(first(q), first(k), first(v), *mods, aux.max_scores, "varlen_", where)
+        out = result.squeeze(0).transpose(0, 1)
         if sink is not None:  # Rows past the last sequence have no sink either.
-            lse = torch.where(torch.arange(q.size(2), device=q.device) < cu_seqlens_q[-1], lse, -math.inf)
+            lse = torch.where(torch.arange(q.size(0), device=q.device) < cu_seqlens_q[-1], lse, -math.inf)
     else:
         offsets, extents = sequences(cu_seqlens_q, both, q, k, longest_q, longest_k)
         score = None if score_mod is None else _trace.score(score_mod, extents)
         traced = None if mask is None else _trace.mask(mask, extents)
         call = _autograd.Call(score, traced, number, dropout, aux.lse, aux.max_scores, offsets)
-        result, lse, max_scores = _autograd.run(call, q, k, v, logits)
-    out: Tensor = result.squeeze(0).transpose(0, 1)
+        out, lse, max_scores = _autograd.run(call, q, k, v, logits)
     if nested is not None:
         out = torch.nested.nested_tensor_from_jagged(out, nested.offsets())
         out = out.transpose(1, 2) if nested._ragged_idx == 2 else out
@@ -148,7 +149,7 @@ def varlen(
 def sequences(
     cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, longest_q: int | None = None, longest_k: int | None = None
 ) -> tuple[Any, tuple[int, int, int, int]]:
-    """The offsets of sequences in the rows of q and k ``[1, H, rows, D]``, and the extents of b, h, q and kv. The host
+    """The offsets of sequences in the rows of q and k ``[T, H, D]``, and the extents of b, h, q and kv. The host
     does not read those on CUDA: there no sequence has more rows than ``longest_q`` and ``longest_k``.
 
     Raises:
@@ -157,7 +158,7 @@ def sequences(
     if q.is_cuda:
         made = _cuda.offsets(cu_q, cu_k, longest_q, longest_k, q, k)
         return made, (made[0].size(0) - 1, q.size(1), made[2], made[3])
-    offsets = (offsets_of("cu_seqlens_q", cu_q, q.size(2)), offsets_of("cu_seqlens_k", cu_k, k.size(2)))
+    offsets = (offsets_of("cu_seqlens_q", cu_q, q.size(0)), offsets_of("cu_seqlens_k", cu_k, k.size(0)))
     if len(offsets[0]) != len(offsets[1]):
         raise ValueError(f"cu_seqlens_q has {len(offsets[0])} offsets and cu_seqlens_k {len(offsets[1])}; they need as many")
     longest = [max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets]

@@ -121,12 +121,13 @@ def flash_forward(
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_forward``: operands ``[B, S, H, D]``, or ``[T, H, D]`` with offsets of sequences."""
     _refuse(return_debug_mask, alibi_slopes)
-    (q, k, v), offsets = _heads_first((query, key, value), cum_seq_q, cum_seq_k, max_q, max_k)
+    (q, k, v), offsets = _placed((query, key, value), cum_seq_q, cum_seq_k, max_q, max_k)
     shift = _shift(query, key, cum_seq_q, cum_seq_k, seqused_k)
     mask = _mask(is_causal, window_size_left, window_size_right, shift, seqused_k)
     seed, dropout = _drawn(dropout_p, query)
     out, lse = _forward(q, k, v, mask, scale, dropout, offsets)
-    return _rows_first(out, cum_seq_q), lse if cum_seq_q is None else lse.squeeze(0), seed, _unused(query), query.new_empty(0)
+    out, lse = (out.transpose(1, 2), lse) if offsets is None else (out, lse.squeeze(0))
+    return out, lse, seed, _unused(query), query.new_empty(0)
 
 
 def flash_backward(
@@ -151,12 +152,12 @@ def flash_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_flash_attention_backward``."""
     del unused
-    tensors, offsets = _heads_first((query, key, value, grad_out, out), cum_seq_q, cum_seq_k, max_q, max_k)
+    tensors, offsets = _placed((query, key, value, grad_out, out), cum_seq_q, cum_seq_k, max_q, max_k)
     q, k, v, d_out, o = tensors
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
     mask = _mask(is_causal, window_size_left, window_size_right, _shift(query, key, cum_seq_q, cum_seq_k, None))
     gradients = _backward(d_out, q, k, v, o, lse, mask, scale, _again(dropout_p, rng_state), offsets)
-    return tuple(_rows_first(d, cum_seq_q) for d in gradients)
+    return gradients if offsets is not None else tuple(d.transpose(1, 2) for d in gradients)
 
 
 def _refuse(return_debug_mask: bool, alibi_slopes: Tensor | None) -> None:
@@ -166,18 +167,13 @@ def _refuse(return_debug_mask: bool, alibi_slopes: Tensor | None) -> None:
         raise NotImplementedError("alibi_slopes: call foveate.flex_attention with a score function")
 
 
-def _heads_first(
+def _placed(
     tensors: tuple[Tensor, ...], cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """Tensors ``[B, H, S, D]``, and the offsets of sequences that lie one after another in a batch of one."""
+    """Tensors as calls take them, ``[B, H, S, D]``, or rows of one sequence after another as they are, with the offsets."""
     if cu_q is None or cu_k is None:
         return tuple(t.transpose(1, 2) for t in tensors), None
-    made = tuple(t.transpose(0, 1).unsqueeze(0) for t in tensors)
-    return made, _varlen.sequences(cu_q, cu_k, made[0], made[1], max_q, max_k)[0]
-
-
-def _rows_first(tensor: Tensor, cu_q: Tensor | None) -> Tensor:
-    return tensor.transpose(1, 2) if cu_q is None else tensor.squeeze(0).transpose(0, 1)
+    return tensors, _varlen.sequences(cu_q, cu_k, tensors[0], tensors[1], max_q, max_k)[0]
 
 
 def _shift(query: Tensor, key: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None) -> int | Tensor:
@@ -238,7 +234,7 @@ def _call(q: Tensor, k: Tensor, mask: Any, scale: float | None, dropout: Any, of
     elif q.is_cuda:
         extents = (offsets[0].size(0) - 1, q.size(1), offsets[2], offsets[3])
     else:
-        extents = (len(offsets[0]) - 1, q.size(1), q.size(2), k.size(2))
+        extents = (len(offsets[0]) - 1, q.size(1), q.size(0), k.size(0))
     traced = None if mask is None else _trace.mask(mask, extents)
     return _autograd.Call(None, traced, scale, dropout, True, False, offsets)
 

@@ -51,7 +51,7 @@ mod _native {
     #[pymodule_export]
     use crate::lists::Lists;
     #[pymodule_export]
-    use crate::plan::{Plan, extents, kinds, plan};
+    use crate::plan::{Plan, extents, kinds, plan, rows_fit};
     #[pymodule_export]
     use crate::state::State;
     #[pymodule_export]

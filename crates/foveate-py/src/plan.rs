@@ -264,13 +264,33 @@ pub fn extents(
     v: &Bound<'_, PyAny>,
     grouped: bool,
 ) -> Option<(usize, usize, usize, usize)> {
-    for tensor in [q, k, v] {
+    fitting([q, k, v], grouped, |t| t.shape.as_slice().try_into().ok())
+}
+
+/// Whether rows `[T, H, D]` of one sequence after another fit each other; not where it takes a closer look, as in
+/// [`extents`].
+#[pyfunction]
+pub fn rows_fit(q: &Bound<'_, PyAny>, k: &Bound<'_, PyAny>, v: &Bound<'_, PyAny>) -> bool {
+    let of = |t: &Borrowed| match t.shape[..] {
+        [rows, heads, dim] => Some([1, heads, rows, dim]),
+        _ => None,
+    };
+    fitting([q, k, v], true, of).is_some()
+}
+
+/// [`extents`] of operands whose sizes of `[B, H, S, D]` `of` says.
+fn fitting(
+    operands: [&Bound<'_, PyAny>; 3],
+    grouped: bool,
+    of: impl Fn(&Borrowed) -> Option<[usize; 4]>,
+) -> Option<(usize, usize, usize, usize)> {
+    for tensor in operands {
         if tensor.call_method0(intern!(tensor.py(), "is_neg")).ok()?.is_truthy().ok()? {
             return None;
         }
     }
-    let [q, k, v] = [Borrowed::read(q)?, Borrowed::read(k)?, Borrowed::read(v)?];
-    let of = |t: &Borrowed| <[usize; 4]>::try_from(t.shape.as_slice()).ok();
+    let [q, k, v] = operands.map(Borrowed::read);
+    let (q, k, v) = (q?, k?, v?);
     let [batch, heads, q_len, dim] = of(&q)?;
     let [kv_batch, kv_heads, kv_len, kv_dim] = of(&k)?;
     let same_dtype = q.dtype.operand().is_ok() && q.dtype == k.dtype && q.dtype == v.dtype;
