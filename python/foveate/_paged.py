@@ -86,7 +86,8 @@ def paged(
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other, a length is negative or longer than its entries
-            of the table, or an entry that a key needs is no page.
+            of the table, or an entry that a key needs is no page (CPU; CUDA reads the nearest page, and at most the keys
+            that there are).
         TraceError: A function does something that cannot be traced.
     """
     _checks.check_pages(query, key_pages, value_pages)
