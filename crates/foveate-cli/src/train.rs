@@ -399,10 +399,8 @@ fn introduce(run: &Started) {
              with `causal`"
         );
     }
-    if let Some(step) = run.unsaved {
-        crate::output::tell!(
-            "nothing to resume: the run here died at step {step}, before its first checkpoint; it begins anew"
-        );
+    if let Some(anew) = &run.anew {
+        crate::output::tell!("nothing to resume: {anew}");
     }
     if run.step > 0 {
         crate::output::tell!("resumed after step {}", run.step);

@@ -101,6 +101,10 @@ fn said(done: &Output) -> String {
     said
 }
 
+fn said_of(all: &[Output; 3]) -> String {
+    all.iter().map(said).collect()
+}
+
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> =
@@ -240,6 +244,52 @@ fn a_host_that_dies_between_the_renames_of_a_checkpoint_leaves_the_one_before_wh
     }
 }
 
+/// The first checkpoint that one host alone has renamed is none, and no way but the one command is needed.
+#[test]
+fn a_first_checkpoint_that_one_host_alone_has_is_set_aside_and_the_run_begins_again() {
+    let (hosts, on) = (Hosts::new(), ["a", "a", "b"]);
+    let Some((name, library)) = preloaded(&hosts.0.path(""), "dies_at_rename") else { return };
+    hosts.trained(on, &[]);
+    let right = (hosts.0.steps("a/run"), hosts.0.weights("b/run", 24));
+    for dies in [0, 2] {
+        for host in ["a", "b"] {
+            std::fs::remove_dir_all(hosts.0.path(host).join("run")).unwrap();
+        }
+        let (lives, dead) = if dies == 0 { ("b", "a") } else { ("a", "b") };
+        // The second time where the first part has been set aside.
+        for _ in 0..2 {
+            let ranks = hosts.start_as(on, [&["--resume"]; 3], |rank, command| {
+                if rank == dies {
+                    command.env(name, &library).env("DIES_AT", "step-000004");
+                }
+            });
+            let ended = ranks.map(|child| child.wait_with_output().unwrap().status.code());
+            assert_eq!(ended, [0, 1, 2].map(|rank| (rank != dies).then_some(75)));
+            assert_eq!((hosts.saved(lives).len(), hosts.saved(dead).len()), (1, 0));
+        }
+        // A host that lost its folder might have had the checkpoint that is missing.
+        let (run, away) = (hosts.0.path(dead).join("run"), hosts.0.path("away"));
+        std::fs::rename(&run, &away).unwrap();
+        let file = format!("step-000004/part-{dies:05}-00000.safetensors: is missing");
+        assert!(hosts.refused(on, &["--resume"]).contains(&file));
+        let _ = std::fs::remove_dir_all(&run);
+        std::fs::rename(&away, &run).unwrap();
+        let said = hosts.refused(on, &["--resume", "--set", "data.len=16"]);
+        assert!(said.contains("[data] is not what this run was started with"), "{said}");
+        let resumed = hosts.train(on, &["--resume"]);
+        assert!(resumed.iter().all(|done| done.status.success()), "{}", said_of(&resumed));
+        let told = format!(
+            "nothing to resume: the first checkpoint is not whole, step 4: no disk has its \
+             part-{dies:05}-00000.safetensors; it is set aside, and the run begins anew"
+        );
+        assert_eq!(said_of(&resumed).matches(&told).count(), 1, "{}", said_of(&resumed));
+        assert_eq!(hosts.0.steps("a/run"), right.0);
+        assert!(hosts.0.weights("b/run", 24) == right.1);
+        let kept = |host: &str| names(&hosts.0.path(host).join("run/checkpoints"));
+        assert_eq!(kept("a"), kept("b"), "nothing stays aside");
+    }
+}
+
 /// In the folder of the run, and however far above it, where marks lie of ranks that began before it was there.
 #[test]
 fn marks_of_ranks_that_were_killed_are_removed_an_hour_later() {
@@ -311,15 +361,8 @@ fn ranks_on_local_disks_that_are_killed_leave_a_checkpoint_that_is_whole() {
     let (mut done, mut was_whole, mut over) = (0, false, true);
     let (mut unsaved, mut finished) = (0, 0);
     loop {
-        // A first checkpoint that one host alone has is named and not passed over.
-        let torn = !was_whole && ["a", "b"].iter().any(|host| !hosts.saved(host).is_empty());
-        let begun = ["a/run", "b/run"].map(|run| hosts.0.path(run).join("metrics.jsonl").exists());
-        let how = match (over || torn, begun.contains(&true)) {
-            (true, _) => "--start-over",
-            (false, true) => "--resume",
-            (false, false) => "--set=train.steps=60",
-        };
-        unsaved += usize::from(how == "--resume" && !was_whole);
+        let how = if over { "--start-over" } else { "--resume" };
+        unsaved += usize::from(!over && !was_whole);
         (over, was_whole) = (false, !over && was_whole);
         let mut ranks = hosts.start(on, &[&long[..], &[how]].concat());
         let harmed = random.below(3);
@@ -407,8 +450,10 @@ fn a_host_without_its_part_is_named_with_what_was_on_it() {
     assert!(error.contains(&by) && error.contains("/b/run/checkpoints/step-000008/ "), "{error}");
     assert!(parts(&hosts.step("a", 8)).len() == 2, "nothing was removed");
     // Without the key a rank does not see what rank 0 writes.
-    let error = hosts.refused(["a", "a", "c"], &["--set", "run.disks=shared", "--start-over"]);
-    assert!(error.contains("or set run.disks = \"local\""), "{error}");
+    for how in ["--start-over", "--resume"] {
+        let error = hosts.refused(["a", "a", "c"], &["--set", "run.disks=shared", how]);
+        assert!(error.contains("or set run.disks = \"local\""), "{how}: {error}");
+    }
 }
 
 fn host() -> String {

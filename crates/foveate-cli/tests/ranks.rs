@@ -249,13 +249,12 @@ fn ranks_that_are_killed_or_stopped_end_the_others_and_the_run_resumes_bit_for_b
     let (mut saves, mut unsaved, mut over) = (0, 0, true);
     while done < kills || finished == 0 {
         // What a launcher's one command comes to.
-        let resumes = place.path("run/metrics.jsonl").exists().then_some("--resume");
-        let how = if over { Some("--start-over") } else { resumes };
-        unsaved += usize::from(how == Some("--resume") && !saved(&place));
+        let how = if over { "--start-over" } else { "--resume" };
+        unsaved += usize::from(!over && !saved(&place));
         over = false;
         let (together, since) = (random.below(4) == 0, SystemTime::now());
-        let how = how.as_slice();
-        let mut ranks = if together { vec![threads(&place, how)] } else { some(&place, 3, how) };
+        let how = [how];
+        let mut ranks = if together { vec![threads(&place, &how)] } else { some(&place, 3, &how) };
         let harmed = random.below(ranks.len());
         let stops = random.below(4) == 0;
         std::thread::sleep(Duration::from_millis(random.below(took + took / 4) as u64));
@@ -314,8 +313,7 @@ fn ranks_that_are_killed_before_the_first_save_begin_again_by_resume() {
     for harmed in 0..3 {
         // It never comes to its first save.
         let endless = ["--set", "train.steps=100000", "--set", "train.save_every=100000"];
-        let how = if harmed == 0 { "--start-over" } else { "--resume" };
-        let mut ranks = some(&place, 3, &[&endless[..], &[how]].concat());
+        let mut ranks = some(&place, 3, &[&endless[..], &["--resume"]].concat());
         let steps = || std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap_or_default();
         while steps().matches("\"step\"").count() < 6 {
             std::thread::sleep(Duration::from_millis(5));
@@ -558,12 +556,9 @@ fn torchrun_starts_ranks_and_starts_them_again() {
     }
     let place = place();
     let mut torchrun = Command::new("torchrun");
-    let train = format!(
-        "exec {} train recipe.toml --set train.steps=400 $( [ -e run/metrics.jsonl ] && echo --resume )",
-        env!("CARGO_BIN_EXE_foveate")
-    );
     torchrun.args(["--no-python", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]);
-    torchrun.args(["sh", "-c", &train]).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
+    torchrun.args([env!("CARGO_BIN_EXE_foveate"), "train", "recipe.toml", "--resume"]);
+    torchrun.args(["--set", "train.steps=400"]).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
     torchrun.current_dir(place.path("")).stdout(Stdio::null()).stderr(Stdio::piped());
     let agent = torchrun.spawn().unwrap();
     while !saved(&place) {
@@ -577,7 +572,9 @@ fn torchrun_starts_ranks_and_starts_them_again() {
     let said = text(done.stderr);
     assert!(done.status.success(), "{said}");
     assert!(
-        said.contains("by RANK and WORLD_SIZE") && said.contains("resumed after step "),
+        said.contains("by RANK and WORLD_SIZE")
+            && said.contains("nothing to resume: there is no run in its folder; one begins")
+            && said.contains("resumed after step "),
         "{said}"
     );
     assert_eq!(place.steps("run").last().unwrap().0, 400);

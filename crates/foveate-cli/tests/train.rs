@@ -299,7 +299,13 @@ fn wrong_input_gets_one_line_with_the_place() {
     let told = |args: &[&str]| place.told(1, args);
     std::fs::create_dir(place.path("sub")).unwrap();
     assert!(told(&["train", "nowhere.toml"]).contains("nowhere.toml: could not be read"));
-    assert!(told(&["train", "recipe.toml", "--resume"]).contains("no checkpoint to resume from"));
+    let place_of_none = place.path("run/recipe.toml");
+    std::fs::create_dir(place.path("run")).unwrap();
+    std::fs::write(&place_of_none, "").unwrap();
+    assert!(
+        told(&["train", "recipe.toml", "--resume"]).contains("no run is here that it would be")
+    );
+    std::fs::remove_file(place_of_none).unwrap();
     for (set, said) in [
         ("train.stesp=3", "did you mean `steps`?"),
         ("train.steps", "--set train.steps: has no `=`; write --set key.path=value"),

@@ -195,6 +195,14 @@ fn set_aside(folder: &Path, step: u64, place: &Path) -> Result<(), TrainError> {
     gone.and_then(|()| fs::rename(place, &aside)).map_err(|e| TrainError::write(place, e))
 }
 
+/// Sets aside every part of a checkpoint under `folder`.
+///
+/// # Errors
+/// When one cannot be renamed.
+pub(crate) fn set_all_aside(folder: &Path) -> Result<(), TrainError> {
+    list(folder).iter().try_for_each(|(step, place)| set_aside(folder, *step, place))
+}
+
 fn remove_leftovers(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

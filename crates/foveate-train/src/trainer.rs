@@ -16,6 +16,7 @@ mod saving;
 mod setup;
 mod step;
 
+use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -75,9 +76,8 @@ pub struct Started {
     /// Where ranks have several disks, a checkpoint newer than the one that the run goes on from, which is not whole:
     /// its step, and what is missing.
     pub passed_over: Option<String>,
-    /// How far the run came that this one is to resume, where it died before its first checkpoint: it begins
-    /// again.
-    pub unsaved: Option<u64>,
+    /// Why a run that was to be resumed begins at its first step.
+    pub anew: Option<Anew>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
     /// What the bits of steps depend on and was other in the steps before a resume, a line each:
@@ -169,11 +169,48 @@ pub struct Summary {
 pub enum Start {
     /// There is none, or the new one is refused.
     New,
-    /// It is continued from its newest checkpoint.
+    /// It is continued from its newest checkpoint; begun where there is none, which is an [`Anew`].
     Resume,
     /// It is removed, once all that the new one reads was found to be right: checkpoints, metrics,
     /// event files, curve and saved recipe, and nothing else in the folder.
     Over,
+}
+
+/// Why a run that was to be resumed begins at its first step, which one command of a launcher always asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Anew {
+    /// There is none in its folder.
+    NoRun,
+    /// It died before its first checkpoint.
+    Unsaved {
+        /// The last step in its log.
+        step: u64,
+    },
+    /// It died when its first checkpoint was on some of several disks.
+    Torn {
+        /// Which step that is, and a file of it that no disk has.
+        lacks: String,
+    },
+}
+
+impl fmt::Display for Anew {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoRun => f.write_str("there is no run in its folder; one begins"),
+            Self::Unsaved { step } => {
+                write!(
+                    f,
+                    "the run here died at step {step}, before its first checkpoint; it begins anew"
+                )
+            }
+            Self::Torn { lacks } => {
+                write!(
+                    f,
+                    "the first checkpoint is not whole, {lacks}; it is set aside, and the run begins anew"
+                )
+            }
+        }
+    }
 }
 
 /// How a run starts.

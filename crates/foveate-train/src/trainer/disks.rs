@@ -39,6 +39,15 @@ pub(super) struct Disks {
     saved: Option<u64>,
 }
 
+/// What several disks have of checkpoints.
+pub(super) enum Newest {
+    Nothing,
+    /// The newest that is whole.
+    Whole(Whole),
+    /// The first one alone, and not all of it: its step, and what is missing, in words.
+    Torn(String),
+}
+
 /// A checkpoint whose files are all on some disk.
 pub(super) struct Whole {
     step: u64,
@@ -119,15 +128,17 @@ impl Disks {
         Ok(())
     }
 
-    /// The newest checkpoint under `folder` that is whole, where there are several disks; none where nothing of a
-    /// checkpoint is on any.
+    /// The newest checkpoint under `folder` that is whole, of several disks; `unsaved` says that by the logs on all
+    /// of them none has ever been.
     ///
     /// # Errors
-    /// When no checkpoint is whole: which host has not what of the newest.
-    pub fn newest(&mut self, ranks: Ranks<'_>, folder: &Path) -> Result<Option<Whole>, TrainError> {
-        if !self.are_several() {
-            return Ok(None);
-        }
+    /// When none is whole and one has been: which host has not what of the newest.
+    pub fn newest(
+        &mut self,
+        ranks: Ranks<'_>,
+        folder: &Path,
+        unsaved: bool,
+    ) -> Result<Newest, TrainError> {
         let own = if self.leads() { checkpoint::parts(folder) } else { Ok(Vec::new()) };
         let own = ranks.together(own)?;
         let all = ranks.all(&serde_json::to_vec(&own).expect("plain text and numbers"))?;
@@ -139,22 +150,30 @@ impl Disks {
         };
         let ids: BTreeSet<(u64, u64)> =
             all.iter().flatten().map(|part| (part.step, part.identity)).collect();
+        let told = |id: (u64, u64)| {
+            let (_, file) = lacking(&of(id)).expect("it is not whole");
+            format!("step {}: no disk has its {file}", id.0)
+        };
         for &id in ids.iter().rev() {
             let parts = of(id);
             if lacking(&parts).is_none() {
                 self.saved = Some(id.0);
-                let passed_over = ids.last().filter(|newest| **newest != id).map(|newest| {
-                    let (_, file) = lacking(&of(*newest)).expect("it is not whole");
-                    format!("step {}: no disk has its {file}", newest.0)
-                });
-                return Ok(Some(Whole { step: id.0, passed_over, parts }));
+                let passed_over = ids.last().filter(|newest| **newest != id).copied().map(told);
+                return Ok(Newest::Whole(Whole { step: id.0, passed_over, parts }));
             }
         }
-        let Some(&newest) = ids.last() else { return Ok(None) };
+        let Some(&newest) = ids.last() else { return Ok(Newest::Nothing) };
+        if unsaved {
+            return Ok(Newest::Torn(told(newest)));
+        }
         let parts = of(newest);
         let (rank, file) = lacking(&parts).expect("it is not whole");
         let place = Whole { step: newest.0, passed_over: None, parts }.place(folder);
-        let told = if self.rank == rank { Err(checkpoint::lacks(&place, &file)) } else { Ok(None) };
+        let told = if self.rank == rank {
+            Err(checkpoint::lacks(&place, &file))
+        } else {
+            Ok(Newest::Nothing)
+        };
         ranks.together(told)
     }
 

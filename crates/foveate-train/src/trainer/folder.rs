@@ -12,11 +12,21 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use foveate_shard::collectives::log;
+use serde::{Deserialize, Serialize};
 
 use super::Start;
 use crate::checkpoint;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::metrics::{self, JsonlLog, Record};
+
+/// How far the run came that is in a folder.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+pub(super) struct Reached {
+    /// The last step in its log.
+    pub step: u64,
+    /// Whether the log has a checkpoint that was whole.
+    pub saved: bool,
+}
 
 /// Where a run is kept.
 #[derive(Clone, Copy)]
@@ -57,17 +67,20 @@ impl<'a> Folder<'a> {
         self.0.join("checkpoints")
     }
 
-    /// How far the run came that is here and has saved nothing; none where there is no run, or a checkpoint.
-    pub fn unsaved(&self) -> Result<Option<u64>, TrainError> {
-        if !self.metrics().is_file() || checkpoint::latest(&self.checkpoints()).is_some() {
+    /// What is here of a run, by its log; none where there is no log.
+    pub fn reached(&self) -> Result<Option<Reached>, TrainError> {
+        if !self.metrics().is_file() {
             return Ok(None);
         }
-        Ok(Some(self.records()?.iter().map(Record::step).max().unwrap_or(0)))
+        let records = self.records()?;
+        let step = records.iter().map(Record::step).max().unwrap_or(0);
+        let saved = records.iter().any(|record| matches!(record, Record::Save(_)));
+        Ok(Some(Reached { step, saved }))
     }
 
     /// The checkpoint that a run continues from, `None` for one that starts anew; or why it cannot
     /// start in this way. Of several disks it is the `part` here of the newest that is whole; `anew` says
-    /// that a run is on some disk which saved nothing.
+    /// that a run is on some disk of which no checkpoint is whole, and begins again.
     pub fn admit(
         &self,
         start: Start,
@@ -100,11 +113,13 @@ impl<'a> Folder<'a> {
         };
         let steps = self.records()?.iter().map(Record::step).max().unwrap_or(0);
         match (start, last) {
+            (Start::Resume, last) if anew => self.check_ours(last.is_some()).map(|()| None),
             (Start::Resume, Some(last)) => Ok(Some(last)),
-            (Start::Resume, None) if anew => self.check_ours(false).map(|()| None),
-            (Start::Resume, None) => {
-                refuse("there is no checkpoint to resume from; start without --resume".to_owned())
-            }
+            (Start::Resume, None) => refuse(
+                "there is no checkpoint to resume from, and other ranks have one; give all ranks one \
+                 folder, or set run.disks = \"local\""
+                    .to_owned(),
+            ),
             (Start::New, Some(_)) => refuse(format!(
                 "a run is already here; continue it with --resume, {OVER}, or choose another \
                  run.dir"
@@ -184,6 +199,9 @@ impl<'a> Folder<'a> {
         }
         if start == Start::Over {
             self.clear()?;
+        }
+        if anew {
+            checkpoint::set_all_aside(&self.checkpoints())?;
         }
         self.clear_transfers()?;
         Ok(Claim { _held: held })

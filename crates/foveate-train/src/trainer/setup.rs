@@ -18,13 +18,13 @@ use foveate_shard::{MeshAxis, Sharding};
 use serde::Serialize;
 
 use model::{Made, fits, model};
-use resume::{moved, resumed, same_run, unsaved};
+use resume::{found, moved, resumed, same_run};
 
 use super::copies::CopyMemory;
 use super::disks::{Disks, Whole};
 use super::folder::{Claim, Folder};
 use super::pending::Pending;
-use super::{Observer, Options, Start, Started, counting};
+use super::{Anew, Observer, Options, Start, Started, counting};
 use crate::chat::{ChatTemplate, DEFAULT_TEMPLATE};
 use crate::checkpoint::{self, CheckpointConfig, Checksums, State};
 use crate::context::{ContextPlanner, Described, RunContext, is_needed};
@@ -102,7 +102,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
         ranks: Ranks<'a>,
         recipe: &'a Recipe,
         file: &Path,
-        options: Options,
+        mut options: Options,
         blocks: B,
         gpu: Option<String>,
         observer: &mut dyn Observer,
@@ -113,19 +113,18 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ("start of the run", options.start as u64),
         ])?;
         let mut disks = Disks::found(ranks, recipe)?;
-        let whole = match options.start {
-            Start::Resume => disks.newest(ranks, &Folder::new(&recipe.run.dir).checkpoints())?,
-            Start::New | Start::Over => None,
+        let (whole, anew) = match options.start {
+            Start::Resume => found(ranks, &mut disks, Folder::new(&recipe.run.dir))?,
+            Start::New | Start::Over => (None, None),
         };
-        let unsaved = match (options.start, &whole) {
-            (Start::Resume, None) => unsaved(ranks, Folder::new(&recipe.run.dir))?,
-            _ => None,
-        };
-        let found = (whole.as_ref(), unsaved);
-        let texts = Texts::read(ranks, recipe, file, &options, found, observer);
+        if anew == Some(Anew::NoRun) {
+            options.start = Start::New;
+        }
+        let again = options.start == Start::Resume && anew.is_some();
+        let texts = Texts::read(ranks, recipe, file, &options, (whole.as_ref(), again), observer);
         let mut texts = ranks.together(texts)?;
         let all_new = ranks.all(&[u8::from(texts.is_new)])?.iter().all(|is_new| *is_new == [1]);
-        if all_new && unsaved.is_none() {
+        if all_new && !again {
             ranks.together(same_run(recipe, &texts.folder.recipe()))?;
         }
         let passed_over = whole.as_ref().and_then(|whole| whole.passed_over.clone());
@@ -153,14 +152,12 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ("transfers of a step", transfers),
         ])?;
         run.agree_on_saves()?;
-        let logs = run
-            .disks
-            .leads()
-            .then(|| run.open(options, last.as_deref(), unsaved.is_some(), &resolved));
+        let leads = run.disks.leads();
+        let logs = leads.then(|| run.open(options, last.as_deref(), again, &resolved));
         run.logs = ranks.together(logs.transpose())?;
         run.started.mixed_devices = mixed;
         run.started.passed_over = passed_over;
-        run.started.unsaved = unsaved;
+        run.started.anew = anew;
         Ok(run)
     }
 
@@ -256,7 +253,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             gpu,
             mixed_devices: None,
             passed_over: None,
-            unsaved: None,
+            anew: None,
             other_device,
             changed,
             mesh: ranks.mesh(),
@@ -360,7 +357,7 @@ impl<'a> Texts<'a> {
         recipe: &'a Recipe,
         file: &Path,
         options: &Options,
-        (whole, unsaved): (Option<&Whole>, Option<u64>),
+        (whole, again): (Option<&Whole>, bool),
         observer: &mut dyn Observer,
     ) -> Result<Self, TrainError> {
         let &Options { start, checksums, renderer, .. } = options;
@@ -369,11 +366,11 @@ impl<'a> Texts<'a> {
         let folder = Folder::new(&recipe.run.dir);
         folder.check_recipe(file, start)?;
         let part = whole.map(|whole| whole.place(&folder.checkpoints()));
-        let last = folder.admit(start, part.as_deref(), unsaved.is_some())?;
+        let last = folder.admit(start, part.as_deref(), again)?;
         // A disk that is new to the run has no recipe of it, whatever part of a checkpoint was brought to it; one
         // where a run died while it began may have none, either.
-        let is_new = (part.is_some() || unsaved.is_some()) && !folder.recipe().exists();
-        if (last.is_some() || unsaved.is_some()) && !is_new {
+        let is_new = (part.is_some() || again) && !folder.recipe().exists();
+        if (last.is_some() || again) && !is_new {
             same_run(recipe, &folder.recipe())?;
         }
         let origin = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));

@@ -98,8 +98,8 @@ struct Log {
     stop_at_counting: bool,
     /// Masks that show tokens what they are to predict.
     telling: Vec<String>,
-    /// How far a run came that is begun again.
-    unsaved: Option<u64>,
+    /// Why a run that was to be resumed begins.
+    anew: Option<Anew>,
     /// Shares of evaluations that were done.
     shares: Vec<f64>,
     /// Ends the run once so many shares were told.
@@ -113,7 +113,7 @@ struct Log {
 impl Observer for Log {
     fn started(&mut self, run: &Started) {
         self.telling.clone_from(&run.telling_masks);
-        self.unsaved = run.unsaved;
+        self.anew.clone_from(&run.anew);
     }
 
     fn step(&mut self, metrics: &StepMetrics) {

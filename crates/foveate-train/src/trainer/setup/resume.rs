@@ -7,20 +7,39 @@ use foveate::tensor::count::Count;
 use foveate_nn::{Blocks, Model, ParameterState, Rule};
 use serde::Serialize;
 
-use super::super::folder::Folder;
+use super::super::Anew;
+use super::super::disks::{Disks, Newest, Whole};
+use super::super::folder::{Folder, Reached};
 use super::Began;
 use crate::checkpoint::{self, Checksums, State};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::ranks::Ranks;
 use crate::recipe::{DataSection, Recipe};
 
-/// How far a run came that died before its first save, which a resume begins again; none where there is a
-/// checkpoint, or no run on any disk. All ranks call it, and find the same.
-pub(super) fn unsaved(ranks: Ranks<'_>, folder: Folder<'_>) -> Result<Option<u64>, TrainError> {
-    let here = ranks.together(folder.unsaved())?;
-    let all = ranks.all(&here.map_or_else(Vec::new, |step| step.to_le_bytes().to_vec()))?;
-    let steps = all.iter().filter_map(|step| step.as_slice().try_into().ok());
-    Ok(steps.map(u64::from_le_bytes).max())
+/// What a run that is to be resumed goes on from: the checkpoint that is whole over several disks, that of the one
+/// disk, or none and why. All ranks call it, and find the same.
+pub(super) fn found(
+    ranks: Ranks<'_>,
+    disks: &mut Disks,
+    folder: Folder<'_>,
+) -> Result<(Option<Whole>, Option<Anew>), TrainError> {
+    let checkpoints = folder.checkpoints();
+    let own = (ranks.together(folder.reached())?, checkpoint::latest(&checkpoints).is_some());
+    let all = ranks.all(&serde_json::to_vec(&own).expect("numbers"))?;
+    let parse = |own: &Vec<u8>| serde_json::from_slice::<(Option<Reached>, bool)>(own).ok();
+    let all: Vec<_> = all.iter().filter_map(parse).collect();
+    if disks.are_several() {
+        let unsaved = all.iter().all(|(reached, _)| reached.is_some_and(|run| !run.saved));
+        match disks.newest(ranks, &checkpoints, unsaved)? {
+            Newest::Whole(whole) => return Ok((Some(whole), None)),
+            Newest::Torn(lacks) => return Ok((None, Some(Anew::Torn { lacks }))),
+            Newest::Nothing => {}
+        }
+    } else if all.iter().any(|(_, saved)| *saved) {
+        return Ok((None, None));
+    }
+    let step = all.iter().filter_map(|(reached, _)| Some((*reached)?.step)).max();
+    Ok((None, Some(step.map_or(Anew::NoRun, |step| Anew::Unsaved { step }))))
 }
 
 /// Notes what steps run on from here on. Of a resumed run, what they ran on before where that was

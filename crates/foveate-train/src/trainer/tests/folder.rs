@@ -226,16 +226,49 @@ fn a_run_that_died_before_its_first_checkpoint_begins_again_by_resume() {
             std::fs::remove_file(place.dir().join("recipe.toml")).unwrap();
         }
         let (_, again) = place.run(&place.recipe(&[]), Start::Resume).unwrap();
-        assert_eq!((again.unsaved, &again.losses), (Some(6), &right.losses));
+        let anew = Some(Anew::Unsaved { step: 6 });
+        assert_eq!((again.anew, &again.losses), (anew, &right.losses));
         dies();
     }
-    // What is no run is not begun.
+    // What is no run's is not replaced.
     std::fs::remove_file(place.dir().join("metrics.jsonl")).unwrap();
     let told = place.refused(&[], Start::Resume);
-    assert!(told.contains("no checkpoint to resume from; start without --resume"), "{told}");
+    assert!(told.contains("recipe.toml: no run is here that it would be"), "{told}");
     place.put("metrics.jsonl", "my words\n");
     let told = place.refused(&[], Start::Resume);
     assert!(told.contains("line 1 is no record of a run"), "{told}");
+}
+
+#[test]
+fn a_resume_where_no_run_is_begins_one() {
+    let right = Place::new();
+    let (_, right) = right.run(&right.recipe(&[]), Start::New).unwrap();
+    for left in ["nothing", "an empty folder", "what a start without a step left"] {
+        let place = Place::new();
+        let anew = match left {
+            "nothing" => Anew::NoRun,
+            "an empty folder" => {
+                std::fs::create_dir(place.dir()).unwrap();
+                Anew::NoRun
+            }
+            _ => {
+                place.put("metrics.jsonl", "");
+                Anew::Unsaved { step: 0 }
+            }
+        };
+        let (_, log) = place.run(&place.recipe(&[]), Start::Resume).unwrap();
+        assert_eq!((log.anew, log.losses), (Some(anew), right.losses.clone()), "{left}");
+        // The same command goes on with it, and with no other recipe's.
+        let told = place.refused(&["data.len=16"], Start::Resume);
+        assert!(told.contains("[data] is not what this run was started with"), "{told}");
+        let (_, log) = place.run(&place.recipe(&["train.steps=7"]), Start::Resume).unwrap();
+        assert_eq!((log.anew, log.losses.len()), (None, 1), "{left}");
+    }
+    // It stands apart from what it reads, as any that is new.
+    let place = Place::new();
+    let here = place.recipe(&[&format!("run.dir={}", place.0.path().display())]);
+    let told = place.run(&here, Start::Resume).unwrap_err().to_string();
+    assert!(told.contains("which the recipe reads; choose a run.dir of the run's own"), "{told}");
 }
 
 #[test]
