@@ -7,6 +7,8 @@
 //! once. Gradients of keys return to the ranks that hold them, which sum them in order of rank in f32
 //! and round once.
 
+mod backward;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,8 +16,8 @@ use std::sync::Arc;
 use foveate::mods::Program;
 use foveate::tensor::ElementType;
 use foveate::{
-    AnyBuffer, Attention, Buffer, BufferData, Coordinates, DType, Data, Device, ForwardRef,
-    GradientsMut, Layout, Plan, Positions, Problem, Tensor, TensorMut, TensorRef,
+    AnyBuffer, Attention, Buffer, BufferData, Coordinates, DType, Data, Device, Layout, Plan,
+    Positions, Problem, Tensor, TensorMut,
 };
 
 use crate::arrays;
@@ -356,115 +358,6 @@ impl RankAttention {
             out: self.sharded("out", rounded(&own_out, plan.shape.dim_v, self.planned.dtype)?)?,
             lse: lse_sharded,
             saved: Saved { q, k, v, out, lse },
-        })
-    }
-
-    /// Computes the gradients. All ranks call it.
-    ///
-    /// # Errors
-    /// Those of [`Self::forward`], and a score without a derivative.
-    pub fn backward(
-        &self,
-        forward: &RankForward,
-        d_out: &Sharded<Tensor>,
-    ) -> Result<RankGradients, ShardError> {
-        let (plan, own) = (self.plan(), self.own());
-        let RankForward { saved, .. } = forward;
-        let local = self.table("d_out", d_out, Rows::queries(&own.own))?;
-        let mut d_out = local.take(Rows::queries(&self.planned.joint_cells));
-        if self.moves_queries() {
-            let stage = &own.stages[0];
-            let send = |part: &Part| local.take(Rows::queries(&part.cells)).bytes().to_vec();
-            for (part, bytes) in self.exchange(&stage.sends, &stage.receives, send)? {
-                d_out.copy_from(&Table::of_bytes(
-                    Rows::queries(&part.cells),
-                    local.width(),
-                    &bytes,
-                )?);
-            }
-        }
-        let d_out = tensor(&d_out, plan.shape.dim_v, self.planned.dtype)?;
-        let (dim, dim_v) = (plan.shape.dim, plan.shape.dim_v);
-        let cells = &self.planned.joint_cells;
-        let mut dq = Table::zeros(Rows::queries(cells), dim);
-        let mut dk = Table::zeros(Rows::keys(cells), dim);
-        let mut dv = Table::zeros(Rows::keys(cells), dim_v);
-        let mut d_sink = vec![0.0f32; cells.heads.len()];
-        let learned = self.planned.joint.learned();
-        let mut captures: BTreeMap<String, Vec<f32>> =
-            learned.iter().map(|b| (b.name().to_owned(), vec![0.0; b.elems()])).collect();
-        if Rows::queries(cells).len() > 0 {
-            let [b, h, s] = saved.out.shape();
-            let out = TensorRef::from_slice(saved.out.elems(), [b, h, s, dim_v]).map_err(of)?;
-            let lse = TensorRef::from_slice(saved.lse.elems(), [b, h, s]).map_err(of)?;
-            let mut to = GradientsMut::none()
-                .dq(TensorMut::from_slice(dq.elems_mut(), q_shape(plan, cells)).map_err(of)?)
-                .dk(TensorMut::from_slice(dk.elems_mut(), k_shape(plan, cells)).map_err(of)?)
-                .dv(TensorMut::from_slice(dv.elems_mut(), v_shape(plan, cells)).map_err(of)?);
-            if self.planned.has_sink {
-                to = to.d_sink(d_sink.as_mut_slice());
-            }
-            for (name, into) in &mut captures {
-                to = to.capture(name, into.as_mut_slice());
-            }
-            let forward = ForwardRef { out, lse };
-            let call =
-                self.planned.joint.backward_call(&saved.q, &saved.k, &saved.v, forward, &d_out);
-            call.write_to(to).map_err(of)?;
-        }
-        let (rows_q, rows_kv) = (Rows::queries(&own.own), Rows::keys(&own.own));
-        let mut own_dq = Table::zeros(rows_q, dim);
-        let mut own_dk = Table::zeros(rows_kv.clone(), dim);
-        let mut own_dv = Table::zeros(rows_kv, dim_v);
-        let send = |part: &Part| {
-            let (q, kv) = (Rows::queries(&part.cells), Rows::keys(&part.cells));
-            let queries =
-                if part.carries.contains(&"dq") { dq.take(q).bytes().to_vec() } else { vec![] };
-            [&queries, dk.take(kv.clone()).bytes(), dv.take(kv).bytes()].concat()
-        };
-        let moves = |r: &usize| !plan.ranks[*r].returns.is_empty();
-        let returned = match self.planned.members.iter().any(moves) {
-            true => self.exchange(&own.returns, &own.returned, send)?,
-            false => Vec::new(),
-        };
-        // In order of rank, the rank's own among them.
-        let mut returned = returned.into_iter().peekable();
-        for &member in &self.planned.members {
-            if member == self.planned.rank {
-                own_dq.add_from(&dq);
-                own_dk.add_from(&dk);
-                own_dv.add_from(&dv);
-            }
-            if let Some((part, bytes)) = returned.next_if(|(part, _)| part.peer == member) {
-                let mut parts = Unpacked { bytes, at: 0 };
-                if part.carries.contains(&"dq") {
-                    own_dq.add_from(&parts.table(Rows::queries(&part.cells), dim)?);
-                }
-                own_dk.add_from(&parts.table(Rows::keys(&part.cells), dim)?);
-                own_dv.add_from(&parts.table(Rows::keys(&part.cells), dim_v)?);
-            }
-        }
-        let mut of_sink = None;
-        if self.planned.has_sink {
-            let mut sums = vec![0.0f32; own.own.heads.len()];
-            let first = cells.heads.start - own.own.heads.start;
-            sums[first..first + d_sink.len()].copy_from_slice(&d_sink);
-            if self.sums {
-                self.same_heads.all_reduce(&mut sums)?;
-            }
-            of_sink = Some(sums);
-        }
-        if self.sums {
-            for sums in captures.values_mut() {
-                self.world.all_reduce(sums)?;
-            }
-        }
-        Ok(RankGradients {
-            dq: self.sharded("dq", rounded(&own_dq, dim, self.planned.dtype)?)?,
-            dk: self.sharded("dk", rounded(&own_dk, dim, self.planned.dtype)?)?,
-            dv: self.sharded("dv", rounded(&own_dv, dim_v, self.planned.dtype)?)?,
-            d_sink: of_sink,
-            captures,
         })
     }
 
