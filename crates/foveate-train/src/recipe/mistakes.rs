@@ -8,6 +8,14 @@ use crate::error::{TrainError, TrainErrorKind};
 /// Sections that a recipe cannot do without.
 const SECTIONS: [&str; 3] = ["run", "model", "data"];
 
+/// Fields by names that others give them, and their own.
+const RENAMED: [(&str, &str); 4] = [
+    ("global_rows", "batch_rows"),
+    ("global_batch_size", "batch_rows"),
+    ("gradient_accumulation_steps", "accumulate"),
+    ("seq_len", "len"),
+];
+
 /// The error of the recipe `text`, with its place in it.
 pub(super) fn located(place: &str, text: &str, e: &toml::de::Error) -> TrainError {
     let start = e.span().map(|span| span.start.min(text.len()));
@@ -92,9 +100,16 @@ fn in_words(message: &str, field: Option<&str>) -> String {
     }
     if let (true, Some((wrong, known))) =
         (message.starts_with("unknown field"), quoted.split_first())
-        && let Some(near) = nearest(wrong, known.iter().copied())
     {
-        return format!("{message}; did you mean `{near}`?");
+        let renamed = RENAMED.iter().find(|(other, own)| other == wrong && known.contains(own));
+        if let Some((_, own)) = renamed {
+            let section = field.and_then(|field| field.rsplit_once('.'));
+            let section = section.map_or(String::new(), |(section, _)| format!("{section}."));
+            return format!("unknown field `{wrong}`: use {section}{own}");
+        }
+        if let Some(near) = nearest(wrong, known.iter().copied()) {
+            return format!("{message}; did you mean `{near}`?");
+        }
     }
     message
 }

@@ -186,6 +186,10 @@ fn every_mistake_is_named_with_its_place() {
     assert!(without.ends_with(": the section [run] is missing"), "{without}");
     let section = told(&TEXT.replace("[train]", "[trian]"), &[]);
     assert!(section.contains("did you mean `train`?"), "{section}");
+    let renamed = told(&TEXT.replace("steps = 10", "global_rows = 8"), &[]);
+    assert_eq!(renamed, "r.toml:19:1: unknown field `global_rows`: use train.batch_rows");
+    let renamed = told(TEXT, &["data.seq_len=8"]);
+    assert_eq!(renamed, "--set data.seq_len=8: unknown field `seq_len`: use data.len");
     let set = told(TEXT, &["train.stesp=3"]);
     assert!(set.starts_with("--set train.stesp=3: unknown field `stesp`"), "{set}");
     assert!(told(TEXT, &["train.steps"]).contains("has no `=`"));
