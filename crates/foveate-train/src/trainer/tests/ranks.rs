@@ -1,6 +1,7 @@
 //! Runs of several ranks, which are threads here: beside one rank, and when one of them goes wrong.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use foveate_nn::{
@@ -313,6 +314,23 @@ fn what_is_wrong_on_one_rank_ends_all_before_anything_is_written() {
     let none: &[&str] = &["data.files=[\"*.none\"]"];
     let [one, other] = refused([none, same], |_| {});
     assert!(one.contains("no file matches") && other == format!("rank 0: {one}"), "{one}; {other}");
+}
+
+#[test]
+fn ranks_of_other_builds_end_all_before_the_first_step() {
+    let (place, started) = (Place::new(), AtomicUsize::new(0));
+    let recipe = place.recipe(&[]);
+    let build = || {
+        let commit = Some(["abc", "abd"][started.fetch_add(1, Ordering::Relaxed)]);
+        Options { commit, ..Start::New.into() }
+    };
+    let runs = on_ranks(2, &place, |_| recipe.clone(), build, |_| Log::default());
+    for run in runs {
+        let told = run.unwrap_err().to_string();
+        let why = "ranks [1] have another version than rank 0; give every rank the same recipe, data and binary";
+        assert!(told.ends_with(why), "{told}");
+    }
+    assert!(!place.0.path().join("run").exists());
 }
 
 #[test]
