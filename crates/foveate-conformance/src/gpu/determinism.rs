@@ -209,7 +209,7 @@ fn repeat(
 }
 
 /// Little-endian numbers as f32.
-fn numbers(bytes: &[u8], dtype: DType) -> Vec<f32> {
+pub(super) fn numbers(bytes: &[u8], dtype: DType) -> Vec<f32> {
     let word = |word: &[u8]| match dtype {
         DType::F32 => f32::from_le_bytes([word[0], word[1], word[2], word[3]]),
         _ => f32::from_bits(u32::from(u16::from_le_bytes([word[0], word[1]])) << 16),

@@ -8,6 +8,7 @@ use foveate_gpu::driver::Allocation;
 use foveate_tensor::{DType, Data};
 
 use crate::gpu::checks::Outcome;
+use crate::gpu::determinism::numbers;
 use crate::gpu::tensors::{Tensors, causal, dims};
 
 /// dq in bf16 beside dk and dv in f32: the bits of a backward that gives all in f32, with dq rounded once.
@@ -38,15 +39,33 @@ pub fn of_two_dtypes(engine: &Arc<Engine>) -> Outcome {
     };
     let [dq, dk, dv] = gradients([DType::F32; 3])?;
     let mixed = gradients([DType::BF16, DType::F32, DType::F32])?;
-    let numbers = dq.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    let Data::BF16(rounded) = Data::from_f64(DType::BF16, numbers.map(f64::from)) else {
-        unreachable!("made as bf16")
-    };
+    let dq = numbers(&dq, DType::F32).into_iter().map(f64::from);
+    let Data::BF16(rounded) = Data::from_f64(DType::BF16, dq) else { unreachable!("made as bf16") };
     let rounded = rounded.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect();
     let wanted = [rounded, dk, dv];
     let wrong = ["dq", "dk", "dv"].iter().zip(wanted.iter().zip(&mixed)).find(|(_, (a, b))| a != b);
     Ok(match wrong {
         None => Ok(()),
-        Some((name, _)) => Err(format!("{name} has other bits than beside a dq in f32")),
+        Some((name, (wanted, found))) => {
+            let dtype = if *name == "dq" { DType::BF16 } else { DType::F32 };
+            let [wanted, found] = [wanted, found].map(|bytes| numbers(bytes, dtype));
+            let differences = differences(&wanted, &found);
+            Err(format!("{name} has other bits than beside a dq in f32: {differences}"))
+        }
     })
+}
+
+/// How many numbers differ, where first, and how far at most, beside the largest.
+fn differences(wanted: &[f32], found: &[f32]) -> String {
+    let apart = |(a, b): (&f32, &f32)| if a == b { 0.0 } else { (a - b).abs() };
+    let apart: Vec<f32> = wanted.iter().zip(found).map(apart).collect();
+    let first = apart.iter().position(|apart| *apart != 0.0);
+    let number = apart.iter().filter(|apart| **apart != 0.0).count();
+    let most = |all: &[f32]| all.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
+    format!(
+        "{number} of {} elements, the first {first:?}, by at most {:e} where the largest is {:e}",
+        wanted.len(),
+        most(&apart),
+        most(wanted)
+    )
 }
