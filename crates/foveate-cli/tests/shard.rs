@@ -559,3 +559,39 @@ fn a_machine_that_is_wrong_is_one_line() {
     assert_eq!(code, Some(2));
     assert!(said.contains("--machine b200") && said.contains("known are h100x8, h200x8"), "{said}");
 }
+
+/// Tokens so few that memory decides whether parts of attention are worth joining.
+#[test]
+fn the_machine_of_a_recipe_chooses_how_keys_meet_queries_and_explain_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.toml");
+    let text = root().join("crates/foveate-shard/machines/h100x8.toml");
+    let text = std::fs::read_to_string(text).unwrap();
+    std::fs::write(&file, text.replace("ranks = 8", "ranks = 1")).unwrap();
+    let of_file = format!("mesh.machine={}", file.display());
+    let recipe = root().join("recipes/tiny.toml");
+    for (set, strategy, links) in [
+        ("run.seed=0", "exchange in 2 stages: ", "h200x8 by default: 8 ranks a host"),
+        (
+            "mesh.machine=h100x8",
+            "exchange before attention: ",
+            "h100x8 by mesh.machine: 8 ranks a host",
+        ),
+        (&of_file, "", "mine.toml by mesh.machine: 1 rank a host"),
+    ] {
+        let mesh = ["--mesh", "context=2", "--set", set];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_foveate"));
+        command.args(["explain", "--recipe"]).arg(&recipe).args(mesh);
+        let done = command.stdin(Stdio::null()).output().unwrap();
+        let out = String::from_utf8(done.stdout).unwrap();
+        let line = |name: &str| out.lines().find(|line| line.starts_with(name)).expect(&out);
+        assert!(line("keys  ").contains(strategy) && line("links  ").contains(links), "{out}");
+        let of_8b = ["--mesh", "context=4", "--rows", "1", "--set", "data.len=2048", "--set", set];
+        let (code, out, said) = check("llama3-8b.toml", &of_8b);
+        assert!(code == Some(0) && out.contains(strategy), "{said}{out}");
+    }
+    let (code, _, said) =
+        check("tiny.toml", &["--mesh", "context=2", "--set", "mesh.machine=b200x8"]);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("mesh.machine: is \"b200x8\": ") && said.contains("known are h100x8"));
+}

@@ -29,6 +29,7 @@ use foveate_shard::{
 
 use crate::pack::{AllRows, Packed};
 use crate::ranks::{ROWS, Ranks};
+use crate::recipe::ChosenLinks;
 use crate::transfers::of_ranks;
 
 /// Whether a rank cannot compute on its rows alone: other ranks of `mesh` have tokens of them, or what
@@ -46,6 +47,8 @@ pub(crate) struct ContextPlanner {
     rank: usize,
     /// Named by the recipe; the planner's choice where it names none.
     strategy: Option<Strategy>,
+    /// What that choice goes by.
+    links: ChosenLinks,
     /// Whether the device computes attention over ranks.
     by_device: bool,
     programs: Vec<AttentionProgram>,
@@ -66,6 +69,7 @@ impl ContextPlanner {
         ranks: Ranks<'_>,
         model: &Model<B>,
         strategy: Option<Strategy>,
+        links: ChosenLinks,
         by_device: bool,
         bytes: Option<u64>,
     ) -> Self {
@@ -83,6 +87,7 @@ impl ContextPlanner {
             map: Map::new(ranks.mesh()),
             rank: ranks.rank(),
             strategy,
+            links,
             by_device,
             programs: model.programs().to_vec(),
             layers: (0..model.programs().len()).map(layers_of).collect(),
@@ -105,7 +110,11 @@ impl ContextPlanner {
             true => [bytes.kept, bytes.passing],
             false => [bytes.held, 0],
         };
-        let (strategy, cuts) = (format!("{strategy}: {reason}"), sharding.clone());
+        let by = match self.strategy {
+            Some(_) => String::new(),
+            None => format!("; on {}", self.links),
+        };
+        let (strategy, cuts) = (format!("{strategy}: {reason}{by}"), sharding.clone());
         Ok(Described { strategy, layer_bytes, passing_bytes, cuts })
     }
 
@@ -188,7 +197,8 @@ impl ContextPlanner {
         let whole = Whole { batch: rows, heads, kv_heads, q_len: len, kv_len: len };
         let context = self.map.mesh().size(MeshAxis::Context);
         let planes = Planes::new(whole, &masks, usual_tile(len, context))?;
-        let options = PlanOptions { strategy: self.strategy, ..Default::default() };
+        let (strategy, links) = (self.strategy, self.links.links);
+        let options = PlanOptions { strategy, links, ..Default::default() };
         let plan = ShardPlan::new(&self.map, &planes, &self.shape, options)?;
         let proven = plan
             .prove(&planes, &self.limits)

@@ -26,7 +26,7 @@ mod check;
 mod mesh;
 mod mistakes;
 
-pub use mesh::{AxisSize, MeshSection, ReduceDtype};
+pub use mesh::{AxisSize, ChosenLinks, MeshSection, ReduceDtype, machine};
 use mistakes::{located, of_override};
 
 /// A training run.

@@ -10,7 +10,7 @@ use foveate_shard::step::{self, Copies, EdgeKind, Moved, Stays, StepPlan};
 use foveate_shard::{
     Mesh, MeshAxis, Part, RankPlan, ShardError, ShardPlan, Sharding, Strategy, arrays,
 };
-use foveate_train::recipe::{AxisSize, MeshSection, Recipe};
+use foveate_train::recipe::{AxisSize, ChosenLinks, MeshSection, Recipe};
 use foveate_train::step_plan;
 use serde_json::json;
 
@@ -18,12 +18,22 @@ use crate::failure::Failure;
 use crate::output::{Output, bytes};
 use crate::shard::plan;
 
+/// How keys and queries of different ranks meet where a row is one document.
+struct Keys {
+    strategy: Strategy,
+    reason: String,
+    /// Those of the machine that the choice goes by.
+    links: ChosenLinks,
+}
+
 /// A recipe over the ranks of a mesh.
 pub struct OverRanks {
     mesh: Mesh,
     /// Of a batch, of the rank that has the most.
     rows: usize,
     memory: MemoryEstimate,
+    /// Where ranks share rows.
+    keys: Option<Keys>,
     edges: Vec<Edge>,
 }
 
@@ -60,7 +70,7 @@ impl OverRanks {
             shard: size(MeshAxis::Shard),
             context: size(MeshAxis::Context),
             tensor: size(MeshAxis::Tensor),
-            ..recipe.mesh
+            ..recipe.mesh.clone()
         };
         let mesh = section.of_ranks(asked.ranks())?;
         // The first rank of `tensor` has the most.
@@ -86,9 +96,15 @@ impl OverRanks {
             cutting: section.cutting(&mesh),
         };
         let mut memory = model.training_memory(rows, len, training)?;
-        let (mut cuts, mut of_keys) = (None, Vec::new());
+        let (mut cuts, mut of_keys, mut keys) = (None, Vec::new(), None);
         if mesh.size(MeshAxis::Context) > 1 {
-            let proven = plan::proven(recipe, model.config(), mesh)?;
+            let links = recipe.mesh.links(None)?;
+            let proven = plan::proven(recipe, model.config(), mesh, links.links)?;
+            keys = Some(Keys {
+                strategy: proven.plan().strategy,
+                reason: proven.plan().reason.clone(),
+                links,
+            });
             let held = proven.proof().bytes.iter().map(|bytes| bytes.held).max().unwrap_or(0);
             let layers = training.recompute.kept_attention(model.config().num_hidden_layers);
             memory.attention += held * layers as u64;
@@ -97,7 +113,7 @@ impl OverRanks {
         }
         let mut edges = edges_of_step(recipe, &model, mesh, cuts)?;
         edges.extend(of_keys);
-        Ok(Self { mesh, rows, memory, edges })
+        Ok(Self { mesh, rows, memory, keys, edges })
     }
 
     pub fn json(&self) -> serde_json::Value {
@@ -111,6 +127,10 @@ impl OverRanks {
             "mesh": self.mesh.to_string(),
             "rows": self.rows,
             "memory_bytes": self.memory.total(),
+            "keys": self.keys.as_ref().map(|keys| json!({
+                "strategy": keys.strategy.to_string(), "why": keys.reason,
+                "machine": keys.links.machine, "machine_by": keys.links.by,
+            })),
             "edges": self.edges.iter().map(edge).collect::<Vec<_>>(),
         })
     }
@@ -133,6 +153,10 @@ impl OverRanks {
             bytes(m.attention as f64),
             bytes(m.process as f64),
         ))?;
+        if let Some(Keys { strategy, reason, links }) = &self.keys {
+            out.line(format!("keys             {strategy}: {reason}"))?;
+            out.line(format!("links            of {links}"))?;
+        }
         out.line(
             "transfers        of a step, in their order, with the bytes that a rank receives, in f32 (GPUs \
              send weights, keys and the stream in the type of the weights):",

@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use foveate_shard::simulate::Machine;
-use foveate_shard::{Limits, Links, Proof, StepProof, arrays, picture};
+use foveate_shard::{Limits, Proof, StepProof, arrays, picture};
 use foveate_train::memory::Setting;
 use serde::Serialize;
 
@@ -62,9 +61,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Err(Failure::usage(message).help("give 1 or more, such as 1.05"));
     }
     let machine = args.machine.as_deref().map(memory::machine).transpose()?;
-    let PlannedRecipe { recipe, config, map, planes, plan, plan_ms } = args
-        .what
-        .plan(&args.limits, machine.as_ref().map_or_else(Links::default, Machine::links))?;
+    let PlannedRecipe { recipe, config, map, planes, plan, plan_ms } =
+        args.what.plan(&args.limits, machine.as_ref())?;
     if let Some(file) = &args.svg {
         write_file(file, &picture::to_svg(&plan, &planes))?;
     }

@@ -1,37 +1,19 @@
 //! What a whole step takes of a rank's GPU, by the dry run of its part.
 
-use std::path::Path;
-
 use foveate_nn::{Account, ModelConfig, Recompute};
 use foveate_shard::simulate::Machine;
 use foveate_shard::{Axis, MeshAxis, ProvenPlan};
 use foveate_train::memory::{Planned, Setting, beside};
-use foveate_train::recipe::Recipe;
-use foveate_train::whole;
+use foveate_train::recipe::{self, Recipe};
 
 use crate::failure::Failure;
-
-/// Machines that come with the program.
-const MACHINES: [(&str, &str); 2] = [
-    ("h100x8", include_str!("../../../foveate-shard/machines/h100x8.toml")),
-    ("h200x8", include_str!("../../../foveate-shard/machines/h200x8.toml")),
-];
 
 /// The machine of a name or a file.
 ///
 /// # Errors
 /// When there is none, or its numbers are wrong.
 pub fn machine(name: &str) -> Result<Machine, Failure> {
-    let text = match MACHINES.iter().find(|(known, _)| *known == name) {
-        Some((_, text)) => (*text).to_owned(),
-        None => whole::read_text(Path::new(name)).map_err(|e| {
-            let known = MACHINES.map(|(known, _)| known).join(", ");
-            Failure::usage(format!("--machine {name}: {e}")).help(format!("known are {known}"))
-        })?,
-    };
-    let wrong = |e: &dyn std::fmt::Display| Failure::usage(format!("--machine {name}: {e}"));
-    let machine: Machine = toml::from_str(&text).map_err(|e| wrong(&e.message()))?;
-    machine.checked().map_err(|e| wrong(&e))
+    recipe::machine(name).map_err(|why| Failure::usage(format!("--machine {name}: {why}")))
 }
 
 /// A step on a rank's part of a model and of its rows, and the memory that it takes.
@@ -121,8 +103,10 @@ fn local_config(config: &ModelConfig, proven: &ProvenPlan) -> ModelConfig {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use foveate_nn::{Dry, Model, Precision, TensorPart, Training};
-    use foveate_shard::Mesh;
+    use foveate_shard::{Links, Mesh};
     use foveate_train::memory::beside;
 
     use super::*;
@@ -167,7 +151,7 @@ mod tests {
                 ["shard=2", "replicate=2,shard=2", "tensor=2", "shard=2,tensor=2", "context=2"]
             {
                 let mesh = Mesh::parse_whole(mesh).unwrap();
-                let proven = plan::proven(&recipe, &config, mesh).unwrap();
+                let proven = plan::proven(&recipe, &config, mesh, Links::default()).unwrap();
                 let step = StepMemory::of(&recipe, &config, &proven, &machine).unwrap();
                 let kept = step.setting.recompute.kept_attention(config.num_hidden_layers) as u64;
                 let keys = &proven.proof().bytes[0];

@@ -6,6 +6,7 @@ use std::time::Instant;
 use foveate::tensor::ElementType;
 use foveate::{AnyBuffer, BufferData, MaskMod};
 use foveate_nn::{AttentionProgram, Dry, Model, ModelConfig, TensorPart};
+use foveate_shard::simulate::Machine;
 use foveate_shard::step::{StepPlan, StepShape};
 use foveate_shard::{
     LayerMask, Lengths, Limits, Links, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
@@ -67,11 +68,15 @@ pub struct PlannedRecipe {
 }
 
 impl PlanArgs {
-    /// Plans for ranks with these links.
+    /// Plans for ranks of this machine, or of that of the recipe.
     ///
     /// # Errors
     /// What is wrong with recipe, mesh or documents, in one line.
-    pub fn plan(&self, limits: &limits::Limits, links: Links) -> Result<PlannedRecipe, Failure> {
+    pub fn plan(
+        &self,
+        limits: &limits::Limits,
+        machine: Option<&Machine>,
+    ) -> Result<PlannedRecipe, Failure> {
         let recipe =
             Recipe::load(&self.recipe, &self.set).map_err(|e| Failure::usage(e.to_string()))?;
         let mesh = match self.ranks {
@@ -106,6 +111,10 @@ impl PlanArgs {
         let masks = masks(&self.doc_lens, &recipe, &config, [batch, len])?;
         let began = Instant::now();
         let strategy = self.strategy.or(recipe.mesh.strategy);
+        let links = match machine {
+            Some(machine) => machine.links(),
+            None => recipe.mesh.links(None).map_err(|e| Failure::usage(e.to_string()))?.links,
+        };
         let options = PlanOptions { strategy, chunk: self.chunk, links };
         let (planes, plan) =
             planned(&config, &map, [batch, len], &masks, ElementType::BF16, options)?;
@@ -151,10 +160,15 @@ fn planned(
 ///
 /// # Errors
 /// When it cannot be planned.
-pub fn proven(recipe: &Recipe, config: &ModelConfig, mesh: Mesh) -> Result<ProvenPlan, Failure> {
+pub fn proven(
+    recipe: &Recipe,
+    config: &ModelConfig,
+    mesh: Mesh,
+    links: Links,
+) -> Result<ProvenPlan, Failure> {
     let shape = [recipe.train.batch_rows, recipe.data.len];
     let masks = masks(&[], recipe, config, shape)?;
-    let options = PlanOptions { strategy: recipe.mesh.strategy, ..Default::default() };
+    let options = PlanOptions { strategy: recipe.mesh.strategy, links, ..Default::default() };
     let (planes, plan) =
         planned(config, &Map::new(mesh), shape, &masks, ElementType::F32, options)?;
     plan.prove(&planes, &Limits::default()).map_err(|e| Failure::new(e.to_string()))

@@ -83,7 +83,7 @@ struct RankReport {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let machine = memory::machine(&args.machine)?;
     let PlannedRecipe { recipe, config, planes, plan, .. } =
-        args.what.plan(&args.limits, machine.links())?;
+        args.what.plan(&args.limits, Some(&machine))?;
     let tiles: Vec<Vec<u64>> = {
         let reps = plan.sharding.map().mesh().group(0, &[MeshAxis::Context]);
         reps.into_iter().map(|rank| plan.live_tiles(&planes, rank)).collect()

@@ -10,6 +10,12 @@ use crate::plan::Links;
 /// The block that joins parts of attention, among the rates of memory.
 pub const JOIN: &str = "join";
 
+/// Machines that come with the crate, by name: the GPU, and how many of them a host has.
+const KNOWN: [(&str, &str); 2] = [
+    ("h100x8", include_str!("../../machines/h100x8.toml")),
+    ("h200x8", include_str!("../../machines/h200x8.toml")),
+];
+
 /// GPUs, the hosts that they are in, and the network between these.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -91,6 +97,35 @@ pub enum Span {
 }
 
 impl Machine {
+    /// The name of the machine that stands for one of which nothing is known.
+    pub const USUAL: &str = "h200x8";
+
+    /// The machines that come with the crate.
+    pub fn names() -> [&'static str; 2] {
+        KNOWN.map(|(name, _)| name)
+    }
+
+    /// The text of the machine that comes with the crate under `name`.
+    pub fn text_of(name: &str) -> Option<&'static str> {
+        KNOWN.iter().find(|(known, _)| *known == name).map(|(_, text)| *text)
+    }
+
+    /// The machine that comes with the crate and has GPUs which a driver calls `gpu`, such as `NVIDIA H200`.
+    pub fn name_of_gpu(gpu: &str) -> Option<&'static str> {
+        let gpu = gpu.to_lowercase();
+        let is = |name: &&str| name.split_once('x').is_some_and(|(model, _)| gpu.contains(model));
+        Self::names().into_iter().find(is)
+    }
+
+    /// A machine as TOML, checked.
+    ///
+    /// # Errors
+    /// What is not as [`Machine`] has it, and those of [`Self::checked`].
+    pub fn from_toml(text: &str) -> Result<Self, ShardError> {
+        let machine: Self = toml::from_str(text).map_err(|e| ShardError::new(e.message()))?;
+        machine.checked()
+    }
+
     /// Checks the numbers.
     ///
     /// # Errors
@@ -241,6 +276,21 @@ fn between(xs: &[f64], ys: &[f64], x: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_usual_machine_has_the_links_that_plans_go_by_and_gpus_name_theirs() {
+        let of = |name: &str| Machine::from_toml(Machine::text_of(name).unwrap()).unwrap();
+        let usual = Links { memory: Links::default().memory, ..of(Machine::USUAL).links() };
+        assert_eq!(usual, Links::default());
+        assert_eq!(Machine::names().map(|name| of(name).host.ranks), [8, 8]);
+        for (gpu, name) in [
+            ("NVIDIA H100 80GB HBM3", Some("h100x8")),
+            ("NVIDIA H200", Some("h200x8")),
+            ("NVIDIA GeForce RTX 4090", None),
+        ] {
+            assert_eq!(Machine::name_of_gpu(gpu), name);
+        }
+    }
 
     #[test]
     fn tables_are_read_between_their_entries_and_kept_outside() {

@@ -14,7 +14,7 @@ use foveate_shard::collectives::{OneRank, run_threads};
 
 use super::*;
 use crate::error::TrainError;
-use crate::recipe::{AxisSize, MeshSection};
+use crate::recipe::{AxisSize, ChosenLinks, MeshSection};
 use crate::trainer::batch;
 use crate::transfers::GroupPeers;
 
@@ -127,14 +127,19 @@ fn planner<'a>(
     let section =
         MeshSection { replicate, shard, context, tensor, strategy, ..MeshSection::default() };
     let ranks = Ranks::in_mesh(world, &section).map_err(refused)?;
-    let planner = ContextPlanner::new(ranks, model, strategy, false, None);
+    let planner = ContextPlanner::new(ranks, model, strategy, usual(), false, None);
     Ok((ranks, RunContext::new(planner)))
+}
+
+/// The links of the usual machine.
+fn usual() -> ChosenLinks {
+    MeshSection::default().links(None).unwrap()
 }
 
 /// What plans for `rank` of `mesh`, of a model whose layers have `mask`.
 pub(crate) fn planner_of(mesh: Mesh, rank: usize, mask: &str) -> ContextPlanner {
     let model = Model::new(config([4, 2]), &program(mask, None).into(), 3).unwrap();
-    let planner = ContextPlanner::new(Ranks::one(), &model, None, true, None);
+    let planner = ContextPlanner::new(Ranks::one(), &model, None, usual(), true, None);
     ContextPlanner { map: Map::new(mesh), rank, ..planner }
 }
 
@@ -383,7 +388,8 @@ fn a_device_is_told_what_the_plan_says() {
         let text = format!("replicate={replicate},shard={shard},context={context},tensor={tensor}");
         let mesh = Mesh::parse(&text, sizes.iter().product()).unwrap();
         let rows = rows(4, 37, 5);
-        let planner = ContextPlanner::new(Ranks::one(), &model, Some(strategy), true, None);
+        let planner =
+            ContextPlanner::new(Ranks::one(), &model, Some(strategy), usual(), true, None);
         let planned: Vec<PlannedBatch> = (0..mesh.ranks())
             .map(|rank| {
                 let planner = ContextPlanner { map: Map::new(mesh), rank, ..planner.clone() };

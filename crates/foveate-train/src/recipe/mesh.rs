@@ -3,17 +3,57 @@
 use std::fmt;
 use std::num::NonZeroU16;
 use std::ops::RangeInclusive;
+use std::path::Path;
 
+use foveate::tensor::count::Count;
 use foveate_nn::{Carrier, Cutting, Reshard};
-use foveate_shard::{Axis, Map, Mesh, MeshAxis, Strategy};
+use foveate_shard::simulate::Machine;
+use foveate_shard::{Axis, Links, Map, Mesh, MeshAxis, Strategy};
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::error::TrainError;
+use crate::whole;
+
+/// Whose links ranks go by where the strategies of attention are compared: see [`MeshSection::links`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChosenLinks {
+    /// The machine's name or file.
+    pub machine: String,
+    /// What chose it.
+    pub by: &'static str,
+    /// What it has.
+    pub links: Links,
+}
+
+impl fmt::Display for ChosenLinks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { machine, by, links: Links { host_ranks, host, network, .. } } = self;
+        let ranks = Count(*host_ranks, "rank");
+        let [host, network] = [host, network].map(|mbps| *mbps as f64 / 1e3);
+        write!(
+            f,
+            "{machine} by {by}: {ranks} a host, {host} GB/s within and {network} GB/s between hosts"
+        )
+    }
+}
+
+/// The machine that comes with the program under `name`, or that the TOML file at this path says.
+///
+/// # Errors
+/// What is wrong with the file, in words.
+pub fn machine(name: &str) -> Result<Machine, String> {
+    let text = match Machine::text_of(name) {
+        Some(text) => text.to_owned(),
+        None => whole::read_text(Path::new(name))
+            .map_err(|e| format!("{e}; known are {}", Machine::names().join(", ")))?,
+    };
+    Machine::from_toml(&text).map_err(|e| e.to_string())
+}
 
 /// The mesh section. Ranks stand as `replicate × shard × context × tensor`, rank 0 first and the last
 /// axis the fastest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MeshSection {
     /// Ranks that cut the rows of a batch and copy parameters.
@@ -33,6 +73,10 @@ pub struct MeshSection {
     /// bytes when not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub strategy: Option<Strategy>,
+    /// Whose links the strategies are compared by: a machine that comes with the program, or a TOML file like
+    /// theirs; that of the first rank's GPU when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
     /// How long a group of parameters that was gathered from other ranks stays: `always` cut again behind
     /// the layer, `after_backward`, or `never` before the update.
     pub reshard: Reshard,
@@ -92,6 +136,21 @@ impl MeshSection {
     pub(crate) fn blocks(&self) -> Option<NonZeroU16> {
         let blocks = self.nccl_blocks.and_then(|blocks| u16::try_from(blocks).ok());
         blocks.and_then(NonZeroU16::new)
+    }
+
+    /// The links of the machine that the section names, of that whose GPUs are called `gpu`, or of the usual one.
+    ///
+    /// # Errors
+    /// What is wrong with the file of a machine.
+    pub fn links(&self, gpu: Option<&str>) -> Result<ChosenLinks, TrainError> {
+        let (name, by) = match (&self.machine, gpu.and_then(Machine::name_of_gpu)) {
+            (Some(name), _) => (name.as_str(), "mesh.machine"),
+            (None, Some(name)) => (name, "the GPU"),
+            (None, None) => (Machine::USUAL, "default"),
+        };
+        let wrong = |why| TrainError::recipe("mesh.machine", format!("is {name:?}: {why}"));
+        let links = machine(name).map_err(wrong)?.links();
+        Ok(ChosenLinks { machine: name.to_owned(), by, links })
     }
 
     /// How parameters are cut over the ranks of `mesh`.

@@ -1,5 +1,7 @@
 //! Recipes that are read, refused and written.
 
+use foveate_shard::simulate::Machine;
+
 use super::*;
 
 const TEXT: &str = r#"
@@ -400,4 +402,39 @@ fn every_recipe_of_the_repository_reads_and_every_field_is_documented() {
         }
     }
     assert!(read >= 5);
+}
+
+#[test]
+fn links_are_those_of_the_machine_that_is_named_or_has_the_gpu() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("four.toml");
+    let text = Machine::text_of("h100x8").unwrap().replace("ranks = 8", "ranks = 4");
+    std::fs::write(&file, text).unwrap();
+    let file = file.to_str().unwrap().to_owned();
+    let section = |machine: Option<&str>| MeshSection {
+        machine: machine.map(str::to_owned),
+        ..MeshSection::default()
+    };
+    for (named, gpu, machine, by, ranks) in [
+        (None, None, "h200x8", "default", 8),
+        (None, Some("NVIDIA L4"), "h200x8", "default", 8),
+        (None, Some("NVIDIA H100 80GB HBM3"), "h100x8", "the GPU", 8),
+        (Some("h200x8"), Some("NVIDIA H100 80GB HBM3"), "h200x8", "mesh.machine", 8),
+        (Some(file.as_str()), Some("NVIDIA H200"), file.as_str(), "mesh.machine", 4),
+    ] {
+        let chosen = section(named).links(gpu).unwrap();
+        let is = (chosen.machine.as_str(), chosen.by, chosen.links.host_ranks);
+        assert_eq!(is, (machine, by, ranks));
+    }
+    let shown = section(None).links(None).unwrap().to_string();
+    assert_eq!(
+        shown,
+        "h200x8 by default: 8 ranks a host, 360 GB/s within and 40 GB/s between hosts"
+    );
+    let told = section(Some("b200x8")).links(None).unwrap_err().to_string();
+    assert!(told.starts_with("mesh.machine: is \"b200x8\": "), "{told}");
+    assert!(told.ends_with("; known are h100x8, h200x8"), "{told}");
+    std::fs::write(&file, "name = 3\n").unwrap();
+    let told = section(Some(&file)).links(None).unwrap_err().to_string();
+    assert!(told.contains("four.toml\": ") && !told.contains('\n'), "{told}");
 }

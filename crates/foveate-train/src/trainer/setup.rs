@@ -481,7 +481,10 @@ pub(super) fn context<B: Blocks>(
         return Err(TrainError::recipe("mesh.transfers", message));
     }
     let free = model.free_bytes()?.or_else(|| machine::free().map(|free| free.bytes));
-    let planner = ContextPlanner::new(ranks, model, recipe.mesh.strategy, by_device, free);
+    // All reckon with one machine.
+    let first = ranks.bytes_of_first(gpu.unwrap_or_default().as_bytes().to_vec())?;
+    let links = ranks.together(recipe.mesh.links(std::str::from_utf8(&first).ok()))?;
+    let planner = ContextPlanner::new(ranks, model, recipe.mesh.strategy, links, by_device, free);
     Ok(Some(RunContext::new(planner)))
 }
 
