@@ -161,8 +161,8 @@ def fastest(sizes, document, window, cap, device):
 
 def main():
     args = measured_arguments()
-    sizes, device = MODELS[args.model], args.device
-    hidden, _, _, _, _, dim, vocab, _ = sizes
+    hidden, wide, layers, heads, kv_heads, dim, vocab, tied = MODELS[args.model]
+    sizes, device = (hidden, wide, args.layers or layers, heads, kv_heads, dim, vocab, tied), args.device
     rows, length = args.rows, args.len
     is_start = torch.zeros(rows, length, dtype=torch.long)
     for row, of_row in enumerate(args.starts):

@@ -170,15 +170,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="most for a measurement")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, of torchtitan; %(default)s")
     parser.add_argument("--mesh", choices=MESHES, default="shard", help="what ranks share; %(default)s")
-    parser.add_argument("--layers", type=int, help="take so many layers of a model, torchtitan's")
+    parser.add_argument("--layers", type=int, help="take so many layers of a model, torchtitan's and the loop's")
     parser.add_argument("--torchtitan", metavar="WHEEL|FOLDER")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--foveate", type=lambda text: Path(text).absolute(), default=FOVEATE, help="%(default)s")
     args = parser.parse_args()
     if args.ranks > 1 and args.peers != "torchtitan":
         sys.exit("train_gpu_peers: several ranks are torchtitan's: give --peers torchtitan")
-    if args.layers is not None and args.peers != "torchtitan":
-        sys.exit("train_gpu_peers: fewer layers are torchtitan's: give --peers torchtitan")
+    if args.layers is not None and "transformers" in args.peers.split(","):
+        sys.exit("train_gpu_peers: fewer layers are torchtitan's and the loop's: give --peers loop,torchtitan")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         site = None
