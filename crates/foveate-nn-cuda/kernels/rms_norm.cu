@@ -111,8 +111,5 @@ fv_rms_norm_backward(const __grid_constant__ RmsNormBackwardParams p) {
         if (p.again.data != 0) give_again(p, row, inverse, int(threadIdx.x), THREADS);
     }
     float* const partial = reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width;
-    for_each_held(p.width, [&](int h, int column) {
-        #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) partial[column + i] = d_w[h][i];
-    });
+    for_each_held(p.width, [&](int h, int column) { store_f32(partial + column, d_w[h]); });
 }

@@ -5,7 +5,7 @@ use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
-use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
+use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector, whole_f32};
 use crate::params::{RmsNormBackwardParams, RmsNormParams, Rows};
 use crate::vectors::sum_parts;
 
@@ -203,7 +203,8 @@ impl Block for RmsNormBackward {
             accesses.write("d_weight", d_weight)?;
         }
         accesses.write("partial", &self.partial)?;
-        let vector = vector(dtype, &[x, d_out, d_x, again, one_row(&self.weight)], &[width]);
+        let rows = [x, d_out, d_x, again, one_row(&self.weight)];
+        let vector = if whole_f32(partial) { vector(dtype, &rows, &[width]) } else { 1 };
         let (source, entry) = match source_of_rows(dtype, width, vector) {
             Some(source) => (source, "fv_rms_norm_backward_rows"),
             None => (source(dtype, width, vector)?, "fv_rms_norm_backward"),
