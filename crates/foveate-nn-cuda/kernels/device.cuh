@@ -63,6 +63,14 @@ __device__ void store_streaming(T* to, const T& x) {
     else if constexpr (sizeof(T) == 4) __stcs(reinterpret_cast<u32*>(to), reinterpret_cast<const u32&>(x));
     else __stcs(reinterpret_cast<u16*>(to), reinterpret_cast<const u16&>(x));
 }
+// A vector at once: where its elements are computed one by one, the compiler may store them so.
+template <typename T>
+__device__ void store_whole(T* to, const T& x) {
+    if constexpr (sizeof(T) == 16) {
+        const uint4& words = reinterpret_cast<const uint4&>(x);
+        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+    } else *to = x;
+}
 // Of the device's clock, since a moment that is always the same.
 __device__ i64 nanoseconds() {
     i64 now;

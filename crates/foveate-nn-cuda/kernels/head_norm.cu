@@ -1,17 +1,20 @@
 // RMSNorm of each query and key head of a packed projection by itself, as rms_norm.cu has it for rows: LANES lanes of
-// a warp a head, so that a warp has GROUPS heads at once. Query heads have one weight and key heads another; value heads stay as they are. Heads are turned by their
-// positions in the same pass, as rope.cu has it: a lane computes the other elements of its pairs, too, which another
-// lane has, so that nothing is rounded in between.
+// a warp a head, so that a warp has GROUPS heads at once. Query heads have one weight and key heads another; value
+// heads stay as they are. Heads are turned by their positions in the same pass, as rope.cu has it: a lane computes the
+// other elements of its pairs, too, which another lane has, so that nothing is rounded in between.
 //
-// The gradient of the weights is summed in two stages of fixed order: a warp over the tokens that are its own,
-// fv_sum_parts (sum_parts.cu) over the warps.
+// All that heads need is asked for before a sum over lanes waits for the first of it; angles of a token serve all its
+// heads. The gradient of the weights is summed in stages of fixed order: a warp over the tokens that are its own, the
+// CTA over its warps, fv_sum_parts (sum_parts.cu) over the CTAs.
 //   FV_LANES     lanes that a head takes, a power of two
 //   FV_HELD      vectors of a head that a lane holds
+//   FV_AHEAD     heads that lanes ask for before they compute with the first
 //   FV_TURN      0 heads stay, 1 pairs are halves, 2 neighbours
 
 constexpr int HELD = FV_HELD, LANES = FV_LANES, GROUPS = 32 / LANES;
-// Heads that lanes of the backward ask for before they compute with the first.
-constexpr int AHEAD = HELD == 1 ? 2 : 1;
+constexpr int AHEAD = FV_AHEAD, AHEAD_BACKWARD = HELD == 1 ? 3 : 1;
+
+typedef Vector<Elem, VECTOR> Elems;
 
 struct HeadNormParams {
     Rows qkv, out;                  // [tokens, (heads_q + 2 heads_kv) dim]
@@ -25,9 +28,9 @@ struct HeadNormParams {
 struct HeadNormBackwardParams {
     Rows qkv, d_qkv;                // d_qkv: in place
     u64 weight, inverse;
-    u64 partial;                    // f32 [parts, 2 dim]; a part a warp
+    u64 partial;                    // f32 [parts, 2 dim]; a part a CTA
     u64 positions, table;
-    int tokens, heads_q, heads_kv, dim, rotated, parts;
+    int tokens, heads_q, heads_kv, dim, rotated;
     float offset;
 };
 
@@ -48,143 +51,206 @@ __device__ void for_each_held(int dim, F each) {
     }
 }
 
-// By what a token's heads turn.
-struct Turn {
-    const float* angles;            // `half` cosines, then as many sines
-    int half;
-    float sign;                     // -1: back
+__device__ int position_of(u64 positions, i64 token) { return FV_TURN ? reinterpret_cast<const int*>(positions)[token] : 0; }
 
-    __device__ Turn(u64 positions, u64 table, int rotated, i64 token, float sign) : angles(nullptr), half(rotated / 2), sign(sign) {
-        if (FV_TURN) angles = reinterpret_cast<const float*>(table) + i64(reinterpret_cast<const int*>(positions)[token]) * rotated;
+// By what this lane's vectors of a head at a position turn, forward or, with a sign of -1, back. Nothing waits for angles
+// before they are used.
+struct Turn {
+    float cosines[HELD][VECTOR], sines[HELD][VECTOR], sign;
+    int half;
+
+    __device__ Turn(u64 table, int rotated, int dim, int position, float sign) : sign(sign), half(rotated / 2) {
+        if constexpr (FV_TURN == 0) return;
+        // `half` cosines, then as many sines.
+        const float* const angles = reinterpret_cast<const float*>(table) + i64(position) * rotated;
+        for_each_held(dim, [&](int h, int column) {
+            if (!turns(column)) return;
+            if constexpr (FV_TURN == 1) {
+                const int pair = column < half ? column : column - half;
+                load_f32(cosines[h], angles + pair);
+                load_f32(sines[h], angles + half + pair);
+            } else {
+                #pragma unroll
+                for (int i = 0; i < VECTOR; ++i) {
+                    cosines[h][i] = angles[(column + i) / 2];
+                    sines[h][i] = angles[half + (column + i) / 2];
+                }
+            }
+        });
     }
 
     __device__ bool turns(int column) const { return FV_TURN && column < 2 * half; }
 
-    // Turns the vector `x` of a head from `column` on; `load_at(other, column)` gives the one from another column on.
-    template <typename F>
-    __device__ void turn(float (&x)[VECTOR], int column, F load_at) const {
-        float other[VECTOR], cosines[VECTOR], sines[VECTOR];
-        if constexpr (FV_TURN == 1) {
-            const bool second = column >= half;
-            const int pair = second ? column - half : column;
-            load_at(other, second ? pair : column + half);
-            load_f32(cosines, angles + pair);
-            load_f32(sines, angles + half + pair);
-            #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) sines[i] = second ? sines[i] : -sines[i];
-        } else {
-            if constexpr (VECTOR == 1) load_at(other, column ^ 1);
-            #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) {
-                const int at = column + i;
-                if constexpr (VECTOR > 1) other[i] = x[i ^ 1];
-                cosines[i] = angles[at / 2];
-                sines[i] = at % 2 ? angles[half + at / 2] : -angles[half + at / 2];
-            }
-        }
+    // Whether the other elements of pairs lie in another vector, which begins at `other_column`.
+    static constexpr bool APART = FV_TURN == 1 || FV_TURN == 2 && VECTOR == 1;
+    __device__ int other_column(int column) const {
+        if constexpr (FV_TURN == 2) return column ^ 1;
+        else return column < half ? column + half : column - half;
+    }
+
+    // Turns vector h from `column` on, whose pairs have `other`.
+    __device__ void turn(float (&x)[VECTOR], int h, int column, const float (&other)[VECTOR]) const {
         #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) x[i] = x[i] * cosines[i] + sign * sines[i] * other[i];
+        for (int i = 0; i < VECTOR; ++i) {
+            const bool second = FV_TURN == 1 ? column >= half : (column + i) % 2;
+            x[i] = x[i] * cosines[h][i] + (second ? sign : -sign) * sines[h][i] * other[i];
+        }
+    }
+    // The same by neighbours in it.
+    __device__ void turn(float (&x)[VECTOR], int h, int column) const {
+        float other[VECTOR];
+        #pragma unroll
+        for (int i = 0; i < VECTOR; ++i) other[i] = x[VECTOR > 1 ? i ^ 1 : i];
+        turn(x, h, column, other);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-fv_head_norm(const __grid_constant__ HeadNormParams p) {
-    const int head = blockIdx.y * (THREADS / LANES) + threadIdx.x / LANES, normalised = p.heads_q + p.heads_kv;
-    const bool in = head < normalised + p.heads_kv, is_value = head >= normalised;
-    const Elem* const from = p.qkv.row(blockIdx.x) + head * p.dim;
-    float x[HELD][VECTOR], squares = 0.f;
-    if (in) for_each_held(p.dim, [&](int h, int column) {
-        load(x[h], from + column);
-        #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) squares = fmaf(x[h][i], x[h][i], squares);
-    });
-    const float inverse = 1.f / sqrtf(head_sum(squares) / float(p.dim) + p.eps);
-    if (!in) return;
-    if (!is_value && threadIdx.x % LANES == 0) reinterpret_cast<float*>(p.inverse)[i64(blockIdx.x) * normalised + head] = inverse;
-    const Elem* const weight = reinterpret_cast<const Elem*>(p.weight) + (head < p.heads_q ? 0 : p.dim);
-    const Turn turn(p.positions, p.table, p.rotated, blockIdx.x, 1.f);
-    const auto normalise = [&](float (&of)[VECTOR], int column) {
-        float w[VECTOR];
-        load(w, weight + column);
-        #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) of[i] = of[i] * inverse * (p.offset + w[i]);
-    };
-    for_each_held(p.dim, [&](int h, int column) {
-        if (!is_value) {
-            normalise(x[h], column);
-            if (turn.turns(column)) turn.turn(x[h], column, [&](float (&other)[VECTOR], int at) {
-                load(other, from + at);
-                normalise(other, at);
-            });
-        }
-        store(p.out.row(blockIdx.x) + head * p.dim + column, x[h]);
-    });
+__device__ void widened(float (&x)[VECTOR], const Elems& from) {
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) x[i] = widen<FV_DTYPE>(from.of[i]);
 }
 
-// One CTA an SM is enough to ask for: asked for none, the compiler for sm_120 saves registers by spilling.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS)
+fv_head_norm(const __grid_constant__ HeadNormParams p) {
+    constexpr int OF_CTA = THREADS / LANES;
+    const int first = blockIdx.y * (AHEAD * OF_CTA) + threadIdx.x / LANES, normalised = p.heads_q + p.heads_kv;
+    const Elem* const weights = reinterpret_cast<const Elem*>(p.weight);
+    Elems x[AHEAD][HELD];
+    const int position = position_of(p.positions, blockIdx.x);
+    #pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+        const int head = first + a * OF_CTA;
+        if (head < normalised + p.heads_kv) for_each_held(p.dim, [&](int h, int column) {
+            x[a][h] = fetch(p.qkv.row(blockIdx.x) + head * p.dim + column);
+        });
+    }
+    const Turn turn(p.table, p.rotated, p.dim, position, 1.f);
+    #pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+        const int head = first + a * OF_CTA;
+        const bool in = head < normalised + p.heads_kv;
+        float squares = 0.f, y[VECTOR];
+        if (in) for_each_held(p.dim, [&](int h, int) {
+            widened(y, x[a][h]);
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) squares = fmaf(y[i], y[i], squares);
+        });
+        const float inverse = 1.f / sqrtf(head_sum(squares) / float(p.dim) + p.eps);
+        if (!in) continue;
+        const bool is_value = head >= normalised;
+        if (!is_value && threadIdx.x % LANES == 0) reinterpret_cast<float*>(p.inverse)[i64(blockIdx.x) * normalised + head] = inverse;
+        const auto normalise = [&](float (&of)[VECTOR], const Elems& held, int column) {
+            float w[VECTOR];
+            load(w, weights + (head < p.heads_q ? 0 : p.dim) + column);
+            widened(of, held);
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) of[i] = of[i] * inverse * (p.offset + w[i]);
+        };
+        for_each_held(p.dim, [&](int h, int column) {
+            Elems* const to = reinterpret_cast<Elems*>(p.out.row(blockIdx.x) + head * p.dim + column);
+            if (is_value) {
+                store_whole(to, x[a][h]);
+                return;
+            }
+            normalise(y, x[a][h], column);
+            if (turn.turns(column)) {
+                if constexpr (Turn::APART) {
+                    // From the caches: registers that hold it until here are worth more as other CTAs.
+                    float pairs[VECTOR];
+                    const int at = turn.other_column(column);
+                    normalise(pairs, fetch(p.qkv.row(blockIdx.x) + head * p.dim + at), at);
+                    turn.turn(y, h, column, pairs);
+                } else turn.turn(y, h, column);
+            }
+            store_whole(to, narrowed(y));
+        });
+    }
+}
+
+// Four CTAs an SM are its share of 512. Of heads that lanes hold several vectors of, one: asked for more, the compiler spills.
+extern "C" __global__ void __launch_bounds__(THREADS, HELD == 1 ? 4 : 1)
 fv_head_norm_backward(const __grid_constant__ HeadNormBackwardParams p) {
-    const int part = blockIdx.x * WARPS + threadIdx.x / 32, normalised = p.heads_q + p.heads_kv;
+    const int warp = threadIdx.x / 32, group = int(threadIdx.x % 32) / LANES, normalised = p.heads_q + p.heads_kv;
     const Elem* const weight = reinterpret_cast<const Elem*>(p.weight);
-    float* const partial = reinterpret_cast<float*>(p.partial) + i64(part) * 2 * p.dim;
+    const float share = 1.f / float(p.dim);
+    float* const sums = scratch<float>();
     #pragma unroll 1
     for (int keys = 0; keys < 2; ++keys) {
         const int end = keys ? normalised : p.heads_q;
         float d_w[HELD][VECTOR] = {}, w[HELD][VECTOR];
         for_each_held(p.dim, [&](int h, int column) { load(w[h], weight + keys * p.dim + column); });
+        const int stride = gridDim.x * WARPS;
+        int token = blockIdx.x * WARPS + warp, next = token < p.tokens ? position_of(p.positions, token) : 0;
         #pragma unroll 1
-        for (int token = part; token < p.tokens; token += p.parts) {
-            const Turn turn(p.positions, p.table, p.rotated, token, -1.f);
+        for (; token < p.tokens; token += stride) {
+            const Turn turn(p.table, p.rotated, p.dim, next, -1.f);
+            if (token + stride < p.tokens) next = position_of(p.positions, token + stride);
             #pragma unroll 1
-            for (int start = keys ? p.heads_q : 0; start < end; start += AHEAD * GROUPS) {
-                float x[AHEAD][HELD][VECTOR] = {}, g[AHEAD][HELD][VECTOR] = {}, inverse[AHEAD];
-                const auto head_of = [&](int a) { return start + a * GROUPS + int(threadIdx.x % 32) / LANES; };
+            for (int start = keys ? p.heads_q : 0; start < end; start += AHEAD_BACKWARD * GROUPS) {
+                Elems x[AHEAD_BACKWARD][HELD], g[AHEAD_BACKWARD][HELD], other[AHEAD_BACKWARD][HELD];
+                float inverse[AHEAD_BACKWARD];
                 #pragma unroll
-                for (int a = 0; a < AHEAD; ++a) {
-                    const int head = head_of(a);
+                for (int a = 0; a < AHEAD_BACKWARD; ++a) {
+                    const int head = start + a * GROUPS + group;
                     inverse[a] = 0.f;
                     if (head >= end) continue;
                     inverse[a] = reinterpret_cast<const float*>(p.inverse)[i64(token) * normalised + head];
+                    const Elem* const at_g = p.d_qkv.row(token) + head * p.dim;
                     for_each_held(p.dim, [&](int h, int column) {
-                        load(x[a][h], p.qkv.row(token) + head * p.dim + column);
-                        load(g[a][h], p.d_qkv.row(token) + head * p.dim + column);
+                        x[a][h] = fetch(p.qkv.row(token) + head * p.dim + column);
+                        g[a][h] = fetch(at_g + column);
+                        if (Turn::APART && turn.turns(column)) other[a][h] = fetch(at_g + turn.other_column(column));
                     });
                 }
                 #pragma unroll
-                for (int a = 0; a < AHEAD; ++a) {
-                    const int head = head_of(a);
-                    Elem* const at_g = p.d_qkv.row(token) + head * p.dim;
-                    float products = 0.f;
+                for (int a = 0; a < AHEAD_BACKWARD; ++a) {
+                    if (start + a * GROUPS >= end) break;
+                    const int head = start + a * GROUPS + group;
+                    float y[VECTOR], d_y[HELD][VECTOR], products = 0.f;
                     if (head < end) for_each_held(p.dim, [&](int h, int column) {
-                        // All lanes read before one writes: the sum over a head's lanes waits for them.
-                        if (turn.turns(column)) turn.turn(g[a][h], column, [&](float (&other)[VECTOR], int at) { load(other, at_g + at); });
+                        widened(d_y[h], g[a][h]);
+                        if (turn.turns(column)) {
+                            if constexpr (Turn::APART) {
+                                widened(y, other[a][h]);
+                                turn.turn(d_y[h], h, column, y);
+                            } else turn.turn(d_y[h], h, column);
+                        }
+                        widened(y, x[a][h]);
                         #pragma unroll
                         for (int i = 0; i < VECTOR; ++i) {
-                            const float product = x[a][h][i] * g[a][h][i];
+                            const float product = y[i] * d_y[h][i];
                             d_w[h][i] = fmaf(product, inverse[a], d_w[h][i]);
                             products = fmaf(product, p.offset + w[h][i], products);
                         }
                     });
-                    const float mean = head_sum(products) / float(p.dim) * inverse[a] * inverse[a];
+                    // All lanes have read before one writes: the sum over a head's lanes waits for them.
+                    const float mean = head_sum(products) * share * inverse[a] * inverse[a];
                     if (head < end) for_each_held(p.dim, [&](int h, int column) {
+                        widened(y, x[a][h]);
                         #pragma unroll
-                        for (int i = 0; i < VECTOR; ++i)
-                            g[a][h][i] = inverse[a] * (g[a][h][i] * (p.offset + w[h][i]) - x[a][h][i] * mean);
-                        store(at_g + column, g[a][h]);
+                        for (int i = 0; i < VECTOR; ++i) y[i] = inverse[a] * (d_y[h][i] * (p.offset + w[h][i]) - y[i] * mean);
+                        store_whole(reinterpret_cast<Elems*>(p.d_qkv.row(token) + head * p.dim + column), narrowed(y));
                     });
                 }
             }
         }
-        // The heads of a warp, in an order that its lanes fix.
+        // The heads of a warp, in an order that its lanes fix, then the warps.
         #pragma unroll
         for (int h = 0; h < HELD; ++h)
             #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
                 #pragma unroll
                 for (int lanes = 16; lanes >= LANES; lanes /= 2) d_w[h][i] += shuffle_xor(d_w[h][i], lanes);
-        if (threadIdx.x % 32 < LANES) for_each_held(p.dim, [&](int h, int column) {
-            #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) partial[keys * p.dim + column + i] = d_w[h][i];
-        });
+        #pragma unroll 1
+        for (int turn = 0; turn < WARPS; ++turn) {
+            if (turn == warp && threadIdx.x % 32 < LANES) for_each_held(p.dim, [&](int h, int column) {
+                #pragma unroll
+                for (int i = 0; i < VECTOR; ++i) sums[column + i] = (turn > 0 ? sums[column + i] : 0.f) + d_w[h][i];
+            });
+            sync_cta();
+        }
+        float* const partial = reinterpret_cast<float*>(p.partial) + (i64(blockIdx.x) * 2 + keys) * p.dim;
+        for (int column = threadIdx.x; column < p.dim; column += THREADS) partial[column] = sums[column];
+        sync_cta();         // before keys' sums lie there
     }
 }

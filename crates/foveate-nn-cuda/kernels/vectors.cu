@@ -1,6 +1,6 @@
 // What lies between blocks whose operands are of different dtypes or apart: widening, adding, copying rows; and the
-// gradient of a bias, summed over the tokens in two stages of fixed order: fv_column_sums over every PARTS-th row,
-// fv_sum_parts (sum_parts.cu) over these.
+// gradient of a bias, summed over the tokens in stages of fixed order: fv_column_sums over the rows of a warp and the
+// warps of a CTA, fv_sum_parts (sum_parts.cu) over the CTAs.
 
 struct WidenParams {
     u64 from;                   // [elems]
@@ -64,17 +64,29 @@ fv_add_rows(const __grid_constant__ AddRowsParams p) {
     store(p.to.row(blockIdx.x) + column, y);
 }
 
+// A CTA has as many columns as a warp reads at once, and each of its warps rows of its own, whose sums are added at the
+// end: 512 bytes of a row are enough to read at once, and parts are few.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_column_sums(const __grid_constant__ ColumnSumsParams p) {
-    const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
-    if (column >= p.width) return;
+    constexpr int COLUMNS = 32 * VECTOR;
+    float* const of_warps = scratch<float>();       // [WARPS, COLUMNS]
+    const int warp = threadIdx.x / 32, own = int(threadIdx.x % 32) * VECTOR, first = blockIdx.y * COLUMNS;
     float sum[VECTOR] = {};
-    #pragma unroll 8
-    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-        float x[VECTOR];
-        load(x, p.from.row(row) + column);
-        #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum[i] += x[i];
+    if (first + own < p.width) {
+        #pragma unroll 8
+        for (int row = blockIdx.x * WARPS + warp; row < p.rows; row += gridDim.x * WARPS) {
+            float x[VECTOR];
+            load(x, p.from.row(row) + first + own);
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) sum[i] += x[i];
+        }
     }
-    store_f32(reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width + column, sum);
+    store_f32(of_warps + warp * COLUMNS + own, sum);
+    sync_cta();
+    for (int column = threadIdx.x; column < COLUMNS && first + column < p.width; column += THREADS) {
+        float all = 0.f;
+        #pragma unroll
+        for (int other = 0; other < WARPS; ++other) all += of_warps[other * COLUMNS + column];
+        reinterpret_cast<float*>(p.partial)[i64(blockIdx.x) * p.width + first + column] = all;
+    }
 }

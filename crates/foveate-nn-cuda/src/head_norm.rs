@@ -4,7 +4,7 @@ use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
-use crate::launch::{Block, File, KernelLaunch, Source};
+use crate::launch::{Block, File, KernelLaunch, Source, heads_ahead};
 use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
 use crate::params::{HeadNormBackwardParams, HeadNormParams};
 use crate::rope::{Pairing, Turn, TurnParams};
@@ -86,7 +86,7 @@ const MOST_COLUMNS: usize = 512;
 
 /// Rows of the scratch of [`HeadNormBackward`].
 pub fn parts(tokens: usize) -> usize {
-    (tokens.div_ceil(WARPS) * WARPS).clamp(WARPS, 2048)
+    tokens.div_ceil(WARPS).clamp(1, 512)
 }
 
 /// How heads of `dim` columns turn, if they do: as kernels take it, and the columns of a pair's halves.
@@ -159,7 +159,8 @@ impl Block for HeadNorm<'_> {
             eps: self.eps,
             offset: self.offset,
         };
-        let of_cta = THREADS as usize / lanes_of(heads.dim, vector).0;
+        let (lanes, held) = lanes_of(heads.dim, vector);
+        let of_cta = heads_ahead(held) * THREADS as usize / lanes;
         let grid = [tokens, (heads.queries + 2 * heads.keys).div_ceil(of_cta)];
         Ok(vec![KernelLaunch::new(&source, "fv_head_norm", grid, &parameters)?])
     }
@@ -200,10 +201,9 @@ impl Block for HeadNormBackward<'_> {
             heads_kv: count("heads", heads.keys)?,
             dim: count("columns", heads.dim)?,
             rotated: count("columns", turn.rotated)?,
-            parts: count("parts", parts)?,
             offset: self.offset,
         };
-        let grid = [parts / WARPS, 1];
+        let grid = [parts, 1];
         let mut launches =
             vec![KernelLaunch::new(&source, "fv_head_norm_backward", grid, &parameters)?];
         if let Some(d_weight) = &self.d_weight {

@@ -189,7 +189,8 @@ impl File {
             Self::RmsNorm { held } | Self::RmsNormRows { held } => vec![("FV_HELD", held)],
             Self::HeadNorm { lanes, held, turn } => {
                 let turn = turn.map_or(0, |neighbours| 1 + usize::from(neighbours));
-                vec![("FV_LANES", lanes), ("FV_HELD", held), ("FV_TURN", turn)]
+                let ahead = heads_ahead(held);
+                vec![("FV_LANES", lanes), ("FV_HELD", held), ("FV_AHEAD", ahead), ("FV_TURN", turn)]
             }
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
@@ -206,6 +207,11 @@ impl File {
             ],
         }
     }
+}
+
+/// Heads that lanes ask for before they compute with the first, where each holds `held` vectors of one.
+pub(crate) fn heads_ahead(held: usize) -> usize {
+    if held == 1 { 2 } else { 1 }
 }
 
 impl Source {
@@ -237,6 +243,10 @@ impl Source {
         let sums = match self.file {
             // An f32 for every column that the lanes of a warp hold.
             File::RmsNormRows { held } => 32 * held * self.vector,
+            // For every column of a head.
+            File::HeadNorm { lanes, held, .. } => lanes * held * self.vector,
+            // For every column that a CTA's threads read at once.
+            File::Vectors => self.threads as usize * self.vector,
             _ => 0,
         };
         4 * self.threads.max(sums as u32)

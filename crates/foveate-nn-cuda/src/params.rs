@@ -307,8 +307,6 @@ abi_structs! {
         pub dim: i32,
         /// Columns of a head that turn.
         pub rotated: i32,
-        /// Rows of `partial`.
-        pub parts: i32,
         /// Added to the weight.
         pub offset: f32,
     }

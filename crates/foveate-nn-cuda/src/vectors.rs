@@ -6,7 +6,7 @@ use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
-use crate::operands::{count, dense, matrix, operand_dtype, vector, whole_f32};
+use crate::operands::{count, dense, matrix, operand_dtype, vector};
 use crate::params::{
     AddParams, AddRowsParams, ColumnSumsParams, CopyRowsParams, SumPartsParams, WidenParams,
 };
@@ -58,12 +58,13 @@ pub struct ColumnSums {
     pub partial: DeviceTensor<2>,
 }
 
+const THREADS: u32 = 256;
+const WARPS: usize = THREADS as usize / 32;
+
 /// Rows of the scratch of [`ColumnSums`].
 pub fn parts(rows: usize) -> usize {
-    rows.clamp(1, 256)
+    rows.div_ceil(WARPS).clamp(1, 128)
 }
-
-const THREADS: u32 = 256;
 
 /// Threads of a CTA that sums parts, 32 columns of them.
 const SUM_THREADS: u32 = 1024;
@@ -174,8 +175,8 @@ impl Block for ColumnSums {
         accesses.read("from", &self.from)?;
         accesses.write("to", &self.to)?;
         accesses.write("partial", &self.partial)?;
-        let vector = if whole_f32(partial) { vector(dtype, &[from], &[width]) } else { 1 };
-        let columns = width.div_ceil(vector * THREADS as usize);
+        let vector = vector(dtype, &[from], &[width]);
+        let columns = width.div_ceil(32 * vector);
         let (rows, width_i32) = (count("rows", rows)?, count("columns", width)?);
         let parameters = ColumnSumsParams { from, partial, rows, width: width_i32 };
         let source = source(dtype, vector);

@@ -70,6 +70,9 @@ static void sync_cta() { meet(cta); }
 template <typename T>
 static void store_streaming(T* to, const T& x) { *to = x; }
 
+template <typename T>
+static void store_whole(T* to, const T& x) { *to = x; }
+
 static i64 nanoseconds() {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
