@@ -5,8 +5,8 @@ use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source, heads_ahead};
-use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector};
-use crate::params::{HeadNormBackwardParams, HeadNormParams};
+use crate::operands::{count, dense, matrix, one_row, operand_dtype, vector, whole_f32};
+use crate::params::{HeadNormBackwardParams, HeadNormParams, Rows};
 use crate::rope::{Pairing, Turn, TurnParams};
 use crate::vectors::sum_parts;
 
@@ -105,6 +105,11 @@ fn turned(
     }
 }
 
+/// [`vector`], of which angles are read as many at once.
+fn vector_beside(turn: &TurnParams, dtype: DType, rows: &[Rows], columns: &[usize]) -> usize {
+    if whole_f32(turn.table) { vector(dtype, rows, columns) } else { 1 }
+}
+
 /// Lanes that a head takes, and vectors of it that each holds.
 pub(crate) fn lanes_of(dim: usize, vector: usize) -> (usize, usize) {
     let vectors = dim.div_ceil(vector);
@@ -143,7 +148,8 @@ impl Block for HeadNorm<'_> {
         accesses.write("inverse", &self.inverse)?;
         accesses.write("out", &self.out)?;
         let (turn, half) = turned(&self.turn, [tokens, heads.dim], accesses)?;
-        let vector = vector(dtype, &[qkv, out, one_row(&self.weight)], &[heads.dim, half]);
+        let rows = [qkv, out, one_row(&self.weight)];
+        let vector = vector_beside(&turn, dtype, &rows, &[heads.dim, half]);
         let source = source(dtype, heads.dim, vector, &self.turn)?;
         let parameters = HeadNormParams {
             qkv,
@@ -186,7 +192,8 @@ impl Block for HeadNormBackward<'_> {
         }
         accesses.write("partial", &self.partial)?;
         let (turn, half) = turned(&self.turn, [tokens, heads.dim], accesses)?;
-        let vector = vector(dtype, &[qkv, d_qkv, one_row(&self.weight)], &[heads.dim, half]);
+        let rows = [qkv, d_qkv, one_row(&self.weight)];
+        let vector = vector_beside(&turn, dtype, &rows, &[heads.dim, half]);
         let source = source(dtype, heads.dim, vector, &self.turn)?;
         let parameters = HeadNormBackwardParams {
             qkv,

@@ -248,6 +248,14 @@ fn norms_of_heads_and_their_gradients_are_those_of_f64() {
         if !ran {
             return;
         }
+        if let Some(Turn { table, .. }) = turn {
+            // Angles that no vector begins with are read one by one.
+            let table = DeviceTensor { address: table.address + 4, ..table };
+            let (out, turn) = (out.tensor(), turn.map(|turn| Turn { table, ..turn }));
+            let (qkv, weight, inverse) = (qkv.tensor(), weight.vector(), inverse.vector());
+            let block = HeadNorm { heads, qkv, weight, inverse, out, eps: 1e-5, offset: 1.0, turn };
+            assert_eq!(block.launches(&mut Accesses::default()).unwrap()[0].source.vector, 1);
+        }
         let d_qkv = placing.random(shape, &mut random, 1.0);
         let (values, weights, g) = (qkv.values(), weight.values(), d_qkv.values());
         let d_weight = f32s.random([1, 2 * dim], &mut random, 1.0);
