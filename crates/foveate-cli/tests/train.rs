@@ -305,7 +305,7 @@ fn wrong_input_gets_one_line_with_the_place() {
     assert!(
         told(&["train", "recipe.toml", "--resume"]).contains("no run is here that it would be")
     );
-    std::fs::remove_file(place_of_none).unwrap();
+    std::fs::remove_dir_all(place.path("run")).unwrap();
     for (set, said) in [
         ("train.stesp=3", "did you mean `steps`?"),
         ("train.steps", "--set train.steps: has no `=`; write --set key.path=value"),
