@@ -133,6 +133,24 @@ fn tiles() -> Vec<(Case, Vec<(Tiles, f64)>)> {
             Case::new(Kernel::Forward, 128, Mask(CAUSAL)).len(32_768),
             vec![(Tiles::hopper(2, 128, 2), 585.2), (Tiles::hopper(2, 176, 2), 604.5)],
         ),
+        (
+            forward(96),
+            vec![
+                (Tiles::hopper(3, 96, 2), 585.8),
+                (Tiles::hopper(2, 160, 2), 528.8),
+                (Tiles::hopper(2, 128, 2), 568.1),
+                (Tiles::hopper(2, 176, 2), 528.9),
+            ],
+        ),
+        (
+            Case::new(Kernel::Forward, 96, Mask(CAUSAL)),
+            vec![
+                (Tiles::hopper(3, 96, 2), 521.5),
+                (Tiles::hopper(2, 160, 2), 505.9),
+                (Tiles::hopper(2, 128, 2), 457.9),
+                (Tiles::hopper(2, 176, 2), 511.8),
+            ],
+        ),
         // Microseconds of an H100, of which the reciprocals are given.
         (
             forward(192).dim_v(128),

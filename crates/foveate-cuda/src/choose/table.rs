@@ -90,6 +90,9 @@ const HOPPER: &[Known] = &[
 /// Where a query sees so many keys that the device is at its limit of power ([`Sizes::LONG`]): wider tiles raise and rescale
 /// less often.
 const HOPPER_LONG: Tiles = Tiles::hopper(2, 176, 2);
+/// At head dims of 81 to 96 where a query sees 4,096 keys or more: three consumers of fewer keys take turns.
+/// Shorter rows were not measured, and at 80 it spills.
+const HOPPER_96: Tiles = Tiles::hopper(3, 96, 2);
 /// Of q and k of up to 192 and v of up to 128 numbers, as multi-head latent attention has them.
 const HOPPER_LATENT: &[Known] = &[(192, Tiles::hopper(3, 64, 2))];
 /// With a score or dropout, which take registers of their own.
@@ -157,6 +160,9 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward if (129..=192).contains(&class.dim) && class.dim_v <= 128 => HOPPER_LATENT,
         Kernel::Forward if is_long(class, sizes) => return Some(HOPPER_LONG),
+        Kernel::Forward if (81..=96).contains(&dim) && sizes.mean_kv_len >= 4096 => {
+            return Some(HOPPER_96);
+        }
         Kernel::Forward => HOPPER,
         Kernel::Backward if class.dscore || class.captures => HOPPER_BACKWARD_SMALL,
         Kernel::Backward if class.dropout => HOPPER_BACKWARD_DROPOUT,
