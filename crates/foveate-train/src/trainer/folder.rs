@@ -78,6 +78,19 @@ impl<'a> Folder<'a> {
         Ok(Some(Reached { step, saved }))
     }
 
+    /// Of a log with a checkpoint that is not here: a run that begins anew would write over what it says.
+    pub fn lost_checkpoints(&self) -> TrainError {
+        let metrics = self.metrics();
+        at(
+            &self.checkpoints(),
+            format!(
+                "has no checkpoint, and {} says that one was saved; bring it back, or start over with \
+                 --start-over, which removes the log",
+                metrics.display()
+            ),
+        )
+    }
+
     /// The checkpoint that a run continues from, `None` for one that starts anew; or why it cannot
     /// start in this way. Of several disks it is the `part` here of the newest that is whole; `anew` says
     /// that a run is on some disk of which no checkpoint is whole, and begins again.

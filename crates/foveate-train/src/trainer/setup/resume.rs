@@ -18,6 +18,9 @@ use crate::recipe::{DataSection, Recipe};
 
 /// What a run that is to be resumed goes on from: the checkpoint that is whole over several disks, that of the one
 /// disk, or none and why. All ranks call it, and find the same.
+///
+/// # Errors
+/// When a log has a checkpoint and none is there, or one of several disks has a part of one that is not whole.
 pub(super) fn found(
     ranks: Ranks<'_>,
     disks: &mut Disks,
@@ -37,6 +40,10 @@ pub(super) fn found(
         }
     } else if all.iter().any(|(_, saved)| *saved) {
         return Ok((None, None));
+    }
+    if let Some(rank) = all.iter().position(|(reached, _)| reached.is_some_and(|run| run.saved)) {
+        let own = if ranks.rank() == rank { Err(folder.lost_checkpoints()) } else { Ok(()) };
+        ranks.together(own)?;
     }
     let step = all.iter().filter_map(|(reached, _)| Some((*reached)?.step)).max();
     Ok((None, Some(step.map_or(Anew::NoRun, |step| Anew::Unsaved { step }))))

@@ -212,8 +212,17 @@ fn what_resuming_lacks_is_named_with_the_remedy() {
 fn a_run_that_died_before_its_first_checkpoint_begins_again_by_resume() {
     let place = Place::new();
     let (_, right) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    std::fs::remove_dir_all(place.dir().join("checkpoints")).unwrap();
+    let told = place.refused(&[], Start::Resume);
+    assert!(told.contains("checkpoints: has no checkpoint, and") && told.contains("bring it back"));
     // As a process leaves it that is killed behind a step.
-    let dies = || std::fs::remove_dir_all(place.dir().join("checkpoints")).unwrap();
+    let dies = || {
+        let _ = std::fs::remove_dir_all(place.dir().join("checkpoints"));
+        let log = place.dir().join("metrics.jsonl");
+        let lines = std::fs::read_to_string(&log).unwrap();
+        let of_steps = lines.lines().filter(|line| !line.contains("\"save\""));
+        std::fs::write(log, of_steps.map(|line| format!("{line}\n")).collect::<String>()).unwrap();
+    };
     dies();
     let told = place.refused(&[], Start::New);
     let says = "already here, at step 6 and without a checkpoint; begin it again with --resume";
