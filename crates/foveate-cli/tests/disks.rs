@@ -403,7 +403,12 @@ fn ranks_that_died_before_the_first_save_begin_again_on_other_hosts() {
     hosts.trained(["a", "a", "b"], &eight);
     let right = ["a/run", "b/run"].map(|run| (hosts.0.steps(run), hosts.0.weights(run, 8)));
     for host in ["a", "b"] {
-        std::fs::remove_dir_all(hosts.0.path(host).join("run/checkpoints")).unwrap();
+        let run = hosts.0.path(host).join("run");
+        std::fs::remove_dir_all(run.join("checkpoints")).unwrap();
+        let log = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+        let of_steps = log.lines().filter(|line| !line.contains("\"save\""));
+        let log: String = of_steps.map(|line| format!("{line}\n")).collect();
+        std::fs::write(run.join("metrics.jsonl"), log).unwrap();
     }
     let on = ["c", "c", "b"];
     let said = hosts.refused(on, &["--resume", "--set", "train.accumulate=2"]);

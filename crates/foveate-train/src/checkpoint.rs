@@ -237,6 +237,26 @@ fn list_named(folder: &Path, begin: &str) -> Vec<(u64, PathBuf)> {
     found
 }
 
+/// Refuses a folder of checkpoints, or one of these, that cannot be looked into: it would count as none.
+///
+/// # Errors
+/// When it is there and the system refuses it.
+pub fn check_readable(folder: &Path) -> Result<(), TrainError> {
+    let refused = |path: &Path, e: &io::Error| match e.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Ok(()),
+        _ => Err(unreadable(path, e)),
+    };
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(e) => return refused(folder, &e),
+    };
+    for entry in entries {
+        let step = entry.map_err(|e| unreadable(folder, &e))?.path();
+        fs::metadata(step.join(CONFIG)).map(|_| ()).or_else(|e| refused(&step, &e))?;
+    }
+    Ok(())
+}
+
 fn is_checkpoint(folder: &Path) -> bool {
     [CONFIG, MASTERS, STATE].iter().any(|name| folder.join(name).exists())
 }

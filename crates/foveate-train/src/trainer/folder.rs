@@ -68,7 +68,11 @@ impl<'a> Folder<'a> {
     }
 
     /// What is here of a run, by its log; none where there is no log.
+    ///
+    /// # Errors
+    /// When the log or a checkpoint cannot be read.
     pub fn reached(&self) -> Result<Option<Reached>, TrainError> {
+        checkpoint::check_readable(&self.checkpoints())?;
         if !self.metrics().is_file() {
             return Ok(None);
         }
@@ -104,6 +108,7 @@ impl<'a> Folder<'a> {
             return Err(self.refusal("is no folder; choose another run.dir".to_owned()));
         }
         self.check_kinds()?;
+        checkpoint::check_readable(&self.checkpoints())?;
         // Before what is said of a run: it is not over, and nobody should start it over.
         if self.is_busy() {
             return Err(self.busy());

@@ -166,6 +166,23 @@ fn a_log_that_cannot_be_read_is_not_said_to_be_unwritten() {
     }
 }
 
+#[cfg(unix)]
+#[test]
+fn a_checkpoint_that_cannot_be_looked_into_is_not_taken_for_none() {
+    let place = Place::new();
+    place.run(&place.recipe(&[]), Start::New).unwrap();
+    let newest = checkpoint::latest(&place.dir().join("checkpoints")).unwrap();
+    std::fs::remove_dir_all(&newest).unwrap();
+    std::os::unix::fs::symlink(&newest, &newest).unwrap();
+    let log = || std::fs::read(place.dir().join("metrics.jsonl")).unwrap();
+    let before = log();
+    for start in ALL {
+        let told = place.run(&place.recipe(&[]), start).unwrap_err().to_string();
+        assert!(told.contains("step-000006: could not be read: "), "{told}");
+    }
+    assert_eq!(log(), before);
+}
+
 #[test]
 fn files_and_folders_in_each_others_place_are_found_before_the_first_step() {
     for (name, is_file) in [
