@@ -121,7 +121,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``out``, ``lse`` and ``max_scores``, in float64 as torch's are."""
     extents = (q.size(0), q.size(1), q.size(2), k.size(2))
-    if math.prod(extents) * 8 > _LARGE:
+    if math.prod(extents) * 8 >= _LARGE:
         warn(f"float64 attention holds all scores, {math.prod(extents) * 8 >> 20} MiB of them; float32 does not")
     group = q.size(1) // k.size(1) if k.size(1) else 1
     k, v = (t.repeat_interleave(group, 1).expand(q.size(0), -1, -1, -1) for t in (k, v))

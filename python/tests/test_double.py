@@ -100,7 +100,8 @@ def test_rows_of_captured_tensors_are_vectors_as_in_other_dtypes():
 def test_all_scores_of_more_than_256_mib_warn(monkeypatch):
     from foveate import _dense
 
-    monkeypatch.setattr(_dense, "_LARGE", 1000)
+    assert _dense._LARGE == 256 << 20
+    monkeypatch.setattr(_dense, "_LARGE", 2 * 4 * 20 * 20 * 8)  # Of these operands.
     q, k, v = operands(l=20, s=20)
     with pytest.warns(UserWarning, match="all scores") as warned:
         flex_attention(q, k, v, enable_gqa=True)

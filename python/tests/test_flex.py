@@ -165,6 +165,8 @@ def test_every_order_of_strides_is_read_and_kept():
         golds = torch.autograd.grad((attention(q, k, v)[0] * d_out).sum(), (q, k, v))
         for name, t, one, two in zip(("dq", "dk", "dv"), (q, k, v), grads, golds):
             close(name, one, two, t.dtype, 19 * 8)
+            outer = [axis for axis in sorted(range(4), key=lambda a: -t.stride(a)) if axis != 3]
+            assert sorted(range(3), key=lambda a: -one.stride(a)) == outer and one.stride(3) == 1, name
 
 
 def test_views_are_read_where_they_lie():
@@ -230,13 +232,17 @@ def test_closures_and_globals_count_as_they_are_in_each_call():
 
 def test_a_tensor_that_takes_a_freed_ones_address_is_another_tensor():
     q, k, v = operands((1, 1, 1, 64, 64, 8, 8))
+    memory, addresses = bytearray(64 * 8), set()
     for i in range(8):
-        documents = torch.arange(64) // (8 + i)
+        memory[:] = (torch.arange(64) // (8 + i)).numpy().tobytes()
+        documents = torch.frombuffer(memory, dtype=torch.int64)
+        addresses.add(documents.data_ptr())
         mask = create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, 64, 64)
         out = flex_attention(q, k, v, block_mask=mask)
         gold = attention(q, k, v, mask=documents[:, None] == documents[None, :])[0]
         close("out", out, gold, q.dtype, 64 * 8)
-        del documents
+        del documents, mask
+    assert len(addresses) == 1
 
 
 def test_a_large_captured_tensor_is_read_where_it_lies():

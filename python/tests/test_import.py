@@ -42,6 +42,28 @@ def test_importing_takes_little_and_starts_no_thread(tmp_path):
     assert min(shares) <= 1 / 20, shares
 
 
+PATCHES = """
+import types, torch
+import torch.nn.attention.flex_attention, torch._inductor.config as config
+def known():
+    found = {name: id(of) for name, of in vars(torch.nn.attention.flex_attention).items()}
+    code = {name: id(of.__code__) for name, of in vars(torch.nn.attention.flex_attention).items() if isinstance(of, types.FunctionType)}
+    passes = {name: getattr(config, name) for name in dir(config) if name.endswith("_pass")}
+    return found, code, passes, id(torch.nn.functional.scaled_dot_product_attention)
+before = known()
+import foveate
+assert known() == before
+with foveate.enable():
+    assert known() != before
+assert known() == before
+"""
+
+
+def test_importing_patches_nothing_of_torchs():
+    done = run(PATCHES)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("torch_module, words", [
     ("raise ModuleNotFoundError('none', name='torch')", "there is none"),
     ("__version__ = '2.9.1+cpu'", "this is 2.9.1"),

@@ -27,6 +27,7 @@ TABLE = torch.randn(13, 5, generator=G)
 WEIGHTS = torch.randn(5, generator=G)
 BLOCKS = torch.randint(-9, 9, (2, 3, 4), generator=G)
 LARGE = torch.randn(13, 65, generator=G)
+WIDE = LARGE[:, :64]
 SCALAR = torch.tensor(2.5)
 COUNT = torch.tensor(3)
 
@@ -243,6 +244,10 @@ SCORES = {
     "logsumexp of a row": lambda s, b, h, q, kv: s + torch.logsumexp(TABLE[q] * s, 0),
     "nonzeros of a row": lambda s, b, h, q, kv: s + torch.count_nonzero(BLOCKS[b, h]),
     "stacked": lambda s, b, h, q, kv: s + torch.stack([FLOATS[q], FLOATS[kv], s]).amax() + torch.stack((q, kv)).sum(),
+    "rounding halves to even": lambda s, b, h, q, kv: s + torch.round((q - kv) / 2) + ((q + kv) * 0.5).round(),
+    "logical operations of two": lambda s, b, h, q, kv: s + torch.logical_or(q > kv, h) + 2 * torch.logical_xor(q, kv > 2),
+    "clamps of one end": lambda s, b, h, q, kv: torch.clamp_min(s, -1.0).clamp_max(2.0) + torch.clamp_max(q - kv, 3),
+    "rows of 64": lambda s, b, h, q, kv: s + 0.1 * torch.dot(WIDE[q], WIDE[kv]) + WIDE[q].amax() - (WIDE[kv] * s).sum() / 64,
     "atan2 of integers": lambda s, b, h, q, kv: s + torch.atan2(q - 3, kv - 4),
     "hypot of integers": lambda s, b, h, q, kv: s - torch.hypot((q % 4 - kv % 4) * 1.0, (q // 4 - kv // 4) * 1.0),
     "an index that is detached": lambda s, b, h, q, kv: s + FLOATS.detach()[q.detach()],
