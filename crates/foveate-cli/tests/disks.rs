@@ -274,6 +274,14 @@ fn a_first_checkpoint_that_one_host_alone_has_is_set_aside_and_the_run_begins_ag
         assert!(hosts.refused(on, &["--resume"]).contains(&file));
         let _ = std::fs::remove_dir_all(&run);
         std::fs::rename(&away, &run).unwrap();
+        // Parts of two steps are of no first checkpoint.
+        let (first, next) = (hosts.step(lives, 4), hosts.step(lives, 8));
+        std::fs::create_dir(&next).unwrap();
+        for name in names(&first) {
+            std::fs::copy(first.join(&name), next.join(&name)).unwrap();
+        }
+        assert!(hosts.refused(on, &["--resume"]).contains(&file.replace("000004", "000008")));
+        std::fs::remove_dir_all(next).unwrap();
         let said = hosts.refused(on, &["--resume", "--set", "data.len=16"]);
         assert!(said.contains("[data] is not what this run was started with"), "{said}");
         let resumed = hosts.train(on, &["--resume"]);

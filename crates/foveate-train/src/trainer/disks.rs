@@ -163,7 +163,8 @@ impl Disks {
             }
         }
         let Some(&newest) = ids.last() else { return Ok(Newest::Nothing) };
-        if unsaved {
+        // Of a first checkpoint there is one alone.
+        if unsaved && ids.len() == 1 {
             return Ok(Newest::Torn(told(newest)));
         }
         let parts = of(newest);

@@ -73,7 +73,8 @@ impl<'a> Folder<'a> {
     /// When the log or a checkpoint cannot be read.
     pub fn reached(&self) -> Result<Option<Reached>, TrainError> {
         checkpoint::check_readable(&self.checkpoints())?;
-        if !self.metrics().is_file() {
+        let log = self.metrics();
+        if !log.try_exists().map_err(|e| unreadable(&log, &e))? || !log.is_file() {
             return Ok(None);
         }
         let records = self.records()?;
@@ -210,7 +211,8 @@ impl<'a> Folder<'a> {
     ) -> Result<Claim, TrainError> {
         let held = self.hold()?;
         self.check_kinds()?;
-        if self.admit_run(start, part, anew)?.as_deref() != last {
+        let saved = anew && self.reached()?.is_some_and(|run| run.saved);
+        if saved || self.admit_run(start, part, anew)?.as_deref() != last {
             let message = "another process has saved or removed a checkpoint meanwhile; give the \
                            command again";
             return Err(self.refusal(message.to_owned()));

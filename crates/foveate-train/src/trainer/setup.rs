@@ -132,7 +132,6 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let mut alike = recipe.clone();
         alike.run.device = Default::default();
         let text = alike.to_toml()?;
-        let hash = |text: &str| xxhash_rust::xxh3::xxh3_64(text.as_bytes());
         ranks.agree(&[
             ("version", hash(env!("CARGO_PKG_VERSION")) ^ hash(options.commit.unwrap_or(""))),
             ("recipe", hash(&text)),
@@ -480,12 +479,19 @@ pub(super) fn context<B: Blocks>(
         );
         return Err(TrainError::recipe("mesh.transfers", message));
     }
-    let free = model.free_bytes()?.or_else(|| machine::free().map(|free| free.bytes));
-    // All reckon with one machine.
+    let free = ranks.together(model.free_bytes().map_err(Into::into))?;
+    let free = free.or_else(|| machine::free().map(|free| free.bytes));
+    // All reckon with one machine, of a file that may be another on another host.
     let first = ranks.bytes_of_first(gpu.unwrap_or_default().as_bytes().to_vec())?;
     let links = ranks.together(recipe.mesh.links(std::str::from_utf8(&first).ok()))?;
+    ranks.agree(&[("links of mesh.machine", hash(&format!("{:?}", links.links)))])?;
     let planner = ContextPlanner::new(ranks, model, recipe.mesh.strategy, links, by_device, free);
     Ok(Some(RunContext::new(planner)))
+}
+
+/// Of what has to be the same on all ranks.
+fn hash(text: &str) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(text.as_bytes())
 }
 
 /// Shares parameters and rows of a model with other ranks, as the recipe says: attention over them, and what is

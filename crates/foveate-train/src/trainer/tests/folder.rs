@@ -354,5 +354,7 @@ fn a_run_that_ended_meanwhile_is_not_said_to_be_at_work() {
     assert!(new.contains("a run is already here; continue it with --resume"), "{new}");
     let resumed = told(Start::Resume, Some(older.as_path()));
     assert!(resumed.contains("has saved or removed a checkpoint meanwhile"), "{resumed}");
+    let anew = folder.claim(Start::Resume, None, None, true).err().unwrap().to_string();
+    assert!(anew.contains("has saved or removed a checkpoint meanwhile"), "{anew}");
     assert!(folder.claim(Start::Resume, Some(&summary.checkpoint), None, false).is_ok());
 }
