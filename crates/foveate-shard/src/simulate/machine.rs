@@ -110,10 +110,15 @@ impl Machine {
         KNOWN.iter().find(|(known, _)| *known == name).map(|(_, text)| *text)
     }
 
-    /// The machine that comes with the crate and has GPUs which a driver calls `gpu`, such as `NVIDIA H200`.
+    /// The machine that comes with the crate and has GPUs which a driver calls `gpu`, such as `NVIDIA H200`; none of
+    /// GPUs with other links, such as `NVIDIA H100 PCIe` and `NVIDIA GH200 480GB`.
     pub fn name_of_gpu(gpu: &str) -> Option<&'static str> {
         let gpu = gpu.to_lowercase();
-        let is = |name: &&str| name.split_once('x').is_some_and(|(model, _)| gpu.contains(model));
+        let has = |word: &str| gpu.split([' ', '-']).any(|of| of == word);
+        if has("pcie") || has("nvl") {
+            return None;
+        }
+        let is = |name: &&str| name.split_once('x').is_some_and(|(model, _)| has(model));
         Self::names().into_iter().find(is)
     }
 
@@ -286,6 +291,9 @@ mod tests {
         for (gpu, name) in [
             ("NVIDIA H100 80GB HBM3", Some("h100x8")),
             ("NVIDIA H200", Some("h200x8")),
+            ("NVIDIA GH200 480GB", None),
+            ("NVIDIA H100 PCIe", None),
+            ("NVIDIA H200 NVL", None),
             ("NVIDIA GeForce RTX 4090", None),
         ] {
             assert_eq!(Machine::name_of_gpu(gpu), name);
