@@ -167,7 +167,8 @@ fv_head_norm(const __grid_constant__ HeadNormParams p) {
     }
 }
 
-// Four CTAs an SM are its share of 512. Of heads that lanes hold several vectors of, one: asked for more, the compiler spills.
+// With four CTAs an SM the 512 that there are at most run at once. Of heads that lanes hold several vectors of, one:
+// asked for more, the compiler spills.
 extern "C" __global__ void __launch_bounds__(THREADS, HELD == 1 ? 4 : 1)
 fv_head_norm_backward(const __grid_constant__ HeadNormBackwardParams p) {
     const int warp = threadIdx.x / 32, group = int(threadIdx.x % 32) / LANES, normalised = p.heads_q + p.heads_kv;

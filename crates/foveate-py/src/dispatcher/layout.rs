@@ -204,7 +204,8 @@ fn page_numbers_there(
     of: &Arc<Tensor>,
 ) -> PyResult<Held> {
     let narrow = match of.borrowed()?.dtype {
-        // CUDA converts floats to the nearest integer that there is, and integers to their lowest bits.
+        // Of a number beyond 32 bits CUDA makes the largest or the least one if it is a float, and its lowest bits if
+        // it is an integer.
         Dtype::I64 => &Arc::new(make.copied(of, Dtype::F64)?),
         _ => of,
     };
