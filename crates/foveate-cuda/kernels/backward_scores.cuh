@@ -239,18 +239,22 @@ struct Scores {
         auto exp_score = [&](float score, int m, int n, int i, Spot at) {
             return exp2_score(__fsub_rn(score, SCORES_IN_LOOP ? lse_of(load_shared(lse_at + (at.query - lane.query) * 4)) : lse[query_held(m, n, i)]) * LOG2_E);
         };
-        // `score_of` is the score function, of an entry and its product.
+        // Of the lane's first score; that of another is so many more, as the compiler knows.
+        [[maybe_unused]] const float first_distance = to_float(Int(c.query + lane.query - (c.key + lane.key)));
+        [[maybe_unused]] const PlaceReads reads = fv_place_reads(mods, c.place);
+        // `score_of` is the score function, of an entry, its product and q - kv.
         auto compute_all = [&]([[maybe_unused]] auto score_of) {
             auto compute_one = [&](int m, int n, int i, Spot at) {
 #if FV_SCORE
                 const int q = c.query + at.query, kv = c.key + at.key;
                 const float s = g[m][n][i] * scale;
-                float x = exp_score(score_of(q, kv, s), m, n, i, at);
+                const float distance = first_distance + float(at.query - lane.query - (at.key - lane.key));
+                float x = exp_score(score_of(q, kv, s, distance), m, n, i, at);
                 if (USES_HIDDEN && hidden.has(m, n, i)) x = 0.f;
                 g[m][n][i] = x;
 #if FV_DSCORE
                 weight[m][n][i] = x;
-                g[m][n][i] = x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x) : 0.f;
+                g[m][n][i] = x != 0.f ? fv_score_gradient(mods, c.place, q, kv, s, x, distance) : 0.f;
 #endif
 #if FV_CAPTURES
                 raw[m][n][i] = s;
@@ -270,11 +274,11 @@ struct Scores {
 #ifdef SCORE_READS
         const int query0 = c.query + Spot::of_warp().query, key0 = c.key + Spot::of_warp().key;
         if (!SCORES_IN_LOOP && fv_reads_one(mods, c.place, query0, query0 + WARP_QUERIES, key0, key0 + WARP_KEYS)) {
-            const ScoreReads reads = fv_score_reads(mods, c.place, query0, key0);
-            compute_all([&](int q, int kv, float s) { return fv_score_given(mods, c.place, q, kv, s, reads); });
+            const ScoreReads given = fv_score_reads(mods, c.place, query0, key0);
+            compute_all([&](int q, int kv, float s, float distance) { return fv_score_given(mods, c.place, q, kv, s, distance, reads, given); });
         } else
 #endif
-        compute_all([&](int q, int kv, float s) { return fv_score(mods, c.place, q, kv, s); });
+        compute_all([&](int q, int kv, float s, float distance) { return fv_score(mods, c.place, q, kv, s, distance, reads); });
         // Rare; the check is repeated for each row, so that it occupies no registers.
         if (HAS_ROW_WEIGHT_SUM && __any_sync(0xffffffff, has_huge_lse)) {
             #pragma unroll

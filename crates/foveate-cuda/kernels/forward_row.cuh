@@ -55,7 +55,7 @@ __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Se
         #pragma unroll 1
         for (int d = 0; d < FV_D; ++d)
             sum = fmaf(widen<FV_DTYPE>(__ldg(q + d * p.q.elem)), widen<FV_DTYPE>(__ldg(k + d * p.k.elem)), sum);
-        return fv_score(mods, place, query, key, sum * scales.scores);
+        return fv_score(mods, place, query, key, sum * scales.scores, to_float(Int(query - key)), fv_place_reads(mods, place));
     };
 
     float out[COLUMNS] = {}, row_max = -infinity(), row_sum = 0.f;

@@ -141,12 +141,28 @@ __device__ float nonfinite_probe(const float (&out)[N_OUT][4]) {
     return probe[0] + probe[1] + probe[2] + probe[3];
 }
 
+// Where a lane's scores of a step are, and what a score function needs of that beside the products. Found before these have
+// started: from smem and from memory it comes too late after them.
+struct ScorePlace {
+    Place place;
+    int query, key;             // of the lane's first score
+    float distance;             // query - key
+    PlaceReads reads;
+
+    ScorePlace() = default;
+    __device__ ScorePlace(const Mods& mods, const ItemRows& rows, int key0)
+        : place(rows.place()), query(rows.query()), key(key0 + threadIdx.x % 4 * 2), distance(to_float(Int(query - key))),
+          reads(fv_place_reads(mods, place)) {}
+};
+
 // Scores of this lane from accumulators, in place: rows and columns as of m16n8.
 template <bool EVALUATES>
-__device__ void score(float (&s)[N][4], float scale, const Mods& mods, const ItemRows& rows, int key0, bool unscaled) {
-    const int first = key0 + threadIdx.x % 4 * 2, query0 = rows.query();
-    const Place place = rows.place();
-    auto of = [&](int n, int i, float x) { return fv_score(mods, place, query0 + i / 2 * 8, first + n * 8 + i % 2, x * scale); };
+__device__ void score(float (&s)[N][4], float scale, const Mods& mods, const ScorePlace& at, int k_len, bool unscaled) {
+    auto of = [&](int n, int i, float x) {
+        const int query_step = i / 2 * 8, key_step = n * 8 + i % 2;
+        const float distance = at.distance + float(query_step - key_step);
+        return fv_score(mods, at.place, at.query + query_step, at.key + key_step, x * scale, distance, at.reads);
+    };
     if constexpr (SCORES_IN_LOOP) {
         #pragma unroll 1
         for (int n = 0; n < N; ++n) {
@@ -163,11 +179,10 @@ __device__ void score(float (&s)[N][4], float scale, const Mods& mods, const Ite
         for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] *= scale;
     }
     if constexpr (EVALUATES) {
-        const int k_len = rows.item->sequence.k_len;
         #pragma unroll
         for (int j = 0; j < N * 4; ++j) {
-            const int i = j % 4, key = first + j / 4 * 8 + i % 2;
-            const bool visible = (!FV_MASK || fv_mask(mods, place, query0 + i / 2 * 8, key)) & (key < k_len);
+            const int i = j % 4, key = at.key + j / 4 * 8 + i % 2;
+            const bool visible = (!FV_MASK || fv_mask(mods, at.place, at.query + i / 2 * 8, key)) & (key < k_len);
             if (!visible) s[j / 4][i] = -infinity();
         }
     }
@@ -543,10 +558,13 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         };
         float rescale[2] = {1.f, 1.f};
         bool rescales = false;
+        const bool overlaps = FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST);
+        ScorePlace at;
+        if (FV_SCORE && overlaps) at = ScorePlace(mods, rows, step.key);
         await_turn();
         pin(s);
         pin(out);
-        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST)) {
+        if (overlaps) {
             product_fence();
             start_qk(s, queries, keys);
             product_commit();
@@ -556,7 +574,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             product_wait<1>();
             pin(s);
             release_keys();
-            score<false>(s, scale(), mods, rows, step.key, softmax.unscaled);
+            score<false>(s, scale(), mods, at, FV_BN, softmax.unscaled);
             if (has_bits) bits.hide(s);
             rescales = softmax.weigh(s, rescale);
             keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);
@@ -610,8 +628,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
             }
             if (sees) {
-                if (cell & Cells::EVALUATES && !has_bits) score<true>(s, scale(), mods, rows, step.key, softmax.unscaled);
-                else score<false>(s, scale(), mods, rows, step.key, softmax.unscaled);
+                at = ScorePlace(mods, rows, step.key);
+                const int k_len = rows.item->sequence.k_len;
+                if (cell & Cells::EVALUATES && !has_bits) score<true>(s, scale(), mods, at, k_len, softmax.unscaled);
+                else score<false>(s, scale(), mods, at, k_len, softmax.unscaled);
                 if (has_bits) bits.hide(s);
                 rescales = softmax.weigh(s, rescale);
             }

@@ -152,6 +152,10 @@ struct Scores {
     __device__ Place place(int m, int i) const {
         return {sequence.b, head0 + int(row(m, i) % HEADS), head_kv, sequence.q_len, sequence.k_len};
     }
+    __device__ float score(const Mods& mods, int m, int n, int i, float x) const {
+        const Place at = place(m, i);
+        return fv_score(mods, at, query(m, i), key(n, i), x, to_float(Int(query(m, i) - key(n, i))), fv_place_reads(mods, at));
+    }
     __device__ bool is_past_the_end(int n, int i) const { return key(n, i) >= sequence.k_len; }
 };
 
@@ -160,7 +164,7 @@ __device__ void score_tile(float (&s)[M][N][4], const Scores& at, const QOperand
     auto score = [&](int m, int n, int i) {
         float& x = s[m][n][i];
         x *= p.scale;
-        if constexpr (FV_SCORE) x = fv_score(mods, at.place(m, i), at.query(m, i), at.key(n, i), x);
+        if constexpr (FV_SCORE) x = at.score(mods, m, n, i, x);
     };
     clear(s);
     if constexpr (SCORES_IN_LOOP) {
@@ -170,7 +174,7 @@ __device__ void score_tile(float (&s)[M][N][4], const Scores& at, const QOperand
             const int m = j / N, n = j % N;
             #pragma unroll
             for (int i = 0; i < 4; ++i)
-                s[0][0][i] = fv_score(mods, at.place(m, i), at.query(m, i), at.key(n, i), s[0][0][i] * p.scale);
+                s[0][0][i] = at.score(mods, m, n, i, s[0][0][i] * p.scale);
             rotate(s);
         }
     } else if constexpr (FV_SCORE && FV_DTYPE != 2) {

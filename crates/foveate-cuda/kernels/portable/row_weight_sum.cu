@@ -88,7 +88,8 @@ fv_row_weight_sum(const __grid_constant__ BackwardParams p, const __grid_constan
             float& score = scores[0][j / 4][j % 4];
             score *= p.scale;
 #if FV_SCORE
-            if (visible >> j & 1) score = fv_score(mods, place, query + j % 4 / 2 * 8, key_of(j / 4, j), score);
+            const int q = query + j % 4 / 2 * 8, kv = key_of(j / 4, j);
+            if (visible >> j & 1) score = fv_score(mods, place, q, kv, score, to_float(Int(q - kv)), fv_place_reads(mods, place));
 #endif
             if (!(visible >> j & 1)) score = -infinity();
             new_max[j % 4 / 2] = fmaxf(new_max[j % 4 / 2], score);

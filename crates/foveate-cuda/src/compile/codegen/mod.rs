@@ -5,8 +5,10 @@
 //! ```text
 //! struct Mods { addresses of captured buffers, their lengths, run-time scalars };
 //! bool  fv_mask(mods, place, q, kv)
-//! float fv_score(mods, place, q, kv, score)
-//! float fv_score_gradient(mods, place, q, kv, score, d)      d · ∂score'/∂score
+//! struct PlaceReads     what fv_score reads, and makes of it, that all entries of a head have in common
+//! PlaceReads fv_place_reads(mods, place)
+//! float fv_score(mods, place, q, kv, score, distance, reads)          distance: the float of q - kv
+//! float fv_score_gradient(mods, place, q, kv, score, d, distance)         d · ∂score'/∂score
 //! int   SCORE_INSTRUCTIONS, GRADIENT_INSTRUCTIONS                          about how many instructions they take
 //! int   CAPTURE_READS                                             distinct reads of learned buffers, and
 //! struct Capture<read>  kind     which scores read the same element
@@ -15,10 +17,10 @@
 //!                       at()     the element that a score reads
 //!                       add()    adds a sum of terms to an element's gradient
 //!                       one()    whether a whole rectangle of scores reads one element
-//! struct ScoreReads     only with SCORE_READS: what fv_score reads, where that levels off
+//! struct ScoreReads     only with SCORE_READS: what else fv_score reads, where that levels off
 //!     bool fv_reads_one(mods, place, q0, q1, kv0, kv1)        each is one element in a rectangle
 //!     ScoreReads fv_score_reads(mods, place, q, kv)
-//!     float fv_score_given(mods, place, q, kv, score, reads)  fv_score
+//!     float fv_score_given(mods, place, q, kv, score, distance, reads, given)    fv_score
 //! bool  fv_dropout_keep(mods, place, q, kv)      float fv_dropout_scale(mods)
 //! int   fv_cover(mods, place, q0, q1, kv0, kv1)              0 empty, 1 full, 2 undecided
 //! ```
@@ -185,6 +187,7 @@ impl ModsSource {
             context.mask(mods.mask, mask.as_ref()),
             context.cover(mask.as_ref()),
             context.each_bounded(&bounded),
+            context.place_reads(score.as_ref()),
             context.score(mods.score, score.as_ref()),
             context.score_reads(score.as_ref().filter(|_| gradient.is_some())),
             context.score_gradient(gradient.as_ref()),
@@ -358,6 +361,26 @@ fn levelling_reads(program: &Program, decides: &[bool]) -> Vec<(NodeId, Vec<Node
     reads
 }
 
+/// The largest parts of root 0 that read a captured buffer and are the same for all entries of a head,
+/// as a slope of ALiBi is.
+fn place_reads(program: &Program, decides: &[bool]) -> Vec<NodeId> {
+    let (graph, depends) = (program.graph(), program.depends());
+    let root = &program.roots()[..1];
+    let of_place = |id: NodeId| {
+        let by_entry =
+            [Leaf::Q, Leaf::Kv, Leaf::Score].iter().any(|&leaf| depends[id.index()].contains(leaf));
+        graph.ty(id) == Type::F32 && !decides[id.index()] && !by_entry && loads(program, &[id])
+    };
+    let needed = needed(program, root);
+    let mut reads: BTreeSet<NodeId> = root.iter().copied().filter(|&id| of_place(id)).collect();
+    for id in graph.ids().filter(|id| needed[id.index()] && !of_place(*id)) {
+        graph.node(id).for_each_operand(|x| {
+            reads.extend(Some(x).filter(|&x| of_place(x)));
+        });
+    }
+    reads.into_iter().collect()
+}
+
 /// Instructions that the index of a learned buffer may take and still be copied to each of the
 /// dozen or so places where a tile adds to the gradient. A relative bias takes less than ten, and a
 /// call would cost as much; T5's buckets take about sixty, and their copies half a second of
@@ -365,6 +388,18 @@ fn levelling_reads(program: &Program, decides: &[bool]) -> Vec<(NodeId, Vec<Node
 const INLINE: usize = 32;
 
 const ENTRY: &str = "const Mods& mods, const Place& place, Int q, Int kv";
+
+/// Of `fv_score`; `distance` is the float of `q - kv`.
+const SCORE_ENTRY: &str = "const Mods& mods, const Place& place, Int q, Int kv, float score, \
+                           float distance, const PlaceReads& reads";
+
+/// Names of the fields of a structure, one for each of `nodes`, and the statements that return it.
+fn fields(printer: &Printer<'_>, nodes: &[NodeId]) -> (Vec<String>, Vec<String>) {
+    let Printed { mut statements, roots } = printer.print(nodes);
+    let values: Vec<String> = roots.into_iter().map(|root| root.text).collect();
+    statements.push(format!("return {{{}}};", values.join(", ")));
+    ((0..nodes.len()).map(|i| format!("x{i}")).collect(), statements)
+}
 
 /// A function: what it says in the text form of mods, its head, its statements.
 fn function(says: &str, head: &str, statements: &[String]) -> String {
@@ -394,15 +429,23 @@ impl Context<'_> {
             normal: &part.normal,
             over: Over::Entry,
             given: &[],
+            has_distance: false,
             fast_math: self.options.fast_math,
             check: if self.options.checked { check } else { Check::Off },
         }
     }
 
-    /// The function that `part`'s root 0 is.
-    fn whole(&self, part: &Part<'_>, check: Check, says: &str, head: &str) -> String {
-        let Printed { mut statements, roots } =
-            self.printer(part, check).print(&part.program.roots()[..1]);
+    /// The same for a function that is given `distance`, the float of `q - kv`. Floats hold all
+    /// integers up to 2²⁴, so that below it a sum of parts of a distance is the converted distance.
+    fn score_printer<'b>(&'b self, part: &'b Part<'_>, check: Check) -> Printer<'b> {
+        let Extent { queries, keys, .. } = self.options.extent;
+        let has_distance = queries.max(keys) <= 1 << f32::MANTISSA_DIGITS;
+        Printer { has_distance, ..self.printer(part, check) }
+    }
+
+    /// The function that root 0 of a program is.
+    fn whole(printer: &Printer<'_>, says: &str, head: &str) -> String {
+        let Printed { mut statements, roots } = printer.print(&printer.program.roots()[..1]);
         statements.push(format!("return {};", roots[0].text));
         function(says, head, &statements)
     }
@@ -433,7 +476,7 @@ impl Context<'_> {
         let head = format!("bool fv_mask({ENTRY})");
         match (mask, part) {
             (Some(mask), Some(part)) => {
-                self.whole(part, Check::Everywhere, &mask.to_string(), &head)
+                Self::whole(&self.printer(part, Check::Everywhere), &mask.to_string(), &head)
             }
             _ => function("No mask.", &head, &["return true;".into()]),
         }
@@ -490,13 +533,37 @@ impl Context<'_> {
     }
 
     fn score(&self, score: Option<&ScoreMod>, part: Option<&Part<'_>>) -> String {
-        let head = format!("float fv_score({ENTRY}, float score)");
+        let head = format!("float fv_score({SCORE_ENTRY})");
         match (score, part) {
             (Some(score), Some(part)) => {
-                self.whole(part, Check::WhereVisible, &score.to_string(), &head)
+                let given = self.of_place(part);
+                let printer = self.score_printer(part, Check::WhereVisible);
+                let printer = Printer { given: &given, ..printer };
+                Self::whole(&printer, &score.to_string(), &head)
             }
             _ => function("No score function.", &head, &["return score;".into()]),
         }
+    }
+
+    /// What `fv_score` is given of [`place_reads`]; indices that are checked are checked for every entry.
+    fn of_place(&self, part: &Part<'_>) -> Vec<(NodeId, String)> {
+        let printer = self.printer(part, Check::Off);
+        let decides = printer.decides(&part.program.roots()[..1]);
+        let reads = if self.options.checked { vec![] } else { place_reads(part.program, &decides) };
+        reads.into_iter().enumerate().map(|(i, id)| (id, format!("reads.x{i}"))).collect()
+    }
+
+    fn place_reads(&self, part: Option<&Part<'_>>) -> String {
+        let head = "PlaceReads fv_place_reads(const Mods& mods, const Place& place)";
+        let given = part.map(|part| (part, self.of_place(part))).filter(|(_, of)| !of.is_empty());
+        let Some((part, given)) = given else {
+            return "\nstruct PlaceReads {};\n".to_owned()
+                + &function("No reads of a head.", head, &["return {};".into()]);
+        };
+        let nodes: Vec<NodeId> = given.into_iter().map(|(id, _)| id).collect();
+        let (fields, reads) = fields(&self.printer(part, Check::Off), &nodes);
+        format!("\nstruct PlaceReads {{ float {}; }};\n", fields.join(", "))
+            + &function("What fv_score reads of a head.", head, &reads)
     }
 
     /// What the score reads where its indices level off: tiles far from the diagonal read one
@@ -506,18 +573,18 @@ impl Context<'_> {
         let Some(part) = part.filter(|_| !self.options.checked) else { return String::new() };
         let (program, printer) = (part.program, self.printer(part, Check::Off));
         let root = &program.roots()[..1];
-        let (given, index): (Vec<NodeId>, Vec<Vec<NodeId>>) =
+        let (level, index): (Vec<NodeId>, Vec<Vec<NodeId>>) =
             levelling_reads(program, &printer.decides(root)).into_iter().unzip();
-        if given.is_empty() {
+        if level.is_empty() {
             return String::new();
         }
         let index = index.concat();
         let place = self.place(program, &index);
-        let fields: Vec<String> = (0..given.len()).map(|i| format!("x{i}")).collect();
-        let Printed { statements: mut reads, roots: values } = printer.print(&given);
-        let values: Vec<String> = values.into_iter().map(|value| value.text).collect();
-        reads.push(format!("return {{{}}};", values.join(", ")));
-        let Printed { mut statements, roots } = Printer { given: &given, ..printer }.print(root);
+        let (fields, reads) = fields(&printer, &level);
+        let mut given = self.of_place(part);
+        given.extend(level.into_iter().zip(fields.iter().map(|field| format!("given.{field}"))));
+        let printer = Printer { given: &given, ..self.score_printer(part, Check::Off) };
+        let Printed { mut statements, roots } = printer.print(root);
         statements.push(format!("return {};", roots[0].text));
         [
             format!(
@@ -535,7 +602,7 @@ impl Context<'_> {
             function("", &format!("{place}ScoreReads fv_score_reads({ENTRY})"), &reads),
             function(
                 "fv_score, given what it reads.",
-                &format!("float fv_score_given({ENTRY}, float score, ScoreReads reads)"),
+                &format!("float fv_score_given({SCORE_ENTRY}, ScoreReads given)"),
                 &statements,
             ),
         ]
@@ -543,12 +610,13 @@ impl Context<'_> {
     }
 
     fn score_gradient(&self, gradient: Option<&Part<'_>>) -> String {
-        let head = format!("float fv_score_gradient({ENTRY}, float score, float d)");
+        let head =
+            format!("float fv_score_gradient({ENTRY}, float score, float d, float distance)");
         let says = "d times the derivative of fv_score by the score.";
         let Some(part) = gradient.filter(|g| !is_one(g.program, g.program.roots()[0])) else {
             return function(says, &head, &["return d;".into()]);
         };
-        let printed = self.printer(part, Check::Off).print(&part.program.roots()[..1]);
+        let printed = self.score_printer(part, Check::Off).print(&part.program.roots()[..1]);
         let mut statements = printed.statements;
         statements.push(format!("return d * {};", printed.roots[0].factor()));
         function(says, &head, &statements)
@@ -669,7 +737,7 @@ impl Context<'_> {
         };
         let says = format!("Dropout keeps {}", part.program.text().0);
         let field = self.layout.name(FieldKind::KeepScale);
-        self.whole(part, Check::WhereVisible, &says, &head)
+        Self::whole(&self.printer(part, Check::WhereVisible), &says, &head)
             + &function("", scale, &[format!("return mods.{field};")])
     }
 }

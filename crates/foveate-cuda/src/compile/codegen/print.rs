@@ -6,7 +6,8 @@
 
 mod node;
 
-use foveate_mods::{ElementType, Node, NodeId, Program, Type};
+use foveate_mods::ir::{BinaryOp, UnaryOp};
+use foveate_mods::{ElementType, Leaf, Node, NodeId, Program, Type};
 
 use super::captures::{CaptureLayout, Captures, FieldKind, Slots};
 use node::NodePrinter;
@@ -46,8 +47,10 @@ pub(super) struct Printer<'a> {
     /// Floats that are surely positive, finite and not subnormal.
     pub normal: &'a [bool],
     pub over: Over,
-    /// Nodes whose values are known: the fields `x0`, `x1`, … of `reads`.
-    pub given: &'a [NodeId],
+    /// Nodes whose values are known, and where.
+    pub given: &'a [(NodeId, String)],
+    /// Whether the function is given `distance`, the float of `q - kv`.
+    pub has_distance: bool,
     /// Approximations of the special function units, where nothing is decided.
     pub fast_math: bool,
     pub check: Check,
@@ -94,12 +97,13 @@ impl Printer<'_> {
         let nodes = self.program.graph().nodes();
         let mut uses = vec![0usize; nodes.len()];
         roots.iter().for_each(|r| uses[r.index()] += 1);
+        let decides = self.decides(roots);
+        let given_as = |i| self.given_as(i).or_else(|| self.of_distance(i).filter(|_| !decides[i]));
         for i in (0..nodes.len()).rev() {
-            if uses[i] > 0 && self.given_as(i).is_none() {
+            if uses[i] > 0 && given_as(i).is_none() {
                 nodes[i].for_each_operand(|x| uses[x.index()] += 1);
             }
         }
-        let decides = self.decides(roots);
         let mut statements = Vec::new();
         let mut pieces: Vec<Piece> = Vec::with_capacity(nodes.len());
         for (i, node) in nodes.iter().enumerate() {
@@ -107,7 +111,7 @@ impl Printer<'_> {
                 pieces.push(Piece::atom(""));
                 continue;
             }
-            if let Some(given) = self.given_as(i) {
+            if let Some(given) = given_as(i) {
                 pieces.push(given);
                 continue;
             }
@@ -148,8 +152,32 @@ impl Printer<'_> {
     }
 
     fn given_as(&self, node: usize) -> Option<Piece> {
-        let at = self.given.iter().position(|given| given.index() == node)?;
-        Some(Piece::atom(format!("reads.x{at}")))
+        let (_, text) = self.given.iter().find(|(given, _)| given.index() == node)?;
+        Some(Piece::atom(text.clone()))
+    }
+
+    /// A node that is the float of `q - kv`, of `kv - q` or of how far they are apart, where the
+    /// function is given it. `0.0f -`, since the float of 0 is no -0.
+    fn of_distance(&self, node: usize) -> Option<Piece> {
+        let graph = self.program.graph();
+        let Node::Cast(Type::F32, of) = graph.nodes()[node] else { return None };
+        let (of, is_absolute) = match *graph.node(of) {
+            Node::Unary(UnaryOp::Abs, of) => (of, true),
+            _ => (of, false),
+        };
+        let Node::Binary(BinaryOp::Sub, left, right) = *graph.node(of) else { return None };
+        let piece = match (graph.node(left), graph.node(right)) {
+            _ if !self.has_distance => return None,
+            (Node::Leaf(Leaf::Q), Node::Leaf(Leaf::Kv)) if !is_absolute => Piece::atom("distance"),
+            (Node::Leaf(Leaf::Kv), Node::Leaf(Leaf::Q)) if !is_absolute => {
+                Piece { text: "0.0f - distance".to_owned(), tight: 12, depth: 0 }
+            }
+            (Node::Leaf(Leaf::Q | Leaf::Kv), Node::Leaf(Leaf::Q | Leaf::Kv)) if left != right => {
+                Piece::atom("fabsf(distance)")
+            }
+            _ => return None,
+        };
+        Some(piece)
     }
 
     /// Nodes that an integer, or a root that is not a float, depends on.

@@ -116,6 +116,16 @@ impl Arena {
     }
 }
 
+/// Scores that read the float of a distance, which kernels add up, and an element of each head beside it.
+const DISTANCES: [&str; 6] = [
+    "score + 1.0 / f32(kv - q)",
+    "score + 1.0 / f32(q - kv)",
+    "score * exp(-exact[h] * f32((kv - q).abs()))",
+    "score - half_[h_kv, 0] * f32((q - kv).abs()) + f32(kv - q) + brain[b, 0]",
+    "score / f32(kv - q) * half_[h, 0]",
+    "score + exact[kv + q - kv] + f32(i32(f32(q - kv) * 0.3))",
+];
+
 const HEAD: Head = Head { b: 1, h: 3, h_kv: 1, q_len: 70, kv_len: 90 };
 const QUERIES: [i32; 4] = [0, 5, 33, 69];
 const KEYS: Range<i32> = 60..90;
@@ -162,6 +172,15 @@ impl Case {
         let rectangles = vec![(0..4, 60..70), (60..64, 60..63), (5..6, 64..65)];
         let (gradient, dropout) = (score.gradient().ok(), Dropout::new(0.3, 5));
         Case { mask, gradient, score, dropout, rectangles, checked: true }
+    }
+
+    /// A score that tells how far apart query and key are, with its sign where they are not apart.
+    fn of_distance(score: &str) -> Self {
+        let names = memory().iter().fold(Names::new(), |names, b| names.buffer(b));
+        let mask = parse_mask("kv != 63", &names).unwrap();
+        let score = parse_score(score, &names).unwrap();
+        let (gradient, dropout) = (score.gradient().ok(), Dropout::new(0.3, 5));
+        Case { mask, gradient, score, dropout, rectangles: vec![], checked: false }
     }
 
     fn random(seed: i32) -> Self {
@@ -356,6 +375,7 @@ fn random_programs_give_the_cpus_bits_and_bounds_that_hold() {
     println!("seed {seed}");
     let mut cases: Vec<_> = (seed..seed + 250).map(Case::random).collect();
     cases.push(Case::too_wide());
+    cases.extend(DISTANCES.map(Case::of_distance));
     let Some(found) = agree_with_the_cpu(&cases) else { return };
     let Agreement { rectangles, decided, as_on_cpu, reported, wide } = found;
     assert!(decided * 8 > rectangles && as_on_cpu * 10 > rectangles * 9);

@@ -37,10 +37,10 @@ extern "C" __global__ void calls(const __grid_constant__ Mods mods, float* out) 
     int q = threadIdx.x, kv = blockIdx.x;
     Place place = {0, int(blockIdx.y), 0, 300, 400};
     float score = out[q];
-    if (fv_mask(mods, place, q, kv)) score = fv_score(mods, place, q, kv, score);
+    if (fv_mask(mods, place, q, kv)) score = fv_score(mods, place, q, kv, score, float(q - kv), fv_place_reads(mods, place));
     if (fv_dropout_keep(mods, place, q, kv)) score *= fv_dropout_scale(mods);
     capture<0>(mods, place, q, kv, score);
-    out[q] = fv_score_gradient(mods, place, q, kv, score, 3.f);
+    out[q] = fv_score_gradient(mods, place, q, kv, score, 3.f, float(q - kv));
     if (fv_cover(mods, place, q, q + 128, kv, kv + 64) == 2) out[q] = 0.f;
 }
 "#;
@@ -128,6 +128,18 @@ fn a_cache_that_grows_by_a_key_a_step_prints_few_texts() {
         // One while a buffer is at least as long as the keys, one that clamps beyond.
         assert!(different.len() <= most, "{} texts of {mask}", different.len());
     }
+}
+
+#[test]
+fn distances_are_added_up_as_long_as_floats_hold_them() {
+    let score = scores::alibi(8).unwrap();
+    let score = |keys| {
+        let options = Options { extent: Extent { keys, ..options().extent }, ..options() };
+        of_score(&score, &options)
+    };
+    let (near, far) = (score(1 << 24), score((1 << 24) + 128));
+    assert!(near.contains("score - fabsf(distance) * reads.x0"), "{near}");
+    assert!(far.contains("score - to_float(abs(q - kv)) * reads.x0"), "{far}");
 }
 
 #[test]

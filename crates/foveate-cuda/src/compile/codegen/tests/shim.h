@@ -70,8 +70,8 @@ static void take_arena() {
             int q = take<int>(), kv = take<int>();                                              \
             float score = take<float>();                                                        \
             give<int>(fv_mask(mods, place, q, kv));                                             \
-            give<float>(fv_score(mods, place, q, kv, score));                                   \
-            give<float>(fv_score_gradient(mods, place, q, kv, score, 1.f));                     \
+            give<float>(fv_score(mods, place, q, kv, score, float(q - kv), fv_place_reads(mods, place))); \
+            give<float>(fv_score_gradient(mods, place, q, kv, score, 1.f, float(q - kv)));      \
             give<int>(fv_dropout_keep(mods, place, q, kv));                                             \
         }                                                                                       \
         if (i64 report = take<i64>()) fwrite((const void*)report, 4, 4, stdout);                \
@@ -94,8 +94,12 @@ static void take_arena() {
             if (one != fv_reads_one(mods, place, q0, q1, kv0, kv1)) abort();                    \
             const ScoreReads reads = fv_score_reads(mods, place, q0, kv0);                      \
             for (int q = q0; q < q1; ++q)                                                       \
-                for (int kv = kv0; kv < kv1; ++kv)                                              \
-                    same &= fv_score_given(mods, place, q, kv, .5f, reads) == fv_score(mods, place, q, kv, .5f);\
+                for (int kv = kv0; kv < kv1; ++kv) {                                            \
+                    const float distance = q - kv;                                              \
+                    const PlaceReads of_place = fv_place_reads(mods, place);                    \
+                    same &= fv_score_given(mods, place, q, kv, .5f, distance, of_place, reads)  \
+                         == fv_score(mods, place, q, kv, .5f, distance, of_place);              \
+                }                                                                               \
             give<int>(one ? 1 + same : 0);                                                      \
         }                                                                                       \
     }
