@@ -7,7 +7,8 @@
 //
 // A family says before how its warps own the tile: WARPS_S, the accumulators of a warp; warp_row() and
 // warp_column(), where they begin; KEYS_DOWN, whether rows of accumulators are keys, as of S^T = K Q^T, or
-// queries; lse_of(), what is subtracted from the scores of a query whose lse smem holds; HOLDS_SUMS, whether warps
+// queries; lse_of(), what is subtracted from the scores of a query whose lse smem holds; FINDS_HUGE_LSE, whether
+// whoever wrote lse to smem has looked for huge ones; HOLDS_SUMS, whether warps
 // hold HeldSums; SCORE_COPIES, in how many kinds of steps a score stands; and HIDES_FIRST, whether entries that the
 // mask hides are found before their scores are computed instead of after: with the derivative of a score there are twice
 // as many numbers then, and registers for a bit of each before.
@@ -35,6 +36,7 @@ struct ScoreTile {
     bool evaluate;      // whether the mask is evaluated in it
     bool has_bits;      // or `visible` is the mask's values in it
     ScoreBits visible;
+    bool has_huge_lse;  // with FINDS_HUGE_LSE: of one of its queries
 };
 
 // ---- places of scores ----
@@ -228,8 +230,8 @@ struct Scores {
             });
         if constexpr (FV_MASK_BITS && USES_HIDDEN)
             if (c.has_bits) hidden.set_all_but(c.visible);
-        [[maybe_unused]] bool has_huge_lse = false;
-        if constexpr (HAS_ROW_WEIGHT_SUM)
+        [[maybe_unused]] bool has_huge_lse = c.has_huge_lse;
+        if constexpr (HAS_ROW_WEIGHT_SUM && !FINDS_HUGE_LSE)
             #pragma unroll
             for (int h = 0; h < QUERIES_HELD; ++h)
                 if (is_of_columns(h, from, to)) has_huge_lse |= is_huge(lse[h]);
@@ -280,7 +282,7 @@ struct Scores {
 #endif
         compute_all([&](int q, int kv, float s, float distance) { return fv_score(mods, c.place, q, kv, s, distance, reads); });
         // Rare; the check is repeated for each row, so that it occupies no registers.
-        if (HAS_ROW_WEIGHT_SUM && __any_sync(0xffffffff, has_huge_lse)) {
+        if (HAS_ROW_WEIGHT_SUM && __any_sync(~0u, has_huge_lse)) {
             #pragma unroll
             for (int h = 0; h < QUERIES_HELD; ++h) {
                 if (!is_of_columns(h, from, to) || !is_huge(load_shared(lse_at + held_query(h) * 4))) continue;
@@ -348,12 +350,12 @@ struct Scores {
             for (int i = 0; i < 4; ++i) differentiate_one(dp, delta[query_held(m, n, i)], m, n, i);
     }
 
-    // The same for plain scores, from dP - delta.
+    // The same from dP - delta, without dropout.
     __device__ void multiply_column(const ScoreFragment& dp, int n) {
         #pragma unroll
         for (int m = 0; m < WARPS_S.rows; ++m)
             #pragma unroll
-            for (int i = 0; i < 4; ++i) multiply_unless_zero(g[m][n][i], dp[m][n][i]);
+            for (int i = 0; i < 4; ++i) multiply_one<true>(dp[m][n][i], m, n, i);
     }
 
     // One instruction less than a selection.
@@ -362,12 +364,17 @@ struct Scores {
     }
 
     __device__ void differentiate_one(const ScoreFragment& dp, float delta, int m, int n, int i) {
-        const float d = dropped(dp[m][n][i], m, n, i) - delta;
+        multiply_one<FV_DSCORE && KEYS_DOWN>(dropped(dp[m][n][i], m, n, i) - delta, m, n, i);
+    }
+
+    // By dP - delta of an entry.
+    template <bool CONDITIONAL>
+    __device__ void multiply_one(float d, int m, int n, int i) {
 #if FV_DSCORE && FV_CAPTURES
         // dS before the derivative of the score
         weight[m][n][i] = weight[m][n][i] == 0.f ? 0.f : weight[m][n][i] * d;
 #endif
-        if constexpr (FV_DSCORE && KEYS_DOWN) multiply_unless_zero(g[m][n][i], d);
+        if constexpr (CONDITIONAL) multiply_unless_zero(g[m][n][i], d);
         else g[m][n][i] = g[m][n][i] == 0.f ? 0.f : g[m][n][i] * d;
     }
 

@@ -16,7 +16,7 @@
 //     start S^T of this step     start dQ = dS K and dK += dS^T Q of the step before
 //     S^T, dQ have come: dQ -> smem         P = exp(score(scale S) - lse), 0 where the mask is false
 //     dK has come: release Q of the step before         (JOINS_DV: and dO)
-//     start dP^T                                                      (DP_EARLY: before P)
+//     start dP^T                                          (DP_EARLY: before P, FROM_DELTA: from -delta)
 //     dP^T has come: dS = P (dP - delta) dscore/ds -> smem
 //     dS is written, for both consumers      dQ of the step before, smem -> added to dq_accum
 //     start dV += P^T dO, and look for the next step    dV has come: release dO  (not JOINS_DV)
@@ -71,13 +71,16 @@ struct RowWriter {
     __device__ void write() {
         const Ring<FV_STAGES> before = ROW_STAGES == FV_STAGES ? Ring<FV_STAGES>{stage.stage, stage.round - 1} : stage.before().before();
         barriers.d_out_empty(before.stage).wait(before.round);
+        const int place = ROW_STAGES == FV_STAGES ? stage.stage : number & 1;
+        bool is_any_huge = false;
         #pragma unroll
         for (int i = 0; i < FV_BM / 32; ++i) {
-            const int row = (ROW_STAGES == FV_STAGES ? stage.stage : number & 1) * FV_BM + i * 32 + int(threadIdx.x % 32);
-            float* const to = reinterpret_cast<float*>(shared) + row;
+            float* const to = reinterpret_cast<float*>(shared) + place * FV_BM + i * 32 + threadIdx.x % 32;
             to[AT_LSE / 4] = subtracted(lse[i]);
             to[AT_DELTA / 4] = delta[i];
+            is_any_huge |= is_huge(lse[i]);
         }
+        if constexpr (HAS_ROW_WEIGHT_SUM && FINDS_HUGE_LSE) reinterpret_cast<int*>(shared)[AT_HUGE / 4 + place] = __any_sync(~0u, is_any_huge);
         barriers.full(stage.stage).arrive_warp();
         stage.advance();
         ++number;
@@ -205,23 +208,25 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         product_commit();
     };
     auto start_dp = [&](Ring<FV_STAGES> stage) {
-        if constexpr (SUBTRACTS_FIRST) {
+        if constexpr (FROM_DELTA) {
             float delta[QUERIES_HELD];
             load_rows(delta, rows_at + AT_DELTA + rows_place(number & 1));
             for_each_score([&](int m, int n, int i) { dp[m][n][i] = -delta[query_held(m, n, i)]; });
             pin(dp[0]);
         }
         product_fence();
-        start_scores<FV_DVP, SUBTRACTS_FIRST>(dp, values, Operand::rows(base + AT_D_OUT + stage.stage * D_OUT_BYTES));
+        start_scores<FV_DVP, FROM_DELTA>(dp, values, Operand::rows(base + AT_D_OUT + stage.stage * D_OUT_BYTES));
         product_commit();
     };
     // With a derivative the weights themselves are an operand only, and rounded at once.
     constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
     auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
-    bool has_bits = false;                     // of a step: `visible` is its mask
+    bool has_huge_lse = false;                 // of a step,
+    bool has_bits = false;                     // and whether `visible` is its mask
     ScoreBits visible;
     auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates, int from = 0, int to = N) {
-        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates, from, to, has_bits, visible);
+        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates, from, to, has_bits, visible,
+                                has_huge_lse);
         if (NARROWS_FIRST)
             #pragma unroll
             for (int n = 0; n < N; ++n) narrow_weights(n);
@@ -333,6 +338,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 #pragma unroll
                 for (int i = 0; i < mask_words(FV_BM); ++i) visible.words[i] = __ldg(from + i);
             }
+            if constexpr (HAS_ROW_WEIGHT_SUM && FINDS_HUGE_LSE)
+                has_huge_lse = reinterpret_cast<const int*>(shared)[AT_HUGE / 4 + (ROW_STAGES == FV_STAGES ? stage.stage : parity)];
             float lse[QUERIES_HELD];
             if (FV_OVERLAP && (kind & ~(Step::LAST | Step::BITS)) == 0) {
                 start_s(stage);
@@ -388,7 +395,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 }
             }
             float delta[QUERIES_HELD];
-            if (!SUBTRACTS_FIRST && !DELTA_LATE) load_rows(delta, rows_at + AT_DELTA + rows_place(parity));
+            if (!FROM_DELTA && !DELTA_LATE) load_rows(delta, rows_at + AT_DELTA + rows_place(parity));
             if constexpr (!DP_EARLY) {
                 narrow_first_weights();
                 pin(dv);
@@ -405,14 +412,14 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 #pragma unroll
                 for (int n = k * 2; n < k * 2 + 2; ++n) {
                     if (!NARROWS_FIRST && n >= 2 * FIRST_DV) narrow_weights(n);
-                    if constexpr (SUBTRACTS_FIRST) scores.multiply_column(dp, n);
+                    if constexpr (FROM_DELTA) scores.multiply_column(dp, n);
                     else scores.differentiate_column(dp, delta, n);
                     ds[n % 2 * 2] = narrow2<FV_DTYPE>(scores.g[0][n][0], scores.g[0][n][1]);
                     ds[n % 2 * 2 + 1] = narrow2<FV_DTYPE>(scores.g[0][n][2], scores.g[0][n][3]);
                 }
                 store_ds(ds_at + parity * DS_BYTES + k * 16 * PANEL_ROW, ds);
-                if (SUBTRACTS_FIRST && k + 1 == MIDDLE_DV) start_more_dv(FIRST_DV, MIDDLE_DV);
-                if (SUBTRACTS_FIRST && k + 1 == LAST_DV) start_more_dv(MIDDLE_DV, LAST_DV);
+                if (SPLITS_DV && k + 1 == MIDDLE_DV) start_more_dv(FIRST_DV, MIDDLE_DV);
+                if (SPLITS_DV && k + 1 == LAST_DV) start_more_dv(MIDDLE_DV, LAST_DV);
             }
             // What the next step begins with, read while the fence waits.
             const Ring<FV_STAGES> stage_before = stage;
@@ -429,7 +436,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
                 scores.capture(mods, {of, step.query, step.queries, step.key, step.keys, true}, held);
             }
-            if (!SUBTRACTS_FIRST) start_more_dv(FIRST_DV, LAST_DV);
+            if (!SPLITS_DV) start_more_dv(FIRST_DV, LAST_DV);
             stage.advance();
             ++number;
             if (!last) {

@@ -3,8 +3,8 @@
 // Where a tile has 128 queries and scores are functions, registers do not hold lse of all queries beside S, dP, dK and dV:
 // so many columns of P come after the others, once dP has started, and lse of theirs is read then.
 constexpr int LATE_COLUMNS = DP_EARLY && FV_SCORE && FV_BM == 128 && !SCORES_IN_LOOP ? N / 2 : 0;
-// And delta is read when it is subtracted.
-constexpr bool DELTA_LATE = LATE_COLUMNS > 0 || FV_DSCORE;
+// And delta is read when it is subtracted, if dP does not start from it.
+constexpr bool DELTA_LATE = !FROM_DELTA && (LATE_COLUMNS > 0 || FV_DSCORE);
 
 // The mbarriers.
 struct Barriers : StepBarriers {
@@ -45,7 +45,7 @@ struct Barriers : StepBarriers {
         fence_barrier_init();
     }
 };
-static_assert(64 * STEPS + 8 * Barriers::COUNT <= END_BYTES, "no room for barriers");
+static_assert(64 * STEPS + 8 * Barriers::COUNT + 4 * ROW_STAGES <= END_BYTES, "no room for barriers");
 
 // dV += P^T dO, of steps from .. to of 16 queries.
 template <int COLUMNS>

@@ -39,6 +39,7 @@ constexpr Warps WARPS_S = {4 * CONSUMERS, 1, 1, N};
 constexpr bool KEYS_DOWN = false;
 constexpr bool HOLDS_SUMS = false;
 constexpr int SCORE_COPIES = 2;                            // as the forward counts them: evaluated, and not
+constexpr bool FINDS_HUGE_LSE = false;
 constexpr bool HIDES_FIRST = false;
 __device__ int warp_row() { return (threadIdx.x / 32 - 4) * 16; }
 __device__ int warp_column() { return 0; }

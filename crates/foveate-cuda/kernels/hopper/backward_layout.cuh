@@ -14,7 +14,7 @@ constexpr int N_Q = DQ_COLUMNS / 8;
 //   + 2 * FV_BM * FV_BN * 2                                       dS of two steps
 //   + FV_BM * FV_DP * 4                                           dQ on its way to dq_accum, unless FV_SEPARATE_DQ
 //   + ROW_STAGES * FV_BM * 8                                      lse, delta
-//   + 1024                                                        steps and mbarriers
+//   + 1024                                                        steps and mbarriers; whether an lse is huge
 constexpr int ROW_K = panels(FV_D) * PANEL_ROW, ROW_V = panels(FV_DV) * PANEL_ROW;
 constexpr int K_BYTES = FV_BN * ROW_K, V_BYTES = FV_BN * ROW_V;
 constexpr int Q_BYTES = FV_BM * ROW_K, D_OUT_BYTES = FV_BM * ROW_V, DS_BYTES = FV_BM * FV_BN * 2;
@@ -26,7 +26,7 @@ constexpr int AT_LSE = AT_DQ + (FV_SEPARATE_DQ ? 0 : FV_BM * FV_DP * 4);
 constexpr int ROW_STAGES = FV_BM == 64 ? FV_STAGES : 2;    // of many queries there is no room for more
 constexpr int AT_DELTA = AT_LSE + ROW_STAGES * FV_BM * 4, AT_STEPS = AT_DELTA + ROW_STAGES * FV_BM * 4;
 constexpr int AT_BARRIERS = AT_STEPS + 64 * STEPS;
-constexpr int SHARED_BYTES = AT_STEPS + END_BYTES;
+constexpr int SHARED_BYTES = AT_STEPS + END_BYTES, AT_HUGE = SHARED_BYTES - 4 * ROW_STAGES;
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
 static_assert(FV_DTYPE != 2, "wgmma sums 16-bit operands in f32; f32 operands are the portable family's");
@@ -37,9 +37,16 @@ static_assert(FV_BM == 64 || SPLIT_DQ_ROWS, "consumers divide dQ evenly");
 // Whether dK and dV take most registers. Where they do not, there are some to start dP before P, beside which it runs.
 constexpr bool WIDE_SUMS = FV_DP + FV_DVP > 128, DP_EARLY = !WIDE_SUMS;
 
-// Where scores are plain, lse is subtracted from S at once, and such a dP starts from -delta in its accumulators: neither
-// is in a register beside P and dP.
-constexpr bool SUBTRACTS_FIRST = DP_EARLY && !FV_SCORE && !FV_DROPOUT;
+// Such a dP starts from -delta in its accumulators, which then is in no register beside P and dP: not where dropout scales dP
+// before delta is subtracted, and not where a tile of 128 queries with a score adds dQ in order, which has no registers for it.
+constexpr bool FROM_DELTA = DP_EARLY && !FV_DROPOUT && !(FV_SCORE && FV_ORDERED_DQ && FV_BM == 128);
+
+// Where scores are plain, lse is subtracted from S at once, and is in no register either.
+constexpr bool SUBTRACTS_FIRST = FROM_DELTA && !FV_SCORE;
+// Where a dP starts from -delta and scores are plain, or have a derivative, dV is started in two halves, each as soon as its
+// weights are rounded, beside the dS that follow.
+constexpr bool SPLITS_DV = FROM_DELTA && (!FV_SCORE || (FV_DSCORE && !FV_CAPTURES));
+
 // And where there are registers for it, lse is read before S has come: where it is subtracted first, that of the columns
 // whose powers stand beside dQ.
 constexpr bool LSE_EARLY = FV_BM == 64 || SUBTRACTS_FIRST;
@@ -47,12 +54,12 @@ constexpr bool LSE_EARLY = FV_BM == 64 || SUBTRACTS_FIRST;
 // Where registers are short, the first and the last of the products that make dV of a step run with dP and with S of the
 // next: ptxas leaves sums where they are while they are under way, and would else move dV out of the way of S and dP,
 // and back, in every step.
-constexpr bool JOINS_DV = WIDE_SUMS || SUBTRACTS_FIRST;
+constexpr bool JOINS_DV = WIDE_SUMS || SPLITS_DV;
 constexpr int FIRST_DV = JOINS_DV ? 1 : 0, LAST_DV = FV_BM / 16 - (JOINS_DV ? 1 : 0);
 
-// Where lse is subtracted first, so many columns of accumulators of P are made before dP starts, beside dQ and dK; and dV is
-// started in two halves, each as soon as its weights are rounded, beside the dS that follow.
-constexpr int FIRST_POWERS = SUBTRACTS_FIRST ? N / 2 : -1, MIDDLE_DV = (FIRST_DV + LAST_DV) / 2;
+// Where lse is subtracted first, so many columns of accumulators of P are made before dP starts, beside dQ and dK.
+constexpr int FIRST_POWERS = SUBTRACTS_FIRST ? N / 2 : -1;
+constexpr int MIDDLE_DV = (FIRST_DV + LAST_DV) / 2;
 
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 static_assert(CONSUMERS == 2, "two consumers share the registers");
@@ -63,6 +70,8 @@ constexpr Warps WARPS_S = {4 * CONSUMERS, 1, 1, N};
 constexpr bool KEYS_DOWN = true;
 constexpr bool HOLDS_SUMS = true;                          // over the tiles of an item
 constexpr int SCORE_COPIES = 2;                            // as the forward counts them: evaluated, and not
+// With a derivative in tiles of 64 queries; elsewhere there is no register for the answer.
+constexpr bool FINDS_HUGE_LSE = SPLITS_DV && FV_SCORE && FV_BM == 64;
 constexpr bool HIDES_FIRST = FV_SCORE && FV_MASK;
 __device__ int warp_row() { return (threadIdx.x / 32 - 4) * 16; }
 __device__ int warp_column() { return 0; }

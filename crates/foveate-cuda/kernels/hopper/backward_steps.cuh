@@ -220,10 +220,10 @@ __device__ float sign_of_weights(const Scores& scores, int columns = WARPS_S.col
 template <int POWERS = -1>
 __device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& mods, const Step& step, const float (&lse)[QUERIES_HELD],
                           u32 lse_at, bool evaluates, int from = 0, int to = WARPS_S.columns, bool has_bits = false,
-                          const ScoreBits& visible = {}) {
+                          const ScoreBits& visible = {}, bool has_huge_lse = false) {
     const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
     const int queries = evaluates ? step.queries : FV_BM, keys = evaluates ? step.keys : FV_BN;
-    const ScoreTile tile = {of, step.query, queries, step.key, keys, evaluates, has_bits, visible};
+    const ScoreTile tile = {of, step.query, queries, step.key, keys, evaluates, has_bits, visible, has_huge_lse};
     const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
     scores.compute_p<POWERS>(mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row, from, to);
 }

@@ -12,6 +12,7 @@ constexpr int PITCH_P = FV_BN * ELEM_BYTES + PAD_BYTES;    // of P and dS
 constexpr bool KEYS_DOWN = false;
 constexpr bool HOLDS_SUMS = false;
 constexpr int SCORE_COPIES = 1;
+constexpr bool FINDS_HUGE_LSE = false;
 constexpr bool HIDES_FIRST = false;
 __device__ int warp_row() { return threadIdx.x / 32 / WARPS_S.across * WARPS_S.rows * 16; }
 __device__ int warp_column() { return threadIdx.x / 32 % WARPS_S.across * WARPS_S.columns * 8; }

@@ -150,24 +150,28 @@ impl Products {
     }
 
     /// S with dQ, dK and the end of dV of the step before, apart with two fences; dP; dV; and what is
-    /// pending at the end of an item. `WIDE_SUMS`, `SUBTRACTS_FIRST`, `FIRST_DV` and `LAST_DV` are
-    /// those of `backward_layout.cuh`.
+    /// pending at the end of an item. `WIDE_SUMS`, `FROM_DELTA`, `SPLITS_DV`, `FIRST_DV` and `LAST_DV`
+    /// are those of `backward_layout.cuh`.
     fn of_backward(config: &Config) -> Self {
         let wide_sums = config.padded_dim() + config.padded_dim_v() > 128;
-        let subtracts_first = !wide_sums && !config.score && !config.dropout;
+        let scored_in_order = config.score && config.ordered_dq && config.tile_q == 128;
+        let from_delta = !wide_sums && !config.dropout && !scored_in_order;
+        let splits_dv = from_delta && (!config.score || config.dscore && !config.captures);
         let (s, dp) = (config.padded_dim() / 16, config.padded_dim_v() / 16);
-        let edge = usize::from(wide_sums || subtracts_first);
+        let edge = usize::from(wide_sums || splits_dv);
         let dq = if config.separate_dq { 0 } else { config.tile_kv / 16 };
         let (pending, dv) = (edge + dq + config.tile_q / 16, config.tile_q / 16 - 2 * edge);
         let waiting = Self::of(&[s, s, pending, pending], &[&[0, 0, 0]]);
-        let (both, rest) = match (wide_sums, subtracts_first) {
+        let (both, rest) = match (wide_sums, splits_dv) {
             // dP after P, with the first 16 queries of dV behind the same fence.
             (true, _) => (Self::of(&[s, pending], &[&[1, 0]]), Self::of(&[dp + 1, dv], &[&[1, 0]])),
-            // In both kinds of step dP with the first of dV; the rest in halves.
-            (false, true) => (
-                Self::of(&[s, pending, dp, 1], &[&[2, 1, 1]]),
-                Self::of(&[dp, 1, dv / 2, dv - dv / 2], &[&[1, 0]]),
-            ),
+            // In both kinds of step dP with the first of dV; the rest in halves. A plain step waits for S
+            // alone first.
+            (false, true) => {
+                let waits: &[u32] = if config.score { &[1, 1] } else { &[2, 1, 1] };
+                let rest = Self::of(&[dp, 1, dv / 2, dv - dv / 2], &[&[1, 0]]);
+                (Self::of(&[s, pending, dp, 1], &[waits]), rest)
+            }
             // The same without dV.
             (false, false) => {
                 (Self::of(&[s, pending, dp], &[&[1, 0]]), Self::of(&[dp, dv], &[&[0, 0]]))
