@@ -94,6 +94,10 @@ pub struct ListedKernel {
 /// Instructions of a mask of which bits are made.
 const LONG_MASK: usize = 100;
 
+/// Instructions of a score without an elementary function, and of one that has some.
+const SHORT_SCORE: usize = 9;
+const LONG_SCORE: usize = 41;
+
 /// What the planner chooses, and in place of what adds dq in order.
 type Choices = (Choice, Option<Choice>);
 
@@ -372,6 +376,11 @@ impl Variant {
         let class = Class {
             mask: matches!(mods, Kind::Mask | Kind::CausalScore | Kind::CausalAlibi),
             score: !matches!(mods, Kind::Plain | Kind::Mask | Kind::Dropout),
+            score_steps: match mods {
+                Kind::Plain | Kind::Mask | Kind::Dropout => 0,
+                Kind::Learned | Kind::CausalAlibi | Kind::DropoutAlibi => SHORT_SCORE,
+                Kind::Score | Kind::Capped | Kind::CausalScore | Kind::Buckets => LONG_SCORE,
+            },
             dscore: matches!(mods, Kind::Score | Kind::Capped | Kind::CausalScore),
             captures: matches!(mods, Kind::Learned | Kind::Capped | Kind::Buckets),
             dropout: matches!(mods, Kind::Dropout | Kind::DropoutAlibi),

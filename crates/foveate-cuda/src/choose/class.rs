@@ -7,7 +7,7 @@ use foveate_problem::{Dims, Spec};
 
 use foveate_gpu::tma::MapRefusal;
 
-use crate::compile::codegen::{is_one, mask_steps};
+use crate::compile::codegen::{is_one, mask_steps, score_steps};
 use crate::compile::config::{Config, Copied, Count, Elem, Family, Kernel, Tiles};
 
 /// Rows of a box of a tensor map are a multiple of so many, those of the swizzle.
@@ -40,6 +40,8 @@ pub struct Class {
     pub mask_steps: usize,
     /// Scores are modified.
     pub score: bool,
+    /// About how many instructions that takes for one of them, an elementary function counted as a polynomial.
+    pub score_steps: usize,
     /// The modified score's derivative is not constant 1.
     pub dscore: bool,
     /// Dropout.
@@ -136,6 +138,7 @@ impl Class {
             mask: false,
             mask_steps: 0,
             score: false,
+            score_steps: 0,
             dscore: false,
             dropout: false,
             captures: false,
@@ -157,6 +160,7 @@ impl Class {
             mask_steps: spec.mask.as_ref().map_or(0, mask_steps),
             by_head: spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
             score: spec.score.is_some(),
+            score_steps: spec.score.as_ref().map_or(0, score_steps),
             dscore: gradient.is_some_and(|g| !is_one(g.program(), g.program().roots()[0])),
             dropout: spec.dropout.is_some(),
             captures: gradient.is_some_and(|g| !g.captures().is_empty()),

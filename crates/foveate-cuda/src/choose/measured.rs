@@ -71,6 +71,11 @@ impl Case {
         Class {
             mask: live.is_some(),
             score: matches!(self.mods, Bias(_) | Cap(_) | Learned(_)),
+            score_steps: match self.mods {
+                Plain | Mask(_) => 0,
+                Bias(_) | Learned(_) => 9,
+                Cap(_) => 41,
+            },
             dscore: backward && matches!(self.mods, Cap(_)),
             captures: backward && matches!(self.mods, Learned(_)),
             deterministic: self.deterministic,
@@ -132,6 +137,23 @@ fn tiles() -> Vec<(Case, Vec<(Tiles, f64)>)> {
         (
             Case::new(Kernel::Forward, 128, Mask(CAUSAL)).len(32_768),
             vec![(Tiles::hopper(2, 128, 2), 585.2), (Tiles::hopper(2, 176, 2), 604.5)],
+        ),
+        (
+            Case::new(Kernel::Forward, 128, Bias(None)),
+            vec![
+                (Tiles::hopper(2, 128, 2), 531.0),
+                (Tiles::hopper(2, 144, 2), 552.2),
+                (Tiles::hopper(2, 160, 2), 563.1),
+                (Tiles::hopper(2, 176, 2), 571.2),
+            ],
+        ),
+        (
+            Case::new(Kernel::Forward, 128, Learned(None)),
+            vec![(Tiles::hopper(2, 128, 2), 473.2), (Tiles::hopper(2, 176, 2), 501.0)],
+        ),
+        (
+            Case::new(Kernel::Forward, 128, Cap(None)),
+            vec![(Tiles::hopper(2, 128, 2), 487.5), (Tiles::hopper(2, 176, 2), 467.1)],
         ),
         (
             forward(96),

@@ -362,12 +362,12 @@ fn told_of_mask(
 
 /// What runs in place of a Hopper kernel that is not as planned was measured, too: the `portable`
 /// choice, and before that what waits for its products where the assembler serialises `chosen`. First comes what
-/// evaluates the mask where `chosen` reads its bits.
+/// evaluates the mask where `chosen` reads its bits, and next what has fewer keys in a tile.
 fn put_measured_first(others: &mut [Candidate], chosen: &Config, portable: Option<Tiles>) {
     let waiting = table::waits_rather_than_portable(chosen)
         .then(|| Tiles { overlap: false, ..Tiles::of(chosen) });
     let evaluating = chosen.mask_bits.then(|| Tiles { mask_bits: false, ..Tiles::of(chosen) });
-    for tiles in [portable, waiting, evaluating] {
+    for tiles in [portable, waiting, table::narrower(chosen), evaluating] {
         if let Some(at) = others.iter().position(|c| tiles == Some(Tiles::of(&c.config))) {
             others[..=at].rotate_right(1);
         }

@@ -88,8 +88,11 @@ const HOPPER: &[Known] = &[
     (256, Tiles::hopper(2, 80, 2)),
 ];
 /// Where a query sees so many keys that the device is at its limit of power ([`Sizes::LONG`]): wider tiles raise and rescale
-/// less often.
+/// less often. With a score of [`FEW_STEPS`] from 4,096 keys on.
 const HOPPER_LONG: Tiles = Tiles::hopper(2, 176, 2);
+/// A score that takes no longer has the wider tiles of long rows sooner: ALiBi and relative biases take 9, a soft cap 41, which
+/// lost 5 % with them.
+const FEW_STEPS: usize = 16;
 /// At head dims of 81 to 96 where a query sees 4,096 keys or more: three consumers of fewer keys take turns.
 /// Shorter rows were not measured, and at 80 it spills.
 const HOPPER_96: Tiles = Tiles::hopper(3, 96, 2);
@@ -157,6 +160,7 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
     let table = match kernel {
         Kernel::Forward if class.dtype == Elem::E4m3 => HOPPER_E4M3,
         Kernel::Forward if dim <= 64 && class.is_sparse(kernel, sizes) => return None,
+        Kernel::Forward if scores_long(class, sizes) => return Some(HOPPER_LONG),
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward if (129..=192).contains(&class.dim) && class.dim_v <= 128 => HOPPER_LATENT,
         Kernel::Forward if is_long(class, sizes) => return Some(HOPPER_LONG),
@@ -186,6 +190,21 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
 /// Whether [`HOPPER_LONG`] was measured to be the faster one.
 fn is_long(class: &Class, sizes: &Sizes) -> bool {
     (97..=128).contains(&class.dim.max(class.dim_v)) && sizes.are_long()
+}
+
+/// The same with a score; with dropout beside it they were not measured.
+fn scores_long(class: &Class, sizes: &Sizes) -> bool {
+    let dims = (97..=128).contains(&class.dim.max(class.dim_v));
+    let short = class.score && class.score_steps <= FEW_STEPS && !class.dropout;
+    dims && short && sizes.mean_kv_len >= 4096
+}
+
+/// What runs where a forward of [`HOPPER_LONG`] is not as planned: the usual tiles, which need fewer registers.
+pub fn narrower(config: &Config) -> Option<Tiles> {
+    let tiles = Tiles::of(config);
+    let is_wide = config.kernel == Kernel::Forward && tiles.tile_kv == HOPPER_LONG.tile_kv;
+    let usual = Tiles { tile_kv: 128, ..tiles };
+    (config.family == Family::Hopper && is_wide).then_some(usual)
 }
 
 /// Whether a kernel without the overlap within a warpgroup comes before the portable choice where the

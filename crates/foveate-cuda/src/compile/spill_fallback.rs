@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn a_serialised_forward_waits_for_its_products_and_one_that_spills_is_portable() {
         let profile = Profile::named("h200").unwrap();
-        let class = Class { score: true, ..Class::new(Elem::Bf16, 128, 128, 1) };
+        let class = Class { score: true, score_steps: 41, ..Class::new(Elem::Bf16, 128, 128, 1) };
         let options = KernelOptions::default();
         let choice = choose(&profile, &class, &SIZES, Kernel::Forward, &options, None).unwrap();
         let hopper = |c: &Candidate| c.config.family == Family::Hopper;

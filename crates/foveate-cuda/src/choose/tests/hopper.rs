@@ -147,7 +147,8 @@ fn what_runs_in_place_of_a_hopper_kernel_is_what_was_measured_to_lose_least() {
         let tiles = |c: &Candidate| Tiles::of(&c.config);
         (tiles(&choice.chosen), [0, 1].map(|at| tiles(&choice.others[at])))
     };
-    for change in [|_: &mut Class| (), |class: &mut Class| class.score = true] {
+    let soft_cap = |class: &mut Class| (class.score, class.score_steps) = (true, 41);
+    for change in [|_: &mut Class| (), soft_cap] {
         for dim in [96, 128, 256] {
             let (chosen, [first, second]) = next(dim, change, Kernel::Forward);
             assert_eq!(first, Tiles { overlap: false, ..chosen }, "{dim}");
@@ -157,6 +158,26 @@ fn what_runs_in_place_of_a_hopper_kernel_is_what_was_measured_to_lose_least() {
         assert_eq!(first.family, Family::Portable);
         let (_, [first, _]) = next(128, change, Kernel::Backward);
         assert_eq!(first.family, Family::Portable);
+    }
+}
+
+#[test]
+fn long_rows_of_short_scores_have_wide_tiles_and_the_usual_ones_if_those_spill() {
+    let profile = Profile::named("h200").unwrap();
+    let keys_of = |class: &Class, len: usize| {
+        let (sizes, options) = (sizes(2, 16, 16, len), KernelOptions::default());
+        let choice = choose(&profile, class, &sizes, Kernel::Forward, &options, None).unwrap();
+        let keys = |c: &Candidate| (c.config.family, c.config.tile_kv);
+        choice.ranked().take(2).map(keys).collect::<Vec<_>>()
+    };
+    let plain = Class::new(Elem::Bf16, 128, 128, 1);
+    let alibi = Class { score: true, score_steps: 9, ..plain };
+    let soft_cap = Class { score_steps: 41, ..alibi.clone() };
+    let dropped = Class { dropout: true, ..alibi.clone() };
+    let [wide, usual] = [176, 128].map(|keys| (Family::Hopper, keys));
+    assert_eq!(keys_of(&alibi, 4096), [wide, usual]);
+    for (class, len) in [(&alibi, 2048), (&soft_cap, 8192), (&dropped, 8192)] {
+        assert_eq!(keys_of(class, len)[0], usual, "{class:?}");
     }
 }
 

@@ -62,8 +62,8 @@ use print::{Check, Over, Printed, Printer};
 pub use ranges::range_table_bytes;
 pub(crate) use ranges::range_table_params;
 use sharing::{Shared, shared};
-pub(crate) use steps::mask_steps;
 use steps::steps;
+pub(crate) use steps::{mask_steps, score_steps};
 
 /// The types that printed mods are made of: values, and ranges of them. Stands before
 /// [`ModsSource::text`].

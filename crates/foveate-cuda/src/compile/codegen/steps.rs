@@ -4,7 +4,7 @@
 //! that a long score does not take the compiler long.
 
 use foveate_mods::ir::{BinaryOp, UnaryOp};
-use foveate_mods::{MaskMod, Node, NodeId, Program};
+use foveate_mods::{MaskMod, Node, NodeId, Program, ScoreMod};
 
 use super::needed;
 use super::print::decides;
@@ -35,8 +35,16 @@ pub(super) fn steps(program: &Program, roots: &[NodeId], fast_math: bool) -> usi
 
 /// About how many instructions a mask's evaluation takes for one pair: a load is one and what finds its address.
 pub(crate) fn mask_steps(mask: &MaskMod) -> usize {
+    evaluation_steps(mask.program())
+}
+
+/// The same of a score, whose elementary functions count as if they were polynomials.
+pub(crate) fn score_steps(score: &ScoreMod) -> usize {
+    evaluation_steps(score.program())
+}
+
+fn evaluation_steps(program: &Program) -> usize {
     const ADDRESS: usize = 3;
-    let program = mask.program();
     let needed = needed(program, program.roots());
     let nodes = program.graph().nodes().iter().zip(needed);
     let loads = nodes.filter(|(node, needed)| *needed && matches!(node, Node::Load { .. })).count();
