@@ -149,7 +149,6 @@ struct ScorePlace {
     float distance;             // query - key
     PlaceReads reads;
 
-    ScorePlace() = default;
     __device__ ScorePlace(const Mods& mods, const ItemRows& rows, int key0)
         : place(rows.place()), query(rows.query()), key(key0 + threadIdx.x % 4 * 2), distance(to_float(Int(query - key))),
           reads(fv_place_reads(mods, place)) {}
@@ -558,13 +557,16 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         };
         float rescale[2] = {1.f, 1.f};
         bool rescales = false;
-        const bool overlaps = FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST);
-        ScorePlace at;
-        if (FV_SCORE && overlaps) at = ScorePlace(mods, rows, step.key);
-        await_turn();
-        pin(s);
-        pin(out);
-        if (overlaps) {
+        auto begin = [&] {
+            await_turn();
+            pin(s);
+            pin(out);
+        };
+        // With a score the turn is awaited in either piece of code: one of them has read the place before.
+        if constexpr (!FV_SCORE) begin();
+        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST)) {
+            const ScorePlace at(mods, rows, step.key);
+            if constexpr (FV_SCORE) begin();
             product_fence();
             start_qk(s, queries, keys);
             product_commit();
@@ -581,6 +583,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             product_wait<0>();
             pin(out);
         } else {
+            if constexpr (FV_SCORE) begin();
             if (sees && has_weights) {
                 product_fence();
                 start_qk(s, queries, keys);
@@ -628,7 +631,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
             }
             if (sees) {
-                at = ScorePlace(mods, rows, step.key);
+                const ScorePlace at(mods, rows, step.key);
                 const int k_len = rows.item->sequence.k_len;
                 if (cell & Cells::EVALUATES && !has_bits) score<true>(s, scale(), mods, at, k_len, softmax.unscaled);
                 else score<false>(s, scale(), mods, at, k_len, softmax.unscaled);
