@@ -4,6 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use foveate::cuda::choose::KernelOptions;
 use foveate_nn::{Blocks, Cpu, ParameterState};
 use foveate_nn_cuda::Cuda;
 use serde::{Deserialize, Serialize};
@@ -74,11 +75,13 @@ pub struct DeviceOptions {
     /// Whether a run's results have the same bits every time on the same GPU, at some cost. On the
     /// CPU they always have.
     pub deterministic: bool,
+    /// What is asked of attention's kernels on a GPU; by default what the planner chooses.
+    pub attention: KernelOptions,
 }
 
 impl From<DeviceChoice> for DeviceOptions {
     fn from(device: DeviceChoice) -> Self {
-        Self { device, state: None, deterministic: true }
+        Self { device, state: None, deterministic: true, attention: KernelOptions::default() }
     }
 }
 
@@ -95,7 +98,8 @@ impl DeviceOptions {
     /// Does `work` on the device.
     ///
     /// # Errors
-    /// When there is no such device, or it does not keep parameters in that state.
+    /// When there is no such device, it does not keep parameters in that state, or kernels of a GPU are asked of
+    /// the CPU.
     pub fn run<W: OnDevice>(self, work: W) -> Result<W::Output, TrainError> {
         let ordinal = match self.device {
             DeviceChoice::Cuda(ordinal) => Some(ordinal),
@@ -103,6 +107,11 @@ impl DeviceOptions {
             DeviceChoice::Cpu => None,
         };
         let Some(ordinal) = ordinal else {
+            if self.attention != KernelOptions::default() {
+                let message =
+                    "kernels of attention can be asked for on a GPU, and the run is on the CPU";
+                return Err(TrainError::model(message.to_owned()));
+            }
             return match self.state.unwrap_or_default() {
                 ParameterState::F32 => Ok(work.run(Cpu::default(), None)),
                 ParameterState::Int8Moments => Ok(work.run(Cpu::with_int8_moments(), None)),
@@ -124,7 +133,7 @@ impl DeviceOptions {
             ))
         })?;
         let gpu = blocks.name().to_owned();
-        Ok(work.run(blocks, Some(gpu)))
+        Ok(work.run(blocks.with_attention_by(self.attention), Some(gpu)))
     }
 }
 

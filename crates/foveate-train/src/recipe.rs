@@ -559,9 +559,9 @@ impl Recipe {
     /// The device and how it computes.
     pub fn device(&self) -> DeviceOptions {
         DeviceOptions {
-            device: self.run.device,
             state: self.precision.state,
             deterministic: self.train.deterministic,
+            ..self.run.device.into()
         }
     }
 

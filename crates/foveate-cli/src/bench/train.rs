@@ -18,6 +18,7 @@ use foveate::tensor::count::Count;
 use foveate_shard::collectives::{Collectives, Rank};
 use foveate_train::device::{DeviceChoice, DeviceOptions};
 
+use crate::explain::kernel_options;
 use crate::failure::Failure;
 use crate::interrupt::Interrupt;
 use crate::number::number;
@@ -70,6 +71,9 @@ pub struct Args {
     /// Whether sums on a GPU are made in a fixed order
     #[arg(long, value_name = "ORDER", default_value = "both")]
     order: Order,
+    /// Use a kernel option of your own for attention, such as forward.family=portable
+    #[arg(long, value_name = "KEY=VALUE")]
+    kernel: Vec<String>,
     /// Steps that are timed
     #[arg(long, value_name = "N", default_value = "12", value_parser = number::<NonZeroUsize>)]
     steps: NonZeroUsize,
@@ -134,6 +138,7 @@ impl Bench<'_> {
     /// Measures, and prints what was found where there is an `out`.
     fn run(&self, mut out: Option<&mut Output>) -> Result<(), Failure> {
         let &Self { args, case, world, device, .. } = self;
+        let attention = kernel_options(&args.kernel)?;
         let peers = args.peers.as_deref().map(peers::read).transpose()?.unwrap_or_default();
         let orders: &[bool] = match args.order {
             Order::Fixed => &[true],
@@ -142,8 +147,8 @@ impl Bench<'_> {
         };
         let mut all: Vec<Measured> = Vec::new();
         for &deterministic in orders {
-            let options =
-                DeviceOptions { device, state: case.recipe.precision.state, deterministic };
+            let state = case.recipe.precision.state;
+            let options = DeviceOptions { device, state, deterministic, attention };
             let steps = Steps { case, steps: args.steps.get(), deterministic };
             let mut found = options.run(steps.watched(world, &self.interrupt))??;
             // A processor has one order.

@@ -1,5 +1,6 @@
 //! Attention on strided views of the packed projection, with learned buffers in device memory.
 
+use foveate::cuda::choose::KernelOptions;
 use foveate::cuda::{CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands};
 use foveate::mods::Leaf;
 use foveate::{
@@ -105,6 +106,11 @@ impl AttentionPlan {
         let plan = with_learned(plan, program)?;
         let (reads_documents, captured) = (reads_documents && !cached, Vec::new());
         Ok(Self { plan, reads_documents, reads_query: reads_query(program), captured })
+    }
+
+    /// The same, by the kernels that are asked for. That they fit is found out at the first call.
+    pub(super) fn by(self, kernels: KernelOptions) -> Self {
+        Self { plan: self.plan.with_kernels(kernels), ..self }
     }
 
     /// Keys that a query sees, as a plan over ranks expects them: a power of two, so that batches of other

@@ -297,7 +297,7 @@ impl Blocks for Cuda {
         shape: &AttentionShape,
     ) -> Result<AttentionPlan, NnError> {
         let device = (self.ordinal, self.precision.weights, self.deterministic);
-        AttentionPlan::new(program, shape, device)
+        Ok(AttentionPlan::new(program, shape, device)?.by(self.attention))
     }
 
     fn bind(

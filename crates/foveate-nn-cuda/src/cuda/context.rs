@@ -159,7 +159,10 @@ impl DeviceContext<Cuda, CudaArray> for CudaContext {
                 let device = (blocks.ordinal, blocks.precision.weights, blocks.deterministic);
                 let planned = |program: &AttentionProgram| {
                     let plan = AttentionPlan::over_ranks(program, of_program, first, plan, device)?;
-                    Ok(Program { plan, learned: program.learned.clone() })
+                    Ok(Program {
+                        plan: plan.by(blocks.attention),
+                        learned: program.learned.clone(),
+                    })
                 };
                 (shape, programs.iter().map(planned).collect::<Result<_, NnError>>()?)
             }

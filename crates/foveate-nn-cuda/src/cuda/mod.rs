@@ -33,6 +33,7 @@ mod updates;
 
 use std::sync::Arc;
 
+use foveate::cuda::choose::KernelOptions;
 use foveate_gpu::blas::Matmul;
 use foveate_gpu::driver::{Allocation, Readback};
 use foveate_gpu::{Engine, GpuError, GpuErrorKind, Queue};
@@ -67,6 +68,8 @@ pub struct Cuda {
     ordinal: usize,
     precision: Precision,
     deterministic: bool,
+    /// What is asked of attention's kernels.
+    attention: KernelOptions,
     shares_memory: bool,
     clock: Clock,
     /// The last tables of rotations that were uploaded.
@@ -135,6 +138,7 @@ impl Cuda {
             ordinal,
             precision,
             deterministic,
+            attention: KernelOptions::default(),
             shares_memory,
             clock,
             tables,
@@ -147,6 +151,12 @@ impl Cuda {
             copying: false,
             recorder,
         })
+    }
+
+    /// The same, with attention by the kernels that are asked for in the place of the planner's choice. What they
+    /// cannot do is an error of the first call.
+    pub fn with_attention_by(self, kernels: KernelOptions) -> Self {
+        Self { attention: kernels, ..self }
     }
 
     /// The same with memory of its own for every array of a pass, as it is where compute-sanitizer looks

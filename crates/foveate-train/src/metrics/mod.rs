@@ -180,3 +180,29 @@ impl Record {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::Recipe;
+
+    /// As torchtitan and Megatron Bridge count Llama 3 8B in rows of 8,192 tokens.
+    #[test]
+    fn rates_follow_the_two_conventions_in_use() {
+        let text = include_str!("../../../../recipes/llama3-8b.toml");
+        let recipe = Recipe::parse(text, "llama3-8b.toml", &[]).expect("it is right");
+        let config = recipe.model_config(0).expect("it is right").expect("it has sizes");
+        // TFLOP of a thousand tokens are GFLOP of one.
+        let of_a_token = Tflops::of(&config, 1e3, 8192, 4096.5);
+        let attention = 12.0 * 32.0 * 32.0 * 128.0 * 8192.0 * 1e-9;
+        // 6 for each parameter that is multiplied with: not of the embedding, nor of norms.
+        let products = 6.0 * (8_030_261_248.0 - (128_256.0 + 65.0) * 4096.0) * 1e-9;
+        let close = |found: f64, want: f64| assert!((found / want - 1.0).abs() < 1e-12, "{found}");
+        close(of_a_token.dense, products + attention);
+        close(of_a_token.half, products + attention / 2.0);
+        let rounded = [of_a_token.dense, of_a_token.half, of_a_token.live];
+        assert_eq!(rounded.map(|gflop| format!("{gflop:.1}")), ["57.9", "51.5", "51.5"]);
+        let ratio = of_a_token.mfu(100.0);
+        assert!((ratio.dense - of_a_token.dense / 100.0).abs() < 1e-15);
+    }
+}
