@@ -21,12 +21,14 @@ use foveate_nn_cuda::optimizer::{
     CONSTANTS_LEN, Piece, Pieces, Squares, TOTALS_LEN, Update, parts,
 };
 use foveate_nn_cuda::rope::{Pairing, Rope, Turn};
-use foveate_nn_cuda::vectors::{self, ColumnSums, CopyRows};
+use foveate_nn_cuda::vectors::{ColumnSums, CopyRows};
 use foveate_nn_cuda::{Block, Kernels};
 use foveate_tensor::DType;
 
 const TOKENS: usize = 8192;
 const WAIT: Duration = Duration::from_secs(20);
+/// Bytes of a table of rotations: f32, and as many positions as tokens.
+const ANGLES: usize = 4 * 128 * TOKENS;
 /// Calls of which the median is taken.
 const CALLS: usize = 21;
 /// Written between calls, so that none finds its operands in L2.
@@ -157,8 +159,7 @@ fn streams(b: &mut Bench, width: usize) -> Result<(), GpuError> {
     b.line("RMSNorm, backward", width, 4 * matrix, &backward)?;
     let with = RmsNormBackward { again: Some(b.tensor(dtype, [TOKENS, width])?), ..backward };
     b.line("RMSNorm, backward and again", width, 5 * matrix, &with)?;
-    let partial = b.tensor(DType::F32, [vectors::parts(TOKENS), width])?;
-    b.line("gradient of a bias", width, matrix, &ColumnSums { from: x, to: d_weight, partial })?;
+    b.line("gradient of a bias", width, matrix, &ColumnSums { from: x, to: d_weight })?;
     let gate_up = b.tensor(dtype, [TOKENS, 2 * width])?;
     let activation = Activation::Silu;
     b.line("SwiGLU", width, 3 * matrix, &Gated { activation, gate_up, out })?;
@@ -171,7 +172,7 @@ fn streams(b: &mut Bench, width: usize) -> Result<(), GpuError> {
     let (heads, pairing) = (width / 128, Pairing::Halves);
     let turn = Turn { positions, table, pairing };
     let rope = Rope { qkv: x, heads, dim: 128, turn, back: false };
-    b.line("RoPE", width, 2 * matrix, &rope)?;
+    b.line("RoPE", width, 2 * matrix + ANGLES, &rope)?;
     normed_heads(b, width, turn)
 }
 
@@ -185,9 +186,10 @@ fn normed_heads(b: &mut Bench, width: usize, turn: Turn<'_>) -> Result<(), GpuEr
     let (eps, offset, d_qkv) = (1e-5, 0.0, out);
     let d_weight = Some(b.tensor(DType::F32, [256])?);
     let partial = b.tensor(DType::F32, [head_norm::parts(TOKENS), 256])?;
-    for (name, turn) in [("norms of heads", None), ("norms of heads that turn", Some(turn))] {
+    let turned = ("norms of heads that turn", Some(turn), ANGLES);
+    for (name, turn, angles) in [("norms of heads", None, 0), turned] {
         let norm = HeadNorm { heads, qkv, weight, inverse, out, eps, offset, turn };
-        b.line(name, width, 2 * matrix, &norm)?;
+        b.line(name, width, 2 * matrix + angles, &norm)?;
         let backward = HeadNormBackward {
             heads,
             qkv,
@@ -199,7 +201,7 @@ fn normed_heads(b: &mut Bench, width: usize, turn: Turn<'_>) -> Result<(), GpuEr
             offset,
             turn,
         };
-        b.line("their gradients", width, 9 * matrix / 4, &backward)?;
+        b.line("their gradients", width, 9 * matrix / 4 + angles, &backward)?;
     }
     Ok(())
 }

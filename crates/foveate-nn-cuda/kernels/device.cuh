@@ -54,7 +54,17 @@ __device__ u32 float_bits(float x) { return __float_as_uint(x); }
 __device__ u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 __device__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 __device__ double shuffle_xor(double x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+__device__ float shuffle(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 __device__ void sync_cta() { __syncthreads(); }
+// A load of what nobody reads soon: its line is the first to leave L2, before what others have left there to be read.
+template <typename T>
+__device__ T load_streaming(const T* from) {
+    if constexpr (sizeof(T) == 16) {
+        uint4 words;
+        asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(from));
+        return reinterpret_cast<const T&>(words);
+    } else return *from;
+}
 // A store of 2, 4, 8 or 16 bytes that nobody reads soon: its line is the first to leave L2.
 template <typename T>
 __device__ void store_streaming(T* to, const T& x) {

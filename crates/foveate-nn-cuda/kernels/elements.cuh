@@ -32,12 +32,18 @@ template <int DTYPE = FV_DTYPE>
 __device__ Vector<typename ElemOf<DTYPE>::type, VECTOR> fetch(const typename ElemOf<DTYPE>::type* from) {
     return *reinterpret_cast<const Vector<typename ElemOf<DTYPE>::type, VECTOR>*>(from);
 }
+// The same of what nobody reads soon.
 template <int DTYPE = FV_DTYPE>
-__device__ void load(float (&x)[VECTOR], const typename ElemOf<DTYPE>::type* from) {
-    const auto v = fetch<DTYPE>(from);
-    #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) x[i] = widen<DTYPE>(v.of[i]);
+__device__ Vector<typename ElemOf<DTYPE>::type, VECTOR> fetch_streaming(const typename ElemOf<DTYPE>::type* from) {
+    return load_streaming(reinterpret_cast<const Vector<typename ElemOf<DTYPE>::type, VECTOR>*>(from));
 }
+template <int DTYPE = FV_DTYPE>
+__device__ void widened(float (&x)[VECTOR], const Vector<typename ElemOf<DTYPE>::type, VECTOR>& from) {
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) x[i] = widen<DTYPE>(from.of[i]);
+}
+template <int DTYPE = FV_DTYPE>
+__device__ void load(float (&x)[VECTOR], const typename ElemOf<DTYPE>::type* from) { widened<DTYPE>(x, fetch<DTYPE>(from)); }
 template <int DTYPE = FV_DTYPE>
 __device__ Vector<typename ElemOf<DTYPE>::type, VECTOR> narrowed(const float (&x)[VECTOR]) {
     Vector<typename ElemOf<DTYPE>::type, VECTOR> v;

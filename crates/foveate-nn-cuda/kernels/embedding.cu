@@ -49,7 +49,9 @@ fv_embedding(const __grid_constant__ EmbeddingParams p) {
     store(p.out.row(blockIdx.x) + column, x);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// With 1536 threads an SM it may hold what it asks for of several places: left to itself the compiler would have 2048,
+// and ask for one after the other.
+extern "C" __global__ void __launch_bounds__(THREADS, 1536 / THREADS)
 fv_embedding_backward(const __grid_constant__ EmbeddingBackwardParams p) {
     const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (column >= p.width) return;

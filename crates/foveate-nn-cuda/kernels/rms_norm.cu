@@ -28,6 +28,20 @@ __device__ void for_each_held(int width, F each) {
     }
 }
 
+// The sum over the CTA, as cta_sum, by one barrier. `turn` is 0 and 1 in turns: what was written two calls ago has been
+// read before the barrier of the last.
+__device__ float cta_sum_in_turn(float x, int turn) {
+    float* const of_warps = scratch<float>() + turn * WARPS;
+    #pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+    sync_cta();
+    float sum = of_warps[0];
+    #pragma unroll
+    for (int warp = 1; warp < WARPS; ++warp) sum += of_warps[warp];
+    return sum;
+}
+
 // out from x and r, as both the first and the second time.
 __device__ void normalise(const RmsNormParams& p, const float (&x)[HELD][VECTOR], float inverse) {
     Elem* const out = p.out.row(blockIdx.x);
@@ -69,22 +83,29 @@ fv_rms_norm_again(const __grid_constant__ RmsNormParams p) {
     normalise(p, x, reinterpret_cast<const float*>(p.inverse)[blockIdx.x]);
 }
 
-// Writes out once more, too, where it is asked for, to the bit: what multiplies with it needs no pass over x of its own.
-// The gradients of a row are read for the sum, and held for what needs it where they are 16 bits. What lies in
-// d_out is read before d_x is written, by the same thread: they may be one.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// All that is read of a row is asked for at once, where registers hold it: with 1024 threads an SM enough is on its way
+// then. Elements that take a register each leave one CTA.
+constexpr bool AT_ONCE = HELD <= 8;
+constexpr int CTAS = sizeof(Elem) == 2 && VECTOR > 1 && THREADS < 1024 ? 1024 / THREADS : 1;
+
+// Writes out once more, too, where it is asked for, to the bit: what multiplies with it needs no pass over x of its
+// own. What lies in d_out is read before d_x is written, by the same thread: they may be one.
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 fv_rms_norm_backward(const __grid_constant__ RmsNormBackwardParams p) {
-    constexpr bool HOLDS = sizeof(Elem) == 2;
     const Elem* const weight = reinterpret_cast<const Elem*>(p.weight);
     float d_w[HELD][VECTOR] = {};
+    int turn = 0;
     #pragma unroll 1
-    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    for (int row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
         const float inverse = reinterpret_cast<const float*>(p.inverse)[row];
-        Vector<Elem, VECTOR> x[HELD], g[HELD];
-        float w[VECTOR], products = 0.f;
+        Vector<Elem, VECTOR> x[HELD], g[HELD], before[HELD];
         for_each_held(p.width, [&](int h, int column) {
             x[h] = fetch(p.x.row(row) + column);
             g[h] = fetch(p.d_out.row(row) + column);
+            if (p.accumulate && AT_ONCE) before[h] = fetch(p.d_x.row(row) + column);
+        });
+        float w[VECTOR], products = 0.f;
+        for_each_held(p.width, [&](int h, int column) {
             load(w, weight + column);
             #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
@@ -93,22 +114,25 @@ fv_rms_norm_backward(const __grid_constant__ RmsNormBackwardParams p) {
                 products = fmaf(product, p.offset + w[i], products);
             }
         });
-        const float mean = cta_sum(products) / float(p.width) * inverse * inverse;
+        const float mean = cta_sum_in_turn(products, turn) / float(p.width) * inverse * inverse;
         for_each_held(p.width, [&](int h, int column) {
-            if (!HOLDS) {
-                x[h] = fetch(p.x.row(row) + column);
-                g[h] = fetch(p.d_out.row(row) + column);
-            }
-            Elem* const to = p.d_x.row(row) + column;
-            float d_x[VECTOR] = {};
-            if (p.accumulate) load(d_x, to);
+            if (p.accumulate && !AT_ONCE) before[h] = fetch(p.d_x.row(row) + column);
+            float d_x[VECTOR];
             load(w, weight + column);
             #pragma unroll
-            for (int i = 0; i < VECTOR; ++i)
-                d_x[i] += inverse * (widen<FV_DTYPE>(g[h].of[i]) * (p.offset + w[i]) - widen<FV_DTYPE>(x[h].of[i]) * mean);
-            store(to, d_x);
+            for (int i = 0; i < VECTOR; ++i) {
+                const float own = widen<FV_DTYPE>(g[h].of[i]) * (p.offset + w[i]) - widen<FV_DTYPE>(x[h].of[i]) * mean;
+                d_x[i] = (p.accumulate ? widen<FV_DTYPE>(before[h].of[i]) : 0.f) + inverse * own;
+            }
+            store(p.d_x.row(row) + column, d_x);
         });
-        if (p.again.data != 0) give_again(p, row, inverse, int(threadIdx.x), THREADS);
+        if (p.again.data != 0) for_each_held(p.width, [&](int h, int column) {
+            float again[VECTOR];
+            load(w, weight + column);
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) again[i] = widen<FV_DTYPE>(x[h].of[i]) * inverse * (p.offset + w[i]);
+            store(p.again.row(row) + column, again);
+        });
     }
     float* const partial = reinterpret_cast<float*>(p.partial) + i64(blockIdx.x) * p.width;
     for_each_held(p.width, [&](int h, int column) { store_f32(partial + column, d_w[h]); });

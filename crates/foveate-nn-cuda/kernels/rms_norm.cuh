@@ -9,17 +9,3 @@ struct RmsNormBackwardParams {
     int rows, width, accumulate;
     float offset;
 };
-
-// What the forward gave of a row, to the bit, by threads that each take every `threads`-th vector: x comes from the
-// caches, a few vectors at a time, so that no registers hold it until here.
-__device__ void give_again(const RmsNormBackwardParams& p, int row, float inverse, int thread, int threads) {
-    #pragma unroll 4
-    for (int column = thread * VECTOR; column < p.width; column += threads * VECTOR) {
-        float again[VECTOR], w[VECTOR];
-        load(again, p.x.row(row) + column);
-        load(w, reinterpret_cast<const Elem*>(p.weight) + column);
-        #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) again[i] = again[i] * inverse * (p.offset + w[i]);
-        store(p.again.row(row) + column, again);
-    }
-}

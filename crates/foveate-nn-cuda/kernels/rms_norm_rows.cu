@@ -15,6 +15,20 @@ __device__ void for_each_held(int width, F each) {
     }
 }
 
+// What the forward gave of a row, to the bit: x comes from the caches, a few vectors at a time, so that no
+// registers hold it until here.
+__device__ void give_again(const RmsNormBackwardParams& p, int row, float inverse) {
+    #pragma unroll 4
+    for (int column = int(threadIdx.x % 32) * VECTOR; column < p.width; column += 32 * VECTOR) {
+        float again[VECTOR], w[VECTOR];
+        load(again, p.x.row(row) + column);
+        load(w, reinterpret_cast<const Elem*>(p.weight) + column);
+        #pragma unroll
+        for (int i = 0; i < VECTOR; ++i) again[i] = again[i] * inverse * (p.offset + w[i]);
+        store(p.again.row(row) + column, again);
+    }
+}
+
 // What lies in d_out is read before d_x is written, by the same lane: they may be one.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_rms_norm_backward_rows(const __grid_constant__ RmsNormBackwardParams p) {
@@ -53,7 +67,7 @@ fv_rms_norm_backward_rows(const __grid_constant__ RmsNormBackwardParams p) {
             }
             store(p.d_x.row(row) + column, d_x);
         });
-        if (p.again.data != 0) give_again(p, row, inverse, int(threadIdx.x % 32), 32);
+        if (p.again.data != 0) give_again(p, row, inverse);
     }
     float* const sums = scratch<float>();
     #pragma unroll 1

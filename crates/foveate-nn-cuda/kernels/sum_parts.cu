@@ -6,20 +6,26 @@ struct SumPartsParams {
     int parts, width, accumulate, sum_is_f32;
 };
 
-// 32 columns a CTA. Warp w adds parts w, w + WARPS, ...; then warp 0 adds the warps' sums.
+// Of a CTA: a sector of a row, so that many CTAs share the work.
+constexpr int COLUMNS = 8, AT_ONCE = THREADS / COLUMNS;
+
+// A thread adds every AT_ONCE-th part; then lanes of a warp are added, then warps.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_sum_parts(const __grid_constant__ SumPartsParams p) {
-    float* const of_warps = scratch<float>();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    float* const of_warps = scratch<float>();       // [WARPS, COLUMNS]
+    const int own = threadIdx.x % COLUMNS, column = blockIdx.x * COLUMNS + own;
     float sum = 0.f;
     if (column < p.width) {
         #pragma unroll 8
-        for (int part = warp; part < p.parts; part += WARPS) sum += reinterpret_cast<const float*>(p.partial)[i64(part) * p.width + column];
+        for (int part = threadIdx.x / COLUMNS; part < p.parts; part += AT_ONCE)
+            sum += reinterpret_cast<const float*>(p.partial)[i64(part) * p.width + column];
     }
-    of_warps[threadIdx.x] = sum;
+    #pragma unroll
+    for (int lanes = 16; lanes >= COLUMNS; lanes /= 2) sum += shuffle_xor(sum, lanes);
+    if (threadIdx.x % 32 < COLUMNS) of_warps[threadIdx.x / 32 * COLUMNS + own] = sum;
     sync_cta();
-    if (warp > 0 || column >= p.width) return;
-    for (int other = 1; other < WARPS; ++other) sum += of_warps[other * 32 + lane];
+    if (threadIdx.x >= COLUMNS || column >= p.width) return;
+    for (int warp = 1; warp < WARPS; ++warp) sum += of_warps[warp * COLUMNS + own];
     if (p.sum_is_f32) {
         float& to = reinterpret_cast<float*>(p.sum)[column];
         to = p.accumulate ? to + sum : sum;

@@ -158,6 +158,7 @@ impl Block for HeadNorm<'_> {
             inverse: self.inverse.start(),
             positions: turn.positions,
             table: turn.table,
+            tokens: count("tokens", tokens)?,
             heads_q: count("heads", heads.queries)?,
             heads_kv: count("heads", heads.keys)?,
             dim: count("columns", heads.dim)?,
@@ -167,7 +168,9 @@ impl Block for HeadNorm<'_> {
         };
         let (lanes, held) = lanes_of(heads.dim, vector);
         let of_cta = heads_ahead(held) * THREADS as usize / lanes;
-        let grid = [tokens, (heads.queries + 2 * heads.keys).div_ceil(of_cta)];
+        // Angles wait for positions: a CTA that has two tokens asks for those of the second before.
+        let of_grid = if self.turn.is_some() { tokens.div_ceil(2) } else { tokens };
+        let grid = [of_grid, (heads.queries + 2 * heads.keys).div_ceil(of_cta)];
         Ok(vec![KernelLaunch::new(&source, "fv_head_norm", grid, &parameters)?])
     }
 }

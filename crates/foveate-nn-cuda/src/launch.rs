@@ -92,6 +92,10 @@ pub(crate) enum File {
         gradients: u32,
     },
     Vectors,
+    /// Columns that a CTA sums.
+    ColumnSums {
+        columns: usize,
+    },
     Ranks,
     Context,
     Pause,
@@ -131,6 +135,7 @@ impl File {
                 )
             }
             Self::Vectors => include_str!("../kernels/vectors.cu"),
+            Self::ColumnSums { .. } => include_str!("../kernels/column_sums.cu"),
             Self::Ranks => include_str!("../kernels/ranks.cu"),
             Self::Context => include_str!("../kernels/context.cu"),
             Self::Pause => include_str!("../kernels/pause.cu"),
@@ -151,6 +156,7 @@ impl File {
             Self::Update { moments: 2, .. } => "update_int8",
             Self::Update { .. } => "update",
             Self::Vectors => "vectors",
+            Self::ColumnSums { .. } => "column_sums",
             Self::Ranks => "ranks",
             Self::Context => "context",
             Self::Pause => "pause",
@@ -174,9 +180,8 @@ impl File {
             }
             Self::Update { moments: 2, .. } => &["fv_update_int8"],
             Self::Update { .. } => &["fv_factor", "fv_squares", "fv_update"],
-            Self::Vectors => {
-                &["fv_add", "fv_add_rows", "fv_column_sums", "fv_copy_rows", "fv_widen"]
-            }
+            Self::Vectors => &["fv_add", "fv_add_rows", "fv_copy_rows", "fv_widen"],
+            Self::ColumnSums { .. } => &["fv_column_sums"],
             Self::Ranks => &["fv_narrow", "fv_sum_ranks"],
             Self::Context => &["fv_join", "fv_sum_keys"],
             Self::Pause => &["fv_pause"],
@@ -192,6 +197,7 @@ impl File {
                 let ahead = heads_ahead(held);
                 vec![("FV_LANES", lanes), ("FV_HELD", held), ("FV_AHEAD", ahead), ("FV_TURN", turn)]
             }
+            Self::ColumnSums { columns } => vec![("FV_COLUMNS", columns)],
             Self::Gated { gelu } => vec![("FV_GELU", gelu.into())],
             Self::Rope { neighbours } => vec![("FV_NEIGHBOURS", neighbours.into())],
             Self::SumParts | Self::Vectors | Self::Ranks | Self::Context | Self::Pause => {
@@ -245,8 +251,8 @@ impl Source {
             File::RmsNormRows { held } => 32 * held * self.vector,
             // For every column of a head.
             File::HeadNorm { lanes, held, .. } => lanes * held * self.vector,
-            // For every column that a CTA's threads read at once.
-            File::Vectors => self.threads as usize * self.vector,
+            // For every column of each warp.
+            File::ColumnSums { columns } => self.threads as usize / 32 * columns,
             _ => 0,
         };
         4 * self.threads.max(sums as u32)

@@ -130,13 +130,14 @@ fn files(dtype: DType, vector: usize) -> Vec<(File, u32)> {
     let widest = if dtype == DType::F32 { 512 } else { 1024 };
     let mut files: Vec<(File, u32)> =
         [256, 64, widest].map(|threads| (File::RmsNorm { held: 16 / vector }, threads)).to_vec();
-    for (width, threads) in [(1024, 128), (576, 128), (2048, 64)] {
-        if width <= 1024 || (vector > 1 && dtype != DType::F32) {
-            files.push((File::RmsNormRows { held: usize::div_ceil(width, 32 * vector) }, threads));
-        }
+    files.push((File::RmsNorm { held: usize::div_ceil(8, vector) }, 256));
+    for width in [1024usize, 576] {
+        files.push((File::RmsNormRows { held: width.div_ceil(32 * vector) }, 128));
     }
     files.extend([(File::Vectors, 256), (File::Ranks, 256), (File::Context, 256)]);
-    files.push((File::SumParts, 1024));
+    let columns = [64, 32, 16].into_iter().filter(|&columns| columns <= 32 * vector);
+    files.extend(columns.map(|columns| (File::ColumnSums { columns }, 512)));
+    files.push((File::SumParts, 512));
     let heads = [128, 64, 256].map(|dim| head_norm::lanes_of(dim, vector));
     for turn in [Some(false), None, Some(true)] {
         files.extend(heads.map(|(lanes, held)| (File::HeadNorm { lanes, held, turn }, 128)));

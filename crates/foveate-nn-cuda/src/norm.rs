@@ -98,16 +98,27 @@ fn source(dtype: DType, width: usize, vector: usize) -> Result<Source, GpuError>
     Ok(Source { file: File::RmsNorm { held }, dtype, vector, threads: threads as u32 })
 }
 
-/// The file of gradients for rows of `width` columns that a warp holds; none where they are wider.
-/// 512 CTAs of so few threads find place on the card at once, whatever registers they take.
-fn source_of_rows(dtype: DType, width: usize, vector: usize) -> Option<Source> {
+/// The file and the kernel of gradients for rows of `width` columns. A warp holds a row of up to 1,024, and 512 CTAs of
+/// four find place on the card at once. Of up to 2,048 a CTA has one of 256 threads for eight elements each.
+fn source_of_gradients(
+    dtype: DType,
+    width: usize,
+    vector: usize,
+) -> Result<(Source, &'static str), GpuError> {
     let held = width.div_ceil(32 * vector);
-    let elems = held * vector;
-    // Two elements of 16 bits share a register where they are read as a vector.
-    let most = if dtype.bytes() == 2 && vector > 1 { 64 } else { 32 };
-    let threads = if elems > 32 { 64 } else { 128 };
-    let file = File::RmsNormRows { held };
-    (1..=most).contains(&elems).then_some(Source { file, dtype, vector, threads })
+    if (1..=32).contains(&(held * vector)) {
+        let file = File::RmsNormRows { held };
+        let source = Source { file, dtype, vector, threads: 128 };
+        return Ok((source, "fv_rms_norm_backward_rows"));
+    }
+    let of_cta = source(dtype, width, vector)?;
+    let source = match width {
+        ..=2048 => {
+            Source { file: File::RmsNorm { held: 8usize.div_ceil(vector) }, threads: 256, ..of_cta }
+        }
+        _ => of_cta,
+    };
+    Ok((source, "fv_rms_norm_backward"))
 }
 
 impl Block for RmsNorm {
@@ -205,10 +216,7 @@ impl Block for RmsNormBackward {
         accesses.write("partial", &self.partial)?;
         let rows = [x, d_out, d_x, again, one_row(&self.weight)];
         let vector = if whole_f32(partial) { vector(dtype, &rows, &[width]) } else { 1 };
-        let (source, entry) = match source_of_rows(dtype, width, vector) {
-            Some(source) => (source, "fv_rms_norm_backward_rows"),
-            None => (source(dtype, width, vector)?, "fv_rms_norm_backward"),
-        };
+        let (source, entry) = source_of_gradients(dtype, width, vector)?;
         let columns = width;
         let width = count("columns", width)?;
         let backward = RmsNormBackwardParams {

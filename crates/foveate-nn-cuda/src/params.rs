@@ -243,16 +243,18 @@ abi_structs! {
         /// Columns.
         pub width: i32,
     }
-    /// Of `kernels/vectors.cu`.
+    /// Of `kernels/column_sums.cu`.
     pub struct ColumnSumsParams {
         /// `[rows, width]`.
         pub from: Rows,
-        /// f32 `[parts, width]`.
-        pub partial: Address,
+        /// `[width]`, added to.
+        pub to: Address,
         /// Rows.
         pub rows: i32,
         /// Columns.
         pub width: i32,
+        /// Whether `to` is f32, not as operands.
+        pub to_is_f32: i32,
     }
     /// Of `kernels/head_norm.cu`.
     pub struct HeadNormParams {
@@ -268,6 +270,8 @@ abi_structs! {
         pub positions: Address,
         /// f32 `[positions, rotated]`, where heads turn.
         pub table: Address,
+        /// Tokens.
+        pub tokens: i32,
         /// Query heads.
         pub heads_q: i32,
         /// Key/value heads.

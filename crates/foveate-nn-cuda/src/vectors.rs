@@ -6,7 +6,7 @@ use foveate_gpu::{DeviceTensor, GpuError};
 use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
-use crate::operands::{count, dense, matrix, operand_dtype, vector};
+use crate::operands::{count, matrix, operand_dtype, vector};
 use crate::params::{
     AddParams, AddRowsParams, ColumnSumsParams, CopyRowsParams, SumPartsParams, WidenParams,
 };
@@ -54,20 +54,22 @@ pub struct ColumnSums {
     pub from: DeviceTensor<2>,
     /// `[width]`, f32 or in the dtype of `from`, added to.
     pub to: DeviceTensor<1>,
-    /// f32 `[parts(rows), width]`, side by side: scratch.
-    pub partial: DeviceTensor<2>,
 }
 
 const THREADS: u32 = 256;
-const WARPS: usize = THREADS as usize / 32;
 
-/// Rows of the scratch of [`ColumnSums`].
-pub fn parts(rows: usize) -> usize {
-    rows.div_ceil(WARPS).clamp(1, 128)
+/// Threads of a CTA that sums columns.
+const COLUMNS_THREADS: u32 = 512;
+
+/// Columns that a CTA sums of `width`: as many as leave 128 CTAs, but a line of 16 bits at most and a sector of it
+/// at least.
+fn columns_of(width: usize, vector: usize) -> usize {
+    (width / 128).max(1).next_power_of_two().clamp(16, 64).min(32 * vector)
 }
 
-/// Threads of a CTA that sums parts, 32 columns of them.
-const SUM_THREADS: u32 = 1024;
+/// Threads of a CTA that sums parts, and the columns of it.
+const SUM_THREADS: u32 = 512;
+const SUM_COLUMNS: usize = 8;
 
 /// Adds up the rows of `partial`, f32 `[parts, width]`; the sum goes to `to`, which is f32 or of `dtype`,
 /// or is added to it.
@@ -89,7 +91,7 @@ pub(crate) fn sum_parts(
         accumulate: accumulate.into(),
         sum_is_f32: is_f32.into(),
     };
-    KernelLaunch::new(&source, "fv_sum_parts", [width.div_ceil(32), 1], &parameters)
+    KernelLaunch::new(&source, "fv_sum_parts", [width.div_ceil(SUM_COLUMNS), 1], &parameters)
 }
 
 fn source(dtype: DType, vector: usize) -> Source {
@@ -169,20 +171,23 @@ impl Block for ColumnSums {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
         let dtype = operand_dtype("from", self.from.dtype)?;
         let shape @ [rows, width] = self.from.layout.shape;
-        let parts = parts(rows);
         let from = matrix("from", &self.from, shape, dtype)?;
-        let partial = dense("partial", &self.partial, [parts, width], DType::F32)?;
+        let to_is_f32 = self.to.dtype == DType::F32;
+        self.to.check_side_by_side("to", width, if to_is_f32 { DType::F32 } else { dtype })?;
         accesses.read("from", &self.from)?;
         accesses.write("to", &self.to)?;
-        accesses.write("partial", &self.partial)?;
         let vector = vector(dtype, &[from], &[width]);
-        let columns = width.div_ceil(32 * vector);
-        let (rows, width_i32) = (count("rows", rows)?, count("columns", width)?);
-        let parameters = ColumnSumsParams { from, partial, rows, width: width_i32 };
-        let source = source(dtype, vector);
-        Ok(vec![
-            KernelLaunch::new(&source, "fv_column_sums", [parts, columns], &parameters)?,
-            sum_parts(partial, [parts, width], &self.to, dtype, true)?,
-        ])
+        let columns = columns_of(width, vector);
+        let file = File::ColumnSums { columns };
+        let source = Source { file, dtype, vector, threads: COLUMNS_THREADS };
+        let parameters = ColumnSumsParams {
+            from,
+            to: self.to.start(),
+            rows: count("rows", rows)?,
+            width: count("columns", width)?,
+            to_is_f32: to_is_f32.into(),
+        };
+        let grid = [width.div_ceil(columns), 1];
+        Ok(vec![KernelLaunch::new(&source, "fv_column_sums", grid, &parameters)?])
     }
 }

@@ -9,6 +9,7 @@ mod driver;
 mod graphs;
 mod labelled;
 mod lost_rank;
+mod memory;
 mod offload;
 mod order;
 mod ranks;
@@ -22,11 +23,11 @@ use context::{Held, How, Planned, plans};
 use foveate_gpu::trace::{self, Noted};
 use foveate_nn::{
     AdamW, AttentionConfig, Batch, Carrier, ContextAttention, ContextMoves, ContextPlan, Cutting,
-    IGNORE, KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, NnError, OptimizerStep,
-    ParameterState, Peers, ProgramConfig, Recomputation, Recompute, RopePairing, Rule, StepKind,
-    StepRanks, TensorPart, Treatment,
+    Gradients, IGNORE, KEYS_WAIT, LearnedBuffer, Model, ModelConfig, Moment, Moments, NnError,
+    OptimizerStep, ParameterState, Peers, ProgramConfig, Recomputation, Recompute, RopePairing,
+    Rule, StepKind, StepRanks, TensorPart, Treatment,
 };
-use foveate_nn_cuda::{Cuda, CudaTotals};
+use foveate_nn_cuda::{Cuda, CudaArray, CudaSpans, CudaTotals};
 use foveate_tensor::DType;
 use order::flow::flow;
 use order::trouble;
@@ -128,11 +129,7 @@ fn with_more_queries(plan: &mut ContextPlan, turn: usize) {
     }
 }
 
-type State = (
-    foveate_nn::Gradients<foveate_nn_cuda::CudaArray>,
-    foveate_nn::Moments<foveate_nn_cuda::CudaArray>,
-    foveate_nn_cuda::CudaSpans,
-);
+type State = (Gradients<CudaArray>, Moments<CudaArray>, CudaSpans);
 
 impl Steps {
     fn new() -> Self {
@@ -186,18 +183,24 @@ impl Steps {
     /// memory of its own for each array.
     fn sharing(batches: usize, apart: bool) -> Self {
         let cuda = if apart { cuda().with_arrays_apart() } else { cuda() };
-        let mut steps = Self { batches, ..Self::of(filled(unfilled(cuda))) };
-        if batches == 1 {
-            steps.state.0 = steps.model.gradients_of_one_batch().unwrap();
-        }
-        steps
+        let model = filled(unfilled(cuda));
+        if batches == 1 { Self::of_one_batch(model) } else { Self { batches, ..Self::of(model) } }
     }
 
     /// With two batches a step.
     fn of(model: Model<Cuda>) -> Self {
-        let state = (model.gradients(), model.moments(&RULE), model.spans(Treatment::of));
-        let state = (state.0.unwrap(), state.1.unwrap(), state.2.unwrap());
-        let (batches, mean_kv_len, count) = (2, 8, 0);
+        let gradients = model.gradients().unwrap();
+        Self::with(model, gradients, 2)
+    }
+
+    fn of_one_batch(model: Model<Cuda>) -> Self {
+        let gradients = model.gradients_of_one_batch().unwrap();
+        Self::with(model, gradients, 1)
+    }
+
+    fn with(model: Model<Cuda>, gradients: Gradients<CudaArray>, batches: usize) -> Self {
+        let state = (gradients, model.moments(&RULE).unwrap(), model.spans(Treatment::of).unwrap());
+        let (mean_kv_len, count) = (8, 0);
         let (context, varies, replicas, labelled) = (None, false, false, 11);
         Self { model, state, batches, mean_kv_len, count, context, varies, replicas, labelled }
     }

@@ -33,7 +33,7 @@ use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::pause::Pause;
 use crate::rope::{Pairing, Rope, Turn};
-use crate::vectors::{self, AddRows, ColumnSums};
+use crate::vectors::{AddRows, ColumnSums};
 
 fn heads_of(heads: PackedHeads) -> Heads {
     Heads { queries: heads.heads_q, keys: heads.heads_kv, dim: heads.dim }
@@ -566,12 +566,9 @@ impl Blocks for Cuda {
     ) -> Result<(), NnError> {
         let width = d_bias.place.len();
         let from = d_y.rows(width);
-        let parts = vectors::parts(from.layout.shape[0]);
-        let partial = self.scratch("partial sums of a bias's gradient", 4 * parts * width)?;
-        let partial = DeviceTensor::contiguous(partial.address(), DType::F32, [parts, width]);
         self.timed(Timed::BiasBackward, |this| {
             this.begin_sums(&d_bias)?;
-            this.run(&ColumnSums { from, to: d_bias.vector(), partial })
+            this.run(&ColumnSums { from, to: d_bias.vector() })
         })
     }
 

@@ -72,6 +72,9 @@ template <typename T>
 static void store_streaming(T* to, const T& x) { *to = x; }
 
 template <typename T>
+static T load_streaming(const T* from) { return *from; }
+
+template <typename T>
 static void store_whole(T* to, const T& x) {
     // A device faults there.
     if (reinterpret_cast<std::uintptr_t>(to) % sizeof(T) != 0) std::abort();
@@ -89,6 +92,15 @@ static T shuffle_xor(T x, int lanes) {
     exchanged[me] = x;
     meet(warps[me / 32]);
     const T other = T(exchanged[me ^ lanes]);
+    meet(warps[me / 32]);
+    return other;
+}
+
+static float shuffle(float x, int lane) {
+    const u32 me = threadIdx.x;
+    exchanged[me] = x;
+    meet(warps[me / 32]);
+    const float other = float(exchanged[me / 32 * 32 + lane]);
     meet(warps[me / 32]);
     return other;
 }
