@@ -9,7 +9,7 @@ use serde::Deserialize;
 use toml::Value;
 
 use crate::error::CaseError;
-use crate::overrides::Override;
+use crate::overrides::{Operand, Override};
 
 /// One problem, and why it is in the corpus.
 #[derive(Clone, Debug, Deserialize)]
@@ -33,6 +33,14 @@ pub struct Case {
     /// q, k and v of `f8e4m3` have random scales.
     #[serde(default)]
     pub scales: bool,
+    /// Rows of the blocks of q, and of k and v, that have scales of their own; without, heads have.
+    pub scale_blocks: Option<[usize; 2]>,
+    /// Scales of q, k and v are from 2⁻ⁿ to 2ⁿ times as large as usual.
+    #[serde(default)]
+    pub scale_spread: [u32; 3],
+    /// Scales put in place of the random ones.
+    #[serde(default)]
+    pub set_scales: Vec<SetScale>,
     /// Where operands lie: an order of axes (`bshd`, `sbhd`, `bhsd`, `thd`), alone for dense
     /// storage, or after one word. A packing (`interleaved`, `stacked`, `per_head`,
     /// `gated_per_head`, `gated_interleaved`, `gated_stacked`) is one buffer for q, k and v.
@@ -112,6 +120,18 @@ pub struct Case {
     /// The score goes through something like tanh: factor 3 on the largest error of half types.
     #[serde(default)]
     pub tanh_like: bool,
+}
+
+/// A scale of q, k or v.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SetScale {
+    /// Whose it is.
+    pub operand: Operand,
+    /// Batch entry or sequence, head and block.
+    pub at: [usize; 3],
+    /// What it is.
+    pub value: f32,
 }
 
 /// Sink logits.

@@ -1,10 +1,10 @@
 //! The random data of a case, drawn in one fixed order, so that a case's data never changes.
 
-use foveate_problem::{Operands, Pages, Scales};
+use foveate_problem::{Dims, Operands, Pages, ScaleBlocks, Scales};
 use foveate_reference::Upstream;
 use foveate_tensor::{DType, Data, Layout, Packing, Slice, TensorRef, indices};
 
-use crate::case::{Case, Sink};
+use crate::case::{Case, SetScale, Sink};
 use crate::error::CaseError;
 use crate::overrides::{Operand, Override};
 use crate::program::Program;
@@ -76,13 +76,47 @@ impl<'c> Inputs<'c> {
         let [b, h, s, _] = layout.shape;
         let d_lse = case.d_lse.then(|| (0..b * h * s).map(|_| random.normal() as f32).collect());
         let [d_out] = <[Data; 1]>::try_from(d_out).expect("one buffer");
-        let entries = case.varlen.as_ref().map_or(case.batch, |lengths| lengths.q.len());
-        let scales = case.scales.then(|| {
-            [case.heads[0], case.heads[1], case.heads[1]].map(|heads| {
-                (0..entries * heads).map(|_| random.normal().abs() as f32 + 0.1).collect()
-            })
+        let mut inputs =
+            Self { case, program, dtype, storage, packing, qkv, sink, d_out, d_lse, scales: None };
+        if case.scales {
+            inputs.scales = Some(inputs.draw_scales(&mut random)?);
+        }
+        Ok(inputs)
+    }
+
+    fn draw_scales(&self, random: &mut Random) -> Result<[Vec<f32>; 3], CaseError> {
+        let (case, fail) = (self.case, |e| CaseError::new(&self.case.name, e));
+        let operands = self.operands()?;
+        let dims = Dims::of(&operands).map_err(fail)?;
+        let blocks = scale_blocks(case).shapes(&dims, dims.longest(operands.varlen));
+        let shapes = blocks.map_err(fail)?;
+        let mut operand = 0;
+        let mut scales = shapes.map(|shape| -> Vec<f32> {
+            let spread = case.scale_spread[operand];
+            operand += 1;
+            let mut scale = || {
+                let usual = random.normal().abs() as f32 + 0.1;
+                let exponent = match spread {
+                    0 => 0,
+                    n => random.below(2 * n as usize + 1) as i32 - n as i32,
+                };
+                usual * 2f32.powi(exponent)
+            };
+            (0..shape.iter().product()).map(|_| scale()).collect()
         });
-        Ok(Self { case, program, dtype, storage, packing, qkv, sink, d_out, d_lse, scales })
+        for SetScale { operand, at: [b, h, block], value } in &case.set_scales {
+            let i = *operand as usize;
+            let place = shapes
+                .get(i)
+                .filter(|shape| [*b, *h, *block].iter().zip(*shape).all(|(at, n)| at < n));
+            let Some([_, heads, blocks]) = place else {
+                let message =
+                    format!("set_scales: {} has no scale [{b}, {h}, {block}]", operand.name());
+                return Err(CaseError::new(&case.name, message));
+            };
+            scales[i][(b * heads + h) * blocks + block] = *value;
+        }
+        Ok(scales)
     }
 
     /// q, k, v and what goes with them.
@@ -102,7 +136,10 @@ impl<'c> Inputs<'c> {
             sink: self.sink.as_ref().map(Slice::from),
             varlen: varlen.map_err(|e| fail(&e))?,
             pages: pages.transpose().map_err(|e| fail(&e))?,
-            scales: self.scales.as_ref().map(|[q, k, v]| Scales { q, k, v }),
+            scales: self.scales.as_ref().map(|[q, k, v]| {
+                let blocks = scale_blocks(self.case);
+                Scales { q, k, v, blocks }
+            }),
         })
     }
 
@@ -116,6 +153,11 @@ impl<'c> Inputs<'c> {
         let d_lse = self.d_lse.as_deref().map(|v| TensorRef::new(v, rows)).transpose();
         Ok(Upstream { d_out, d_lse: d_lse.map_err(|e| fail(&e))? })
     }
+}
+
+/// The rows of its scales' blocks.
+fn scale_blocks(case: &Case) -> ScaleBlocks {
+    case.scale_blocks.map_or(ScaleBlocks::WHOLE, |[q, kv]| ScaleBlocks { q, kv })
 }
 
 /// Checks that each number that a case puts into an operand has an element there.

@@ -34,14 +34,17 @@ __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, cons
     return reinterpret_cast<const Elem*>(all.data) + row;
 }
 
-// What the products of a row with keys, and its out, are multiplied by.
+// What the products of a row with keys, and values, are multiplied by.
 struct RowScales {
-    float scores, out;
+    float scale;
+
+    __device__ float of_score(int) const { return scale; }
+    __device__ float of_value(int) const { return 1.f; }
 };
 
 // `steps` are those of the row's CTA.
-template <typename Steps>
-__device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Sequence& sequence, Steps steps, RowScales scales, int head, int query) {
+template <typename Steps, typename Scales>
+__device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Sequence& sequence, Steps steps, Scales scales, int head, int query) {
     constexpr int COLUMNS = ceil_div(FV_DVP, 32);          // of a lane, 32 apart
     const int lane = threadIdx.x % 32, head_kv = head / FV_GROUP;
     const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
@@ -55,7 +58,7 @@ __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Se
         #pragma unroll 1
         for (int d = 0; d < FV_D; ++d)
             sum = fmaf(widen<FV_DTYPE>(__ldg(q + d * p.q.elem)), widen<FV_DTYPE>(__ldg(k + d * p.k.elem)), sum);
-        return fv_score(mods, place, query, key, sum * scales.scores, to_float(Int(query - key)), fv_place_reads(mods, place));
+        return fv_score(mods, place, query, key, sum * scales.of_score(key), to_float(Int(query - key)), fv_place_reads(mods, place));
     };
 
     float out[COLUMNS] = {}, row_max = -infinity(), row_sum = 0.f;
@@ -79,7 +82,7 @@ __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Se
             #pragma unroll 1
             for (u32 left = __ballot_sync(~0u, weight != 0.f); left != 0; left &= left - 1) {
                 const int from = __ffs(left) - 1;
-                const float w = __shfl_sync(~0u, weight, from);
+                const float w = __shfl_sync(~0u, weight, from) * scales.of_value(first + from);
                 const Elem* v = row_of_key(p, p.v, of_v, sequence.b, first + from);
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c)
@@ -89,7 +92,7 @@ __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Se
     }
     for (int distance = 16; distance > 0; distance /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, distance);
 
-    const float scale = (FV_DROPOUT ? fv_dropout_scale(mods) : 1.f) * scales.out;
+    const float scale = FV_DROPOUT ? fv_dropout_scale(mods) : 1.f;
     if constexpr (FV_KV_SPLIT) {
         const i64 row = partial_row(p, sequence, head, query);
         if (lane == 0) {

@@ -25,10 +25,11 @@ struct RowView {
     i64 batch, head, row;
 };
 
-// [batch, head] of scales: f32, of batch entries or sequences b; null for 1.
-struct HeadView {
+// [batch, head, block] of scales: f32, of batch entries or sequences b and blocks of so many of their rows; null for 1.
+struct ScaleView {
     const float* data;
-    i64 batch, head;
+    i64 batch, head, block;
+    i64 rows;
 };
 
 struct Sequence {
@@ -106,7 +107,7 @@ struct PersistentParams {
     int box_keys;               // keys of a box of the maps of k and v that lie in pages: it divides a page, and a tile
     // Of e4m3 operands.
     int packed;                                  // sequences lie one after another, and values so: see first_value
-    HeadView q_scale, k_scale, v_scale;
+    ScaleView q_scale, k_scale, v_scale;         // without FV_SCALE_BLOCKS of one block
     // With FV_MASK_BITS: what fv_mask_bits writes. Without lists of the device mask_slots is null.
     const u32* mask_bits;
     const int* mask_slots;

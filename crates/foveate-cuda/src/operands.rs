@@ -9,7 +9,7 @@ mod varlen;
 use foveate_gpu::access::Accesses;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType};
 use foveate_mods::AnyBuffer;
-use foveate_problem::{Arrangement, Dims, Operands};
+use foveate_problem::{Arrangement, Dims, Operands, ScaleBlocks};
 use foveate_tensor::{DType, TensorRef};
 
 use crate::compile::config::Elem;
@@ -108,32 +108,38 @@ impl Wanted {
     }
 }
 
-/// What the elements of q, k and v of f8e4m3 are multiplied by: an f32 for each head of each batch
-/// entry or sequence `b`, of any strides.
+/// What the elements of q, k and v of f8e4m3 are multiplied by: an f32 for each block of rows of each head
+/// of each batch entry or sequence `b`, of any strides, 0 too. Shapes as in [`Scales`]; where offsets lie in
+/// device memory, the longest sequence is as long as they are said to be at most.
+///
+/// [`Scales`]: foveate_problem::Scales
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceScales {
-    /// Of queries, `[B, Hq]`.
-    pub q: DeviceTensor<2>,
-    /// Of keys, `[B, Hkv]`.
-    pub k: DeviceTensor<2>,
-    /// Of values, `[B, Hkv]`.
-    pub v: DeviceTensor<2>,
+    /// Of queries, `[B, Hq, ceil(Sq / blocks.q)]`.
+    pub q: DeviceTensor<3>,
+    /// Of keys, `[B, Hkv, ceil(Sk / blocks.kv)]`.
+    pub k: DeviceTensor<3>,
+    /// Of values, of the same shape.
+    pub v: DeviceTensor<3>,
+    /// The rows of a block.
+    pub blocks: ScaleBlocks,
 }
 
 impl DeviceScales {
-    fn named(&self) -> [(&'static str, &DeviceTensor<2>); 3] {
+    fn named(&self) -> [(&'static str, &DeviceTensor<3>); 3] {
         [("the scales of q", &self.q), ("the scales of k", &self.k), ("the scales of v", &self.v)]
     }
 
-    fn check(&self, dims: &Dims, dtype: DType) -> Result<(), CudaError> {
+    fn check(&self, dims: &Dims, longest: [usize; 2], dtype: DType) -> Result<(), CudaError> {
         if dtype != DType::F8E4M3 {
             return Err(CudaError::argument(format!(
                 "scales are for f8e4m3 operands; q, k and v are {dtype}"
             )));
         }
-        let heads = [dims.heads_q, dims.heads_kv, dims.heads_kv];
-        for ((name, tensor), heads) in self.named().into_iter().zip(heads) {
-            tensor.check_shape(name, [dims.batch, heads])?;
+        let shapes = self.blocks.shapes(dims, longest);
+        let shapes = shapes.map_err(|e| CudaError::argument(e.to_string()))?;
+        for ((name, tensor), shape) in self.named().into_iter().zip(shapes) {
+            tensor.check_shape(name, shape)?;
             tensor.check_dtype(name, DType::F32)?;
         }
         Ok(())
@@ -157,6 +163,11 @@ impl<'a> DeviceOperands<'a> {
     /// Queries, keys and values, and nothing else.
     pub fn new(q: DeviceTensor, k: DeviceTensor, v: DeviceTensor) -> Self {
         Self { q, k, v, sink: None, varlen: None, pages: None, scales: None, captures: &[] }
+    }
+
+    /// Whether there are scales of blocks rather than of heads.
+    pub(crate) fn has_scale_blocks(&self) -> bool {
+        self.scales.is_some_and(|scales| scales.blocks != ScaleBlocks::WHOLE)
     }
 
     /// How their sequences lie; the offsets that say it where the host does not know.
@@ -195,7 +206,11 @@ impl<'a> DeviceOperands<'a> {
         if let Some(sink) = &self.sink {
             sink.check_vector("sink", dims.heads_q)?;
         }
-        self.scales.iter().try_for_each(|scales| scales.check(&dims, self.q.dtype))?;
+        let longest = match offsets {
+            None => dims.longest(varlen),
+            Some(offsets) => [offsets.longest_q, offsets.longest_k],
+        };
+        self.scales.iter().try_for_each(|scales| scales.check(&dims, longest, self.q.dtype))?;
         Ok(dims)
     }
 

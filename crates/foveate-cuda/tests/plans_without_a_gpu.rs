@@ -32,7 +32,7 @@ fn describe(spec: &Spec, batch: usize, len: [usize; 2], arrangement: Arrangement
     let engine = Engine::get(0).unwrap();
     let dims = dims(batch, len);
     let plan = CudaPlan::new(engine, spec, &dims, DType::BF16, CudaOptions::default()).unwrap();
-    plan.describe(arrangement).unwrap()
+    plan.describe(arrangement, None).unwrap()
 }
 
 const PLAIN: Spec = Spec { mask: None, score: None, scale: None, dropout: None };

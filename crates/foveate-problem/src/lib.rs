@@ -176,8 +176,17 @@ impl Dims {
             shared_kv: varlen.is_none() && pages.is_none() && k_batch == 1 && q_batch != 1,
             packed: varlen.is_some(),
         };
-        scales.iter().try_for_each(|scales| scales.check(&dims, q.dtype()))?;
+        scales.iter().try_for_each(|scales| scales.check(&dims, *varlen, q.dtype()))?;
         Ok(dims)
+    }
+
+    /// Queries and keys of the longest sequence inside operands of these sizes.
+    pub fn longest(&self, varlen: Option<Varlen<'_>>) -> [usize; 2] {
+        let Some(varlen) = varlen else { return [self.len_q, self.len_k] };
+        let sequences = 0..varlen.sequences();
+        let longest =
+            |rows: &dyn Fn(usize) -> usize| sequences.clone().map(rows).max().unwrap_or(0);
+        [longest(&|b| varlen.q_rows(b).len()), longest(&|b| varlen.k_rows(b).len())]
     }
 
     /// The independent problems inside operands of these sizes, in order of `b`.
@@ -254,46 +263,113 @@ pub struct Operands<'a> {
     pub scales: Option<Scales<'a>>,
 }
 
-/// What the elements of q, k and v of f8e4m3 are multiplied by: a number for each head of each batch
-/// entry or sequence `b`, row-major.
+/// What the elements of q, k and v of f8e4m3 are multiplied by: a number for each block of rows of each
+/// head of each batch entry or sequence `b`, row-major. Row `r` of a sequence is in block `r / rows`, and there
+/// are as many blocks as the longest sequence has, at least one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scales<'a> {
-    /// Of queries, `[B, Hq]`.
+    /// Of queries, `[B, Hq, ceil(Sq / blocks.q)]`.
     pub q: &'a [f32],
-    /// Of keys, `[B, Hkv]`.
+    /// Of keys, `[B, Hkv, ceil(Sk / blocks.kv)]`.
     pub k: &'a [f32],
-    /// Of values, `[B, Hkv]`.
+    /// Of values, of the same shape.
     pub v: &'a [f32],
+    /// The rows of a block.
+    pub blocks: ScaleBlocks,
 }
 
-impl Scales<'_> {
+/// Rows of a sequence that share a scale: a multiple of [`Self::UNIT`], or all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScaleBlocks {
+    /// Of queries.
+    pub q: usize,
+    /// Of keys and of values.
+    pub kv: usize,
+}
+
+impl ScaleBlocks {
+    /// What the rows of a block are a multiple of.
+    pub const UNIT: usize = 64;
+    /// One block as long as any sequence: a scale for each head.
+    pub const WHOLE: Self = Self { q: usize::MAX, kv: usize::MAX };
+
+    /// The shapes of scales of q, of k and of v, where the longest sequence has so many queries and keys.
+    ///
+    /// # Errors
+    /// When a block is neither a multiple of [`Self::UNIT`] rows nor the whole sequence.
+    pub fn shapes(
+        &self,
+        dims: &Dims,
+        [queries, keys]: [usize; 2],
+    ) -> Result<[[usize; 3]; 3], ProblemError> {
+        for (name, rows) in [("queries", self.q), ("keys", self.kv)] {
+            if rows != usize::MAX && (rows == 0 || !rows.is_multiple_of(Self::UNIT)) {
+                return Err(ProblemError::new(format!(
+                    "scales are of blocks of {rows} {name}; a block has a multiple of {} rows, or all of them",
+                    Self::UNIT
+                )));
+            }
+        }
+        let of_keys = [dims.batch, dims.heads_kv, keys.div_ceil(self.kv).max(1)];
+        Ok([[dims.batch, dims.heads_q, queries.div_ceil(self.q).max(1)], of_keys, of_keys])
+    }
+}
+
+impl<'a> Scales<'a> {
+    /// A scale for each head: of q `[B, Hq]`, of k and v `[B, Hkv]`.
+    pub fn of_heads(q: &'a [f32], k: &'a [f32], v: &'a [f32]) -> Self {
+        Self { q, k, v, blocks: ScaleBlocks::WHOLE }
+    }
+
+    /// What row `q` of query head `h` of sequence `b` is multiplied by.
+    pub fn of_query(&self, dims: &Dims, [b, h, q]: [usize; 3]) -> f32 {
+        of_block(self.q, dims.batch * dims.heads_q, b * dims.heads_q + h, q / self.blocks.q)
+    }
+
+    /// What row `kv` of k and of v of key/value head `h` of sequence `b` are multiplied by.
+    pub fn of_key(&self, dims: &Dims, [b, h, kv]: [usize; 3]) -> [f32; 2] {
+        let (heads, head) = (dims.batch * dims.heads_kv, b * dims.heads_kv + h);
+        [self.k, self.v].map(|scales| of_block(scales, heads, head, kv / self.blocks.kv))
+    }
+
     /// Why there is no backward pass on f8e4m3 operands: its products would need scales of their own.
     pub fn no_gradients() -> ProblemError {
         ProblemError::new("f8e4m3 operands have no gradients; give bf16 or f16 ones to a backward")
     }
 
-    /// Checks that there is a number for each head of a problem of `dims` in `dtype`.
+    /// Checks that there is a number for each block of a problem of `dims` in `dtype`.
     ///
     /// # Errors
-    /// When there is not, or the dtype has no scales.
-    pub fn check(&self, dims: &Dims, dtype: DType) -> Result<(), ProblemError> {
+    /// When there is not, the dtype has no scales, or [`ScaleBlocks::shapes`] refuses the blocks.
+    pub fn check(
+        &self,
+        dims: &Dims,
+        varlen: Option<Varlen<'_>>,
+        dtype: DType,
+    ) -> Result<(), ProblemError> {
         if dtype != DType::F8E4M3 {
             let message = format!("scales are for f8e4m3 operands; q, k and v are {dtype}");
             return Err(ProblemError::new(message));
         }
-        let Dims { batch, heads_q, heads_kv, .. } = *dims;
-        for (name, found, heads) in
-            [("q", self.q, heads_q), ("k", self.k, heads_kv), ("v", self.v, heads_kv)]
+        let shapes = self.blocks.shapes(dims, dims.longest(varlen))?;
+        for ((name, found), [batch, heads, blocks]) in
+            [("q", self.q), ("k", self.k), ("v", self.v)].into_iter().zip(shapes)
         {
-            if found.len() != batch * heads {
+            if found.len() != batch * heads * blocks {
                 return Err(ProblemError::new(format!(
-                    "{} scales of {name} for a batch of {batch} and {heads} heads; one each",
+                    "{} scales of {name} for a batch of {batch}, {heads} heads and {blocks} blocks of rows; \
+                     one each",
                     found.len()
                 )));
             }
         }
         Ok(())
     }
+}
+
+/// The scale of a block of one of so many heads.
+fn of_block(scales: &[f32], heads: usize, head: usize, block: usize) -> f32 {
+    scales[scales.len() / heads * head + block]
 }
 
 impl<'a> Operands<'a> {

@@ -1,7 +1,9 @@
 use foveate_mods::{Buffer, ScoreMod, expr};
 use foveate_tensor::{DType, Slice, SliceMut, Tensor, TensorMut, Varlen};
 
-use crate::{BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, Scales, Spec};
+use crate::{
+    BackwardArgs, CaptureGrad, Dims, ForwardArgs, Operands, ProblemError, ScaleBlocks, Scales, Spec,
+};
 
 fn tensor(shape: [usize; 4]) -> Tensor {
     Tensor::filled(DType::F32, shape, 0.5)
@@ -214,7 +216,7 @@ fn scales_are_one_for_each_head_of_e4m3_operands() {
     let of = |dtype, batch: usize, q: &[f32], k: &[f32], v: &[f32]| {
         let tensor = |heads| Tensor::filled(dtype, [batch, heads, 3, 16], 0.0);
         let (query, key) = (tensor(4), tensor(2));
-        let scales = Some(Scales { q, k, v });
+        let scales = Some(Scales::of_heads(q, k, v));
         let operands = Operands { scales, ..Operands::new(query.view(), key.view(), key.view()) };
         Dims::of(&operands).map(|dims| dims.batch).map_err(|e| e.to_string())
     };
@@ -222,10 +224,45 @@ fn scales_are_one_for_each_head_of_e4m3_operands() {
     assert_eq!(of(DType::F8E4M3, 2, &eight, &four, &four), Ok(2));
     assert_eq!(
         of(DType::F8E4M3, 2, &eight, &four, &eight).unwrap_err(),
-        "8 scales of v for a batch of 2 and 2 heads; one each"
+        "8 scales of v for a batch of 2, 2 heads and 1 blocks of rows; one each"
     );
     assert_eq!(
         of(DType::BF16, 2, &eight, &four, &four).unwrap_err(),
         "scales are for f8e4m3 operands; q, k and v are bf16"
     );
+}
+
+#[test]
+fn blocks_of_scales_are_counted_in_the_longest_sequence_and_cut_at_its_end() {
+    let scaled = |blocks: ScaleBlocks, varlen: Option<Varlen<'_>>, counts: [usize; 3]| {
+        let tensor = |heads, len| Tensor::filled(DType::F8E4M3, [1, heads, len, 16], 0.0);
+        let (query, key) = (tensor(4, 300), tensor(2, 500));
+        let all = counts.map(|n| (0..n).map(|i| i as f32).collect::<Vec<_>>());
+        let scales = Scales { q: &all[0], k: &all[1], v: &all[2], blocks };
+        let operands = Operands::new(query.view(), key.view(), key.view());
+        let dims = Dims::of(&Operands { scales: Some(scales), varlen, ..operands })?;
+        let last = [dims.batch - 1, 1, 140];
+        Ok::<_, ProblemError>((scales.of_query(&dims, last), scales.of_key(&dims, last)))
+    };
+    let blocks = ScaleBlocks { q: 64, kv: 128 };
+    // Row 140 is in block 2 of 5 of queries, in block 1 of 4 of keys; both of head 1.
+    assert_eq!(scaled(blocks, None, [20, 8, 8]), Ok((7.0, [5.0; 2])));
+    let long = ScaleBlocks { q: 512, kv: usize::MAX };
+    assert_eq!(scaled(long, None, [4, 2, 2]), Ok((1.0, [1.0; 2])));
+    // Sequences of 250 and 50 queries, 141 and 359 keys: 4 and 3 blocks.
+    let varlen = Varlen::new(&[0, 50, 300], &[0, 141, 500], 300, 500).unwrap();
+    assert_eq!(scaled(blocks, Some(varlen), [32, 12, 12]), Ok((22.0, [10.0; 2])));
+    let said = |blocks, counts| scaled(blocks, None, counts).unwrap_err().to_string();
+    assert_eq!(
+        said(blocks, [20, 8, 6]),
+        "6 scales of v for a batch of 1, 2 heads and 4 blocks of rows; one each"
+    );
+    for rows in [0, 96] {
+        assert_eq!(
+            said(ScaleBlocks { kv: rows, ..blocks }, [20, 8, 8]),
+            format!(
+                "scales are of blocks of {rows} keys; a block has a multiple of 64 rows, or all of them"
+            )
+        );
+    }
 }

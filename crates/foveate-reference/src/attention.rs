@@ -211,14 +211,13 @@ impl<'a, F: Real> Problem<'a, F> {
         }
     }
 
-    /// What the scores of a row and its out are multiplied by beside the scale.
-    fn scales(&self, row: &Row<'_>) -> [F; 2] {
+    /// What the product of a row with a key is multiplied by beside the scale, and what that key's value is.
+    fn scales(&self, row: &Row<'_>, kv: usize) -> [F; 2] {
         let Some(scales) = &self.operands.scales else { return [F::of(1.0); 2] };
-        let Dims { heads_q, heads_kv, .. } = self.dims;
         let b = row.sequence.b;
-        let (q, kv) = (b * heads_q + row.h, b * heads_kv + row.h_kv);
-        let scores = f64::from(scales.q[q]) * f64::from(scales.k[kv]);
-        [F::of(scores), F::of(scales.v[kv].into())]
+        let of_query = scales.of_query(&self.dims, [b, row.h, row.q]);
+        let [of_key, of_value] = scales.of_key(&self.dims, [b, row.h_kv, kv]);
+        [F::of(f64::from(of_query) * f64::from(of_key)), F::of(of_value.into())]
     }
 
     fn query(&self, row: &Row<'_>) -> &[F] {
@@ -237,7 +236,6 @@ impl<'a, F: Real> Problem<'a, F> {
         values: &mut Vec<Value<F>>,
     ) -> Result<Scores<F>, ReferenceError> {
         let (zero, keys) = (F::of(0.0), row.sequence.k_len);
-        let scale = self.scale * self.scales(row)[0];
         let mut scores = Scores {
             raw: vec![zero; keys],
             score: vec![F::of(f64::NEG_INFINITY); keys],
@@ -259,7 +257,7 @@ impl<'a, F: Real> Problem<'a, F> {
                 scores.factor[kv] = zero;
             }
             let dot = dot(self.query(row), &self.k[self.key(row, kv) * self.dims.dim..]);
-            let raw = (self.rounding.dot)(dot) * scale;
+            let raw = (self.rounding.dot)(dot) * self.scale * self.scales(row, kv)[0];
             (scores.raw[kv], scores.score[kv]) = (raw, raw);
             if let Some(score_mod) = &self.spec.score {
                 eval(score_mod.program(), &row.point(kv, raw), None, values)?;
@@ -342,7 +340,6 @@ impl<F: Real> Results<F> {
         softmax: &Softmax<F>,
     ) {
         let dim_v = problem.dims.dim_v;
-        let value_scale = problem.scales(row)[1];
         (self.lse[row.at], self.max_score[row.at]) = (softmax.lse, softmax.max);
         let out = &mut self.out[row.at * dim_v..][..dim_v];
         out.fill(F::of(0.0));
@@ -350,10 +347,11 @@ impl<F: Real> Results<F> {
             let weight = problem.dropped(scores, softmax, kv);
             // 0 times whatever the value is.
             if weight != F::of(0.0) {
+                let weight = weight * problem.scales(row, kv)[1];
                 add_scaled(out, weight, &problem.v[problem.key(row, kv) * dim_v..]);
             }
         }
-        out.iter_mut().for_each(|x| *x = (problem.rounding.stored)(*x * value_scale));
+        out.iter_mut().for_each(|x| *x = (problem.rounding.stored)(*x));
     }
 
     fn backward(

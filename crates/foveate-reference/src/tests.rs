@@ -2,7 +2,7 @@
 
 use foveate_mods::text::{Names, parse_mask};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, expr};
-use foveate_problem::{Dropout, Operands, Scales, Spec};
+use foveate_problem::{Dropout, Operands, ScaleBlocks, Scales, Spec};
 use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Slice, Tensor, Varlen};
 
@@ -369,18 +369,27 @@ fn the_plain_implementation_is_near_gold_and_not_gold() {
     }
 }
 
-/// q, k and v of e4m3 with scales, and the f64 tensors that they stand for.
-fn scaled(seed: u64) -> ([Tensor; 3], [Vec<f32>; 3], [Tensor; 3]) {
+/// q, k and v of e4m3 with scales of blocks, and the f64 tensors that they stand for.
+fn scaled(
+    seed: u64,
+    [queries, keys]: [usize; 2],
+    blocks: ScaleBlocks,
+) -> ([Tensor; 3], [Vec<f32>; 3], [Tensor; 3]) {
     let mut random = Random::new(seed);
-    let shapes = [[2, 4, 37, 24], [2, 2, 45, 24], [2, 2, 45, 17]];
+    let shapes = [[2, 4, queries, 24], [2, 2, keys, 24], [2, 2, keys, 17]];
+    let rows = [blocks.q, blocks.kv, blocks.kv];
     let tensors =
         shapes.map(|shape| Tensor::from_fn(DType::F8E4M3, shape, |_| 3.0 * random.normal()));
-    let scales = shapes.map(|[b, h, ..]| -> Vec<f32> {
-        (0..b * h).map(|_| 0.25 + random.below(1000) as f32 / 2000.0).collect()
+    let scales = std::array::from_fn(|i| -> Vec<f32> {
+        let [b, h, len, _] = shapes[i];
+        let count = b * h * len.div_ceil(rows[i]);
+        (0..count).map(|_| 0.25 + random.below(1000) as f32 / 2000.0).collect()
     });
     let wide = std::array::from_fn(|i| {
-        let (of, [_, heads, ..]) = (&tensors[i], shapes[i]);
-        let scale = |[b, h, ..]: [usize; 4]| f64::from(scales[i][b * heads + h]);
+        let (of, [_, heads, len, _]) = (&tensors[i], shapes[i]);
+        let each = len.div_ceil(rows[i]);
+        let scale =
+            |[b, h, s, _]: [usize; 4]| f64::from(scales[i][(b * heads + h) * each + s / rows[i]]);
         Tensor::from_fn(DType::F64, shapes[i], |at| of.view().get_f64(at) * scale(at))
     });
     (tensors, scales, wide)
@@ -391,17 +400,22 @@ fn apart(gold: &[f64], other: &[f64]) -> f64 {
 }
 
 #[test]
-fn e4m3_operands_are_their_elements_times_the_scales_of_their_heads() {
-    let ([q, k, v], scales, wide) = scaled(20);
-    let operands = Operands::new(q.view(), k.view(), v.view());
-    let scaled = Scales { q: &scales[0], k: &scales[1], v: &scales[2] };
+fn e4m3_operands_are_their_elements_times_the_scales_of_their_heads_or_blocks() {
     let spec = plain(Some(causal()));
-    let found = forward(&spec, &Operands { scales: Some(scaled), ..operands }).unwrap();
-    let [q, k, v] = wide.each_ref().map(|t| t.view());
-    let gold = forward(&spec, &Operands::new(q, k, v)).unwrap();
-    assert!(apart(&gold.out, &found.out) < 1e-12 && apart(&gold.lse, &found.lse) < 1e-12);
-    let unscaled = forward(&spec, &operands).unwrap();
-    assert!(apart(&gold.out, &unscaled.out) > 0.1);
+    for blocks in [ScaleBlocks::WHOLE, ScaleBlocks { q: 64, kv: 128 }] {
+        let ([q, k, v], scales, wide) = scaled(20, [137, 145], blocks);
+        let operands = Operands::new(q.view(), k.view(), v.view());
+        let scaled = Scales { q: &scales[0], k: &scales[1], v: &scales[2], blocks };
+        let found = forward(&spec, &Operands { scales: Some(scaled), ..operands }).unwrap();
+        let [q, k, v] = wide.each_ref().map(|t| t.view());
+        let gold = forward(&spec, &Operands::new(q, k, v)).unwrap();
+        assert!(apart(&gold.out, &found.out) < 1e-12 && apart(&gold.lse, &found.lse) < 1e-12);
+        let unscaled = forward(&spec, &operands).unwrap();
+        assert!(apart(&gold.out, &unscaled.out) > 0.1);
+    }
+    let ([q, k, v], ..) = scaled(20, [37, 45], ScaleBlocks::WHOLE);
+    let operands = Operands::new(q.view(), k.view(), v.view());
+    let v = v.view();
     let upstream = Upstream { d_out: v, d_lse: None };
     let refused = backward(&spec, &operands, &upstream).unwrap_err().to_string();
     assert_eq!(refused, "f8e4m3 operands have no gradients; give bf16 or f16 ones to a backward");
@@ -409,8 +423,8 @@ fn e4m3_operands_are_their_elements_times_the_scales_of_their_heads() {
 
 #[test]
 fn the_emulation_of_e4m3_rounds_weights_to_three_bits() {
-    let ([q, k, v], scales, _) = scaled(21);
-    let scales = Some(Scales { q: &scales[0], k: &scales[1], v: &scales[2] });
+    let ([q, k, v], scales, _) = scaled(21, [37, 45], ScaleBlocks::WHOLE);
+    let scales = Some(Scales::of_heads(&scales[0], &scales[1], &scales[2]));
     let operands = Operands { scales, ..Operands::new(q.view(), k.view(), v.view()) };
     let spec = plain(Some(causal()));
     let gold = forward(&spec, &operands).unwrap();

@@ -110,7 +110,8 @@ pub use foveate_mods::{
     ScoreMod, SharedElements, closure, mask_mod, masks, score_mod, scores,
 };
 pub use foveate_problem::{
-    BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Pages, ProblemError, Scales,
+    BackwardArgs, CaptureGrad, Dims, Dropout, ForwardArgs, Operands, Pages, ProblemError,
+    ScaleBlocks, Scales,
 };
 pub use foveate_tensor as tensor;
 pub use foveate_tensor::{

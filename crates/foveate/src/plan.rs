@@ -7,7 +7,7 @@ use foveate_cpu::CpuPlan;
 use foveate_cuda::CudaPlan;
 use foveate_mods::expr::IntoScalar;
 use foveate_mods::{AnyBuffer, Buffer, Element};
-use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands};
+use foveate_problem::{BackwardArgs, Dims, ForwardArgs, Operands, Scales};
 use foveate_tensor::{DType, Slice, Tensor, TensorRef};
 
 use crate::backend::{self, BackendPlan, Chosen, Wanted};
@@ -199,8 +199,8 @@ impl Plan {
     ///
     /// # Errors
     /// Those of [`Problem::scales`].
-    pub fn with_scales(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Self, Error> {
-        Ok(Self { problem: self.problem.clone().scales(q, k, v)?, ..self.clone() })
+    pub fn with_scales(&self, scales: Scales<'_>) -> Result<Self, Error> {
+        Ok(Self { problem: self.problem.clone().scales(scales)?, ..self.clone() })
     }
 
     /// The plan with `dq`, `dk` and `dv` of [`Plan::backward`] in `dtype`.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use foveate_problem::{Arrangement, Dims, Operands, Pages, Scales, Sequence};
+use foveate_problem::{Arrangement, Dims, Operands, Pages, ScaleBlocks, Scales, Sequence};
 use foveate_tensor::{DType, Layout, TensorRef, Varlen};
 
 use crate::error::Error;
@@ -40,7 +40,7 @@ pub struct Problem {
     offsets: Option<Arc<Offsets>>,
     pages: Option<Arc<PageTable>>,
     sink: Option<Arc<[f32]>>,
-    scales: Option<Arc<[Vec<f32>; 3]>>,
+    scales: Option<Arc<([Vec<f32>; 3], ScaleBlocks)>>,
     forward_only: bool,
 }
 
@@ -214,17 +214,18 @@ impl Problem {
         Ok(self)
     }
 
-    /// What the elements of q, k and v of f8e4m3 are multiplied by, row-major: of q a number for each
-    /// query head of each batch entry or sequence, `[B, Hq]`, of k and v one for each key/value head,
-    /// `[B, Hkv]`. To be given after [`Problem::varlen`].
+    /// What the elements of q, k and v of f8e4m3 are multiplied by: a number for each head of each batch entry or
+    /// sequence ([`Scales::of_heads`]), or for each block of its rows. To be given after [`Problem::varlen`].
     ///
     /// # Errors
-    /// When there is not one for each, or the operands are of another dtype.
-    pub fn scales(mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Self, Error> {
-        Scales { q, k, v }
-            .check(&self.dims, self.dtype)
+    /// When there is not one for each, a block has other than a multiple of 64 rows, or the operands are of
+    /// another dtype.
+    pub fn scales(mut self, scales: Scales<'_>) -> Result<Self, Error> {
+        scales
+            .check(&self.dims, self.get_varlen(), self.dtype)
             .map_err(|e| Error::option("scales", e.to_string()))?;
-        self.scales = Some(Arc::new([q, k, v].map(<[f32]>::to_vec)));
+        let Scales { q, k, v, blocks } = scales;
+        self.scales = Some(Arc::new(([q, k, v].map(<[f32]>::to_vec), blocks)));
         Ok(self)
     }
 
@@ -271,7 +272,7 @@ impl Problem {
 
     /// The scales of f8e4m3 operands.
     pub fn get_scales(&self) -> Option<Scales<'_>> {
-        self.scales.as_deref().map(|[q, k, v]| Scales { q, k, v })
+        self.scales.as_deref().map(|([q, k, v], blocks)| Scales { q, k, v, blocks: *blocks })
     }
 
     /// The sequence offsets of varlen operands.

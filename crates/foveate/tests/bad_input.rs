@@ -3,7 +3,7 @@
 use foveate::mods::expr::{self, h, kv, q, score};
 use foveate::{
     AnyBuffer, Attention, Buffer, BufferData, DType, Data, Device, ErrorKind, Layout, MaskMod,
-    Problem, ScoreMod, Tensor, TensorMut,
+    Problem, ScaleBlocks, Scales, ScoreMod, Tensor, TensorMut,
 };
 
 fn tensor(dtype: DType, shape: [usize; 4]) -> Tensor {
@@ -250,10 +250,16 @@ fn operands_of_eight_bits_are_refused_where_no_kernel_takes_them_and_scales_wher
         refused.contains("the CPU backend takes f32, f16 or bf16 operands, not f8e4m3"),
         "{refused}"
     );
-    let scaled = narrow.clone().scales(&[0.5; 8], &[1.0; 4], &[2.0; 4]).unwrap();
+    let scaled = narrow.clone().scales(Scales::of_heads(&[0.5; 8], &[1.0; 4], &[2.0; 4])).unwrap();
     assert_eq!(scaled.get_scales().unwrap().v, [2.0; 4]);
-    let few = narrow.scales(&[0.5; 4], &[1.0; 4], &[2.0; 4]).unwrap_err().to_string();
-    assert!(few.contains("4 scales of q for a batch of 2 and 4 heads; one each"), "{few}");
-    let wide = problem(DType::BF16).scales(&[0.5; 8], &[1.0; 4], &[2.0; 4]).unwrap_err();
+    let few = Scales::of_heads(&[0.5; 4], &[1.0; 4], &[2.0; 4]);
+    let few = narrow.clone().scales(few).unwrap_err().to_string();
+    let said = "4 scales of q for a batch of 2, 4 heads and 1 blocks of rows; one each";
+    assert!(few.contains(said), "{few}");
+    let eight = Scales::of_heads(&[0.5; 8], &[1.0; 4], &[2.0; 4]);
+    let short = Scales { blocks: ScaleBlocks { q: 32, kv: 64 }, ..eight };
+    let short = narrow.scales(short).unwrap_err().to_string();
+    assert!(short.contains("scales are of blocks of 32 queries"), "{short}");
+    let wide = problem(DType::BF16).scales(eight).unwrap_err();
     assert!(wide.to_string().contains("scales are for f8e4m3 operands"), "{wide}");
 }

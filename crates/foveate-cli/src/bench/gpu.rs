@@ -18,7 +18,7 @@ use clap::Args as ClapArgs;
 use foveate::cuda::Engine;
 use foveate::cuda::choose::{KernelOptions, Tuned};
 use foveate::gpu::nvml::{Conditions, Watch};
-use foveate::{DType, gpu};
+use foveate::{DType, ScaleBlocks, gpu};
 use foveate_train::whole;
 use serde::{Deserialize, Serialize};
 
@@ -54,6 +54,9 @@ pub struct Args {
     /// Dtype of q, k and v: bf16, or f8e4m3 for the forwards
     #[arg(long, default_value = "bf16", value_parser = dtype)]
     dtype: DType,
+    /// Scales of f8e4m3 operands: one for each head, or for so many rows
+    #[arg(long, value_name = "head|ROWS", value_parser = scale_blocks)]
+    scales: Option<ScaleBlocks>,
     /// Make every sum in a fixed order
     #[arg(long)]
     deterministic: bool,
@@ -121,7 +124,7 @@ struct GpuTiming<'a> {
 
 /// Runs the grid and prints a line a case as it ends.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let cases = wanted(&args.filter, args.dtype)?;
+    let cases = wanted(&args.filter, args.dtype, args.scales)?;
     if args.list {
         return list(&cases, args.json, out);
     }
@@ -319,8 +322,16 @@ impl Floors {
 }
 
 /// The cases whose name contains one of `filter`; all of them where it is empty.
-fn wanted(filter: &[String], dtype: DType) -> Result<Vec<Case>, Failure> {
-    let mut cases = cases::grid(dtype);
+fn wanted(
+    filter: &[String],
+    dtype: DType,
+    scales: Option<ScaleBlocks>,
+) -> Result<Vec<Case>, Failure> {
+    if scales.is_some() && dtype != DType::F8E4M3 {
+        let message = format!("--scales is for f8e4m3 operands, not {dtype}");
+        return Err(Failure::usage(message).help("add `--dtype f8e4m3`"));
+    }
+    let mut cases = cases::grid(dtype, scales);
     cases.retain(|c| filter.is_empty() || filter.iter().any(|f| c.case.contains(f.as_str())));
     if cases.is_empty() {
         let message = format!("no case has `{}` in its name", filter.join("` or `"));
@@ -332,6 +343,17 @@ fn wanted(filter: &[String], dtype: DType) -> Result<Vec<Case>, Failure> {
 fn dtype(text: &str) -> Result<DType, String> {
     let found = [DType::BF16, DType::F8E4M3].into_iter().find(|d| d.name() == text);
     found.ok_or_else(|| "bf16 or f8e4m3".to_owned())
+}
+
+/// Blocks of scales, as many rows of q as of k and v.
+fn scale_blocks(text: &str) -> Result<ScaleBlocks, String> {
+    let rows = match text {
+        "head" => return Ok(ScaleBlocks::WHOLE),
+        rows => rows.parse().ok().filter(|rows: &usize| *rows > 0),
+    };
+    let rows = rows.filter(|rows| rows.is_multiple_of(ScaleBlocks::UNIT));
+    let blocks = rows.map(|rows| ScaleBlocks { q: rows, kv: rows });
+    blocks.ok_or_else(|| format!("`head` or a multiple of {} rows", ScaleBlocks::UNIT))
 }
 
 fn list(cases: &[Case], as_json: bool, out: &mut Output) -> Result<(), Failure> {

@@ -63,6 +63,8 @@ enum Variant {
     PagedRows,
     /// A sink in the denominator, and its gradient.
     Sink,
+    /// Scales of e4m3 operands for each block of rows.
+    ScaleBlocks,
     /// Captured indices checked, as for host tensors.
     Checked,
     /// Rows aligned to so many bytes only.
@@ -235,6 +237,7 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
     use Variant::*;
     let fixed_order = |mods: &[Kind]| mods.iter().map(|&m| (m, Deterministic)).collect::<Vec<_>>();
     let long = |mods: &[Kind]| mods.iter().map(|&m| (m, Long)).collect::<Vec<_>>();
+    let blocks = |mods: &[Kind]| mods.iter().map(|&m| (m, ScaleBlocks)).collect::<Vec<_>>();
     let every = [long(&[Plain, Mask, Score, Learned]), fixed_order(&[Mask, Learned])].concat();
     let usual = matches!(dims, (64, 64) | (128, 128));
     let by_query_heads = |mods: &[(Kind, bool)]| {
@@ -247,7 +250,7 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
     };
     if few {
         return match (dtype, dims) {
-            (Elem::E4m3, (128, 128)) => long(&[Plain, Mask]),
+            (Elem::E4m3, (128, 128)) => [long(&[Plain, Mask]), blocks(&[Plain])].concat(),
             (Elem::Bf16, (128, 128)) => {
                 let more = [(Plain, Queries(1)), (Mask, Checked), (Plain, Sink)];
                 let of_hopper =
@@ -263,9 +266,12 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
     let mut all = match (dtype, dims) {
         (Elem::E4m3, (128, 128)) => {
             let variants = [Sink, Checked, Wide].map(|variant| (Plain, variant));
-            [long(&[Plain, Mask, Score, Learned, Capped, Dropout]), variants.to_vec()].concat()
+            let by_head = long(&[Plain, Mask, Score, Learned, Capped, Dropout]);
+            [by_head, blocks(&[Plain, Mask, Score, Dropout]), variants.to_vec()].concat()
         }
-        (Elem::E4m3, (64, 64) | (192, 128) | (256, 256)) => long(&[Plain, Mask, Score, Learned]),
+        (Elem::E4m3, (64, 64) | (192, 128) | (256, 256)) => {
+            [long(&[Plain, Mask, Score, Learned]), blocks(&[Plain, Mask])].concat()
+        }
         (Elem::E4m3, _) => Vec::new(),
         (Elem::Bf16, (192, 128) | (256, 256)) => every,
         (Elem::Bf16, _) if usual => {
@@ -396,6 +402,7 @@ impl Variant {
             Self::Paged | Self::PagedQueries(_) => Class { paged: true, ..class },
             Self::PagedRows => Class { paged: true, unmapped: Unmapped::paged(1), ..class },
             Self::Sink => Class { sink: true, ..class },
+            Self::ScaleBlocks => Class { scale_blocks: true, ..class },
             Self::Checked => Class { checked: true, ..class },
             Self::Align(align) => Class { align, unmapped: Unmapped::aligned(align), ..class },
             Self::Wide => {
@@ -504,6 +511,7 @@ impl Listed for ListedKernel {
             (config.paged, "paged"),
             (config.copied.any(), "by copies"),
             (config.sink, "sink"),
+            (config.scale_blocks, "scales of blocks"),
             (config.checked, "checked"),
             (
                 !config.split_gqa

@@ -254,6 +254,17 @@ fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
 }
 
 #[test]
+fn scales_of_the_bench_are_of_operands_and_blocks_that_have_them() {
+    for (line, said) in [
+        ("bench gpu --dtype f8e4m3 --scales 96", "`head` or a multiple of 64 rows"),
+        ("bench gpu --scales 64", "--scales is for f8e4m3 operands, not bf16"),
+    ] {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert!(code == Some(2) && out.is_empty() && err.contains(said), "{line}: {code:?} {err}");
+    }
+}
+
+#[test]
 fn what_fails_is_said_with_the_place_and_exit_code_1() {
     for (line, said) in [
         ("generate nowhere", "nowhere: does not exist; give the folder of a checkpoint"),

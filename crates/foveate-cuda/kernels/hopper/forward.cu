@@ -30,16 +30,19 @@ struct Softmax {
     float row_max[2], reference_max[2], row_sum[2];        // row_max and row_sum: of this lane's columns
     float scale;                                           // on the sums of products
     float unit, headroom;                                  // RESCALE_THRESHOLD as a score
-    bool unscaled;
+    bool unscaled;                                         // scores are sums of products, and row_max is so without FV_SCALE_BLOCKS
 
     __device__ explicit Softmax(float scale) { set_scale(scale); }
 
     __device__ void set_scale(float of_item) {
-        scale = of_item;
-        unscaled = !FV_SCORE && scale > 1e-20f;
-        unit = unscaled ? scale * LOG2_E : LOG2_E;
+        unscaled = !FV_SCORE && (FV_SCALE_BLOCKS ? is_usual(of_item) : of_item > 1e-20f);
+        scale = FV_SCALE_BLOCKS && !FV_SCORE && !unscaled ? 1.f : of_item;
+        unit = unscaled && !FV_SCALE_BLOCKS ? scale * LOG2_E : LOG2_E;
         headroom = RESCALE_THRESHOLD / unit;
     }
+
+    // What `weigh` multiplies the scores of a block by.
+    __device__ float scale_of(const KeyScales& scales, int block) const { return FV_SCORE ? 1.f : scale * scales.score[block]; }
 
     __device__ void clear() {
         #pragma unroll
@@ -58,12 +61,23 @@ struct Softmax {
     __device__ static bool is_large(float highest) { return FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity(); }
 
     // Turns scores into weights. Returns whether out is to be multiplied by `rescale` first.
-    __device__ bool weigh(float (&s)[N][4], float (&rescale)[2]) {
+    __device__ bool weigh(float (&s)[N][4], float (&rescale)[2], const KeyScales& scales) {
         bool needs_rescale = false;
+        float highest[2];                                  // what the reference has to reach
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            row_max[half] = max_or_nan(row_max[half], largest_score(s, half));
-            needs_rescale |= row_max[half] > reference_max[half];
+            if constexpr (FV_SCALE_BLOCKS) {
+                highest[half] = -infinity();
+                #pragma unroll
+                for (int block = 0; block < KEY_BLOCKS; ++block) {
+                    const float largest = largest_score(s, half, block) * scale_of(scales, block);
+                    row_max[half] = max_or_nan(row_max[half], largest);
+                    highest[half] = max_or_nan(highest[half], fmaf(scales.value[block], 1.f / LOG2_E, largest));
+                }
+            } else {
+                highest[half] = row_max[half] = max_or_nan(row_max[half], largest_score(s, half, 0));
+            }
+            needs_rescale |= highest[half] > reference_max[half];
         }
         needs_rescale = __any_sync(~0u, needs_rescale);
         if (needs_rescale) {
@@ -71,7 +85,7 @@ struct Softmax {
             for (int half = 0; half < 2; ++half) {
                 // Before the first visible key there is nothing to rescale.
                 const float before = reference_max[half], reference_before = reference(half);
-                reference_max[half] = max_or_nan(before, quad_max(row_max[half]) + headroom);
+                reference_max[half] = max_or_nan(before, quad_max(highest[half]) + headroom);
                 const float exponent = is_large(before) ? (before - reference_max[half]) * unit : reference_before - reference(half);
                 rescale[half] = before == -infinity() ? 1.f : exp2_score(exponent);
                 row_sum[half] *= rescale[half];
@@ -87,21 +101,38 @@ struct Softmax {
                     for (int j = 0; j < N * 2; ++j) s[j / 2][half * 2 + j % 2] += offset;
                     shift[half] = LARGEST_EXPONENT;
                 }
+        if constexpr (!FV_SCALE_BLOCKS) {
+            add_weights(s, 0, unit, shift, row_sum);
+            return needs_rescale;
+        }
         #pragma unroll
-        for (int j = 0; j < N * 4; ++j) {
-            const int half = j % 4 / 2;
-            float& x = s[j / 4][j % 4];
-            x = exp2_score(fmaf(x, unit, shift[half]));
-            row_sum[half] += x;
+        for (int block = 0; block < KEY_BLOCKS; ++block) {
+            const float value = scales.value[block], of_block[2] = {shift[0] + value, shift[1] + value}, inverse = exp2_score(-value);
+            float sum[2] = {};
+            add_weights(s, block, unit * scale_of(scales, block), of_block, sum);
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) row_sum[half] = fmaf(sum[half], inverse, row_sum[half]);
         }
         return needs_rescale;
     }
 
-    // The largest of this lane's scores in a row.
-    __device__ static float largest_score(const float (&s)[N][4], int half) {
+    // Turns the scores of a block into weights, and adds them up.
+    __device__ static void add_weights(float (&s)[N][4], int block, float unit, const float (&shift)[2], float (&sum)[2]) {
+        #pragma unroll
+        for (int j = 0; j < N_BLOCK * 4; ++j) {
+            const int half = j % 4 / 2;
+            float& x = s[block * N_BLOCK + j / 4][j % 4];
+            x = exp2_score(fmaf(x, unit, shift[half]));
+            sum[half] += x;
+        }
+    }
+
+    // The largest of this lane's scores in a row of a block.
+    __device__ static float largest_score(const float (&all)[N][4], int half, int block) {
+        const float (*const s)[4] = all + block * N_BLOCK;
         float largest[2] = {max_or_nan(s[0][half * 2], s[0][half * 2 + 1]), max_or_nan(s[1][half * 2], s[1][half * 2 + 1])};
         #pragma unroll
-        for (int n = 2; n < N; ++n) largest[n % 2] = max_or_nan(largest[n % 2], max_or_nan(s[n][half * 2], s[n][half * 2 + 1]));
+        for (int n = 2; n < N_BLOCK; ++n) largest[n % 2] = max_or_nan(largest[n % 2], max_or_nan(s[n][half * 2], s[n][half * 2 + 1]));
         return max_or_nan(largest[0], largest[1]);
     }
 };
@@ -124,14 +155,6 @@ struct ItemRows {
         return {item->sequence.b, item->head, item->head / FV_GROUP, item->sequence.q_len, item->sequence.k_len};
     }
 };
-
-// What the scores and the out of a head are multiplied by.
-__device__ RowScales row_scales(const ForwardParams& p, const PersistentParams& persistent, int b, int head) {
-    if constexpr (FV_DTYPE != 3) return {p.scale, 1.f};
-    auto of = [&](const HeadView& view, int h) { return view.data ? __ldg(view.data + b * view.batch + h * view.head) : 1.f; };
-    const int head_kv = head / FV_GROUP;
-    return {p.scale * of(persistent.q_scale, head) * of(persistent.k_scale, head_kv), of(persistent.v_scale, head_kv)};
-}
 
 // 0, or NaN where out has a non-finite element.
 __device__ float nonfinite_probe(const float (&out)[N_OUT][4]) {
@@ -156,11 +179,12 @@ struct ScorePlace {
 
 // Scores of this lane from accumulators, in place: rows and columns as of m16n8.
 template <bool EVALUATES>
-__device__ void score(float (&s)[N][4], float scale, const Mods& mods, const ScorePlace& at, int k_len, bool unscaled) {
+__device__ void score(float (&s)[N][4], float scale, const KeyScales& scales, const Mods& mods, const ScorePlace& at, int k_len, bool unscaled) {
     auto of = [&](int n, int i, float x) {
         const int query_step = i / 2 * 8, key_step = n * 8 + i % 2;
         const float distance = at.distance + float(query_step - key_step);
-        return fv_score(mods, at.place, at.query + query_step, at.key + key_step, x * scale, distance, at.reads);
+        const float of_block = FV_SCALE_BLOCKS ? scale * scales.score[n / N_BLOCK] : scale;
+        return fv_score(mods, at.place, at.query + query_step, at.key + key_step, x * of_block, distance, at.reads);
     };
     if constexpr (SCORES_IN_LOOP) {
         #pragma unroll 1
@@ -173,7 +197,7 @@ __device__ void score(float (&s)[N][4], float scale, const Mods& mods, const Sco
     } else if (FV_SCORE) {
         #pragma unroll
         for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] = of(j / 4, j % 4, s[j / 4][j % 4]);
-    } else if (!unscaled) {
+    } else if (!FV_SCALE_BLOCKS && !unscaled) {
         #pragma unroll
         for (int j = 0; j < N * 4; ++j) s[j / 4][j % 4] *= scale;
     }
@@ -222,7 +246,7 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
     const float scale = FV_DTYPE == 3 ? softmax.scale : p.scale;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float largest = quad_max(softmax.row_max[half]), highest = softmax.unscaled ? largest * scale : largest;
+        const float largest = quad_max(softmax.row_max[half]), highest = softmax.unscaled && !FV_SCALE_BLOCKS ? largest * scale : largest;
         const float above = Softmax::is_large(softmax.reference_max[half])
                           ? fmaf(softmax.reference_max[half] - largest, softmax.unit, -LARGEST_EXPONENT)
                           : fmaf(-largest, softmax.unit, softmax.reference(half));
@@ -254,6 +278,15 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
     return __any_sync(~0u, nonfinite_probe(out) != 0.f);
 }
 
+// A row once more, key by key.
+__device__ void recompute_by_keys(const ForwardParams& p, const PersistentParams& persistent, const Mods& mods, const Sequence& sequence, const RowSteps& steps, int head, int query) {
+#if FV_DTYPE == 3
+    recompute_row(p, mods, sequence, steps, KeyedScales{p, persistent, sequence.b, head, query}, head, query);
+#else
+    recompute_row(p, mods, sequence, steps, RowScales{p.scale}, head, query);
+#endif
+}
+
 // Recomputes the rows of a warp whose out is not finite though their row_sum is, of all items of the CTA. At the
 // end, because a call within the main loop would cost every product the uniform registers of its operands.
 // `number` is the CTA's last item.
@@ -274,7 +307,7 @@ __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, co
             const float row_sum = p.lse.data[sequence.q_batch * p.lse.batch + work.head * p.lse.head + at * p.lse.row];
             float probe = 0.f;
             for (int column = threadIdx.x % 32; column < FV_DV; column += 32) probe = fmaf(widen<FV_OUT_DTYPE>(out[column * p.out.elem]), 0.f, probe);
-            if (__any_sync(~0u, probe != 0.f) && row_sum < infinity()) recompute_row(p, mods, sequence, steps, row_scales(p, persistent, sequence.b, work.head), work.head, query0 + row);
+            if (__any_sync(~0u, probe != 0.f) && row_sum < infinity()) recompute_by_keys(p, persistent, mods, sequence, steps, work.head, query0 + row);
         }
         if (number == blockIdx.x) return;
     }
@@ -351,7 +384,7 @@ __device__ void schedule(const ForwardParams& p, const PersistentParams& persist
         item.last_run = last_run;
         item.stop = 0;
 #if FV_DTYPE == 3
-        item.scales = row_scales(p, persistent, sequence.b, work.head);
+        item.scales = item_scales(p, persistent, sequence, work.head, tile.tile);
 #endif
 #if FV_MASK_BITS
         item.last_slot = last_slot;
@@ -410,15 +443,20 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
     const bool leads = !BY_WARP || threadIdx.x % 32 == 0;
     Ring<FV_STAGES> k;
     Ring<Q_STAGES> q;
+    [[maybe_unused]] KeyScales scales;
     auto announce = [&](const Step& step, int bytes) {
         barriers.k_empty(k.stage).wait(k.round - 1);
         if (!leads) return;
         *reinterpret_cast<Step*>(copies.shared + AT_STEPS + 16 * k.stage) = step;
+        if constexpr (FV_SCALE_BLOCKS) key_scales(copies.shared, k) = scales;
         if constexpr (COPIED_K) barriers.k_full(k.stage).arrive();
         else barriers.k_full(k.stage).arrive_expecting(bytes);
     };
     copies.for_each_tile([&](const Item& item, int key, u32 kind, int slot) {
         const int live = item.sequence.k_len - key, group = item.head / FV_GROUP;
+#if FV_SCALE_BLOCKS
+        if (scales.read(persistent, item, key)) kind |= Step::ODD;
+#endif
         keys.copy(item.sequence, group, key, copies.base + AT_K + k.stage * K_BYTES, barriers.k_full(k.stage), leads,
                   [&] { announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live, slot}, K_BYTES); });
         k.advance();
@@ -550,6 +588,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         const Operand queries = Operand::rows(base + (q.stage * CONSUMERS + consumer) * Q_BYTES);
         const Operand keys = Operand::rows(base + AT_K + k.stage * K_BYTES);
         const Operand values = values_at(base + AT_V + v.stage * V_BYTES);
+        const KeyScales& scales = key_scales(shared, k);
+        const bool is_odd = FV_SCALE_BLOCKS && step.kind & Step::ODD;
+        auto has_odd_scores = [&] { return FV_SCALE_BLOCKS && !FV_SCORE && (is_odd || !softmax.unscaled); };
         auto release_keys = [&] {
             if (!leads) return;
             barriers.k_empty(k.stage).arrive();
@@ -564,7 +605,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         };
         // With a score the turn is awaited in either piece of code: one of them has read the place before.
         if constexpr (!FV_SCORE) begin();
-        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST)) {
+        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST) && !has_odd_scores()) {
             const ScorePlace at(mods, rows, step.key);
             if constexpr (FV_SCORE) begin();
             product_fence();
@@ -576,9 +617,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             product_wait<1>();
             pin(s);
             release_keys();
-            score<false>(s, scale(), mods, at, FV_BN, softmax.unscaled);
+            score<false>(s, scale(), scales, mods, at, FV_BN, softmax.unscaled);
             if (has_bits) bits.hide(s);
-            rescales = softmax.weigh(s, rescale);
+            rescales = softmax.weigh(s, rescale, scales);
             keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);
             product_wait<0>();
             pin(out);
@@ -625,18 +666,22 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 rows.item = reinterpret_cast<const Item*>(shared + AT_ITEMS + ITEM_BYTES * items.stage);
                 softmax.clear();
 #if FV_DTYPE == 3
-                softmax.set_scale(rows.item->scales.scores);
+                softmax.set_scale(rows.item->scales.scores[FV_SCALE_BLOCKS ? consumer : 0]);
 #endif
                 #pragma unroll
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
             }
             if (sees) {
+#if FV_SCALE_BLOCKS && !FV_SCORE
+                if (has_odd_scores())
+                    KeyScales::complete_scores(s, persistent, *rows.item, consumer, step.key);
+#endif
                 const ScorePlace at(mods, rows, step.key);
                 const int k_len = rows.item->sequence.k_len;
-                if (cell & Cells::EVALUATES && !has_bits) score<true>(s, scale(), mods, at, k_len, softmax.unscaled);
-                else score<false>(s, scale(), mods, at, k_len, softmax.unscaled);
+                if (cell & Cells::EVALUATES && !has_bits) score<true>(s, scale(), scales, mods, at, k_len, softmax.unscaled);
+                else score<false>(s, scale(), scales, mods, at, k_len, softmax.unscaled);
                 if (has_bits) bits.hide(s);
-                rescales = softmax.weigh(s, rescale);
+                rescales = softmax.weigh(s, rescale, scales);
             }
         }
         if ((step.kind & STEP) && leads) barriers.v_empty(v.stage).arrive();
@@ -645,6 +690,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         live_keys = sees ? step.live : FV_BN;
         if (sees) {
             if constexpr (FV_DROPOUT) drop(s, mods, rows, step.key);
+#if FV_SCALE_BLOCKS
+            if (is_odd) KeyScales::complete_weights(s, persistent, *rows.item, step.key);
+#endif
             if (rescales)
                 #pragma unroll
                 for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= rescale[i % 4 / 2];

@@ -21,8 +21,11 @@ constexpr int END_BYTES = 1024, SMEM_LIMIT = 232448;
 constexpr int Q_STAGES = 2 * CONSUMERS * Q_BYTES + FV_STAGES * (K_BYTES + V_BYTES) + END_BYTES <= SMEM_LIMIT ? 2 : 1;
 constexpr int ITEMS = 3;                                   // the item that is finished, the one at work, and those taken ahead
 constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES, AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
-constexpr int ITEM_BYTES = FV_DTYPE == 3 || FV_MASK_BITS ? 80 : 64;
-constexpr int AT_STEPS = AT_ITEMS + ITEM_BYTES * ITEMS, AT_BARRIERS = AT_STEPS + 16 * FV_STAGES;
+// Of e4m3 with scales of blocks: rows of a block are a multiple of so many, so that a consumer's queries have one scale, and
+// a tile's keys these. Two places for each stage of K, since the scales are read after K was released.
+constexpr int BLOCK_UNIT = 64, KEY_BLOCKS = FV_SCALE_BLOCKS ? FV_BN / BLOCK_UNIT : 1, N_BLOCK = N / KEY_BLOCKS, SCALE_PLACES = FV_SCALE_BLOCKS ? 2 * FV_STAGES : 0;
+constexpr int ITEM_BYTES = FV_SCALE_BLOCKS ? 96 : FV_DTYPE == 3 || FV_MASK_BITS ? 80 : 64;
+constexpr int AT_STEPS = AT_ITEMS + ITEM_BYTES * ITEMS, AT_SCALES = AT_STEPS + 16 * FV_STAGES, AT_BARRIERS = AT_SCALES + 32 * SCALE_PLACES;
 constexpr int SHARED_BYTES = AT_ITEMS + END_BYTES;
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
@@ -42,6 +45,11 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 1 ? 56 : CONSUMERS == 2 ? 40 : 3
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 256 : CONSUMERS == 2 ? 232 : 160;
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), "more registers than there are");
 
+// What the scores and the out of an item are multiplied by, with FV_SCALE_BLOCKS beside what a step's are (KeyScales).
+struct ItemScales {
+    float scores[FV_SCALE_BLOCKS ? CONSUMERS : 1], out;
+};
+
 // A tile of queries of one head: items are numbered in the order of the schedule, the heaviest first. As the
 // scheduler finds it, in smem.
 struct Item {
@@ -53,7 +61,7 @@ struct Item {
     Sequence sequence;
     int stop;                   // there is no item any more, and this is none
 #if FV_DTYPE == 3
-    RowScales scales;
+    ItemScales scales;
 #endif
 #if FV_MASK_BITS
     int last_slot;              // that of the last run's first tile
@@ -93,6 +101,7 @@ struct Step {
     static constexpr u32 LAST = 2;       // of its item: Q is free after it
     static constexpr u32 STOP = 4;       // there is no item after the one before; no K, no V, no Q
     static constexpr u32 BITS = 8;       // cells that the mask cuts have mask bits
+    static constexpr u32 ODD = 1u << 29; // scales of its keys or values are no usual numbers; see KeyScales
     static constexpr int CELLS = 3 + FV_MASK_BITS;
 
     // What a consumer makes of it.
@@ -145,7 +154,7 @@ private:
         return barrier;
     }
 };
-static_assert(ITEM_BYTES * ITEMS + 16 * FV_STAGES + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES, "no room for barriers");
+static_assert(ITEM_BYTES * ITEMS + 16 * FV_STAGES + 32 * SCALE_PLACES + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES, "no room for barriers");
 
 // The live tiles of keys of an item, from the last one: what a mask cuts then comes first, together with the
 // end of the item before. A run is read while the one before it is at work.

@@ -132,7 +132,7 @@ __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, co
         if constexpr (FV_KV_SPLIT) row_sum = p.partial_sum[partial_row(p, sequence, head, query)];
         else row_sum = p.lse.data[sequence.q_batch * p.lse.batch + head * p.lse.head + (sequence.q_start + query) * p.lse.row];
         __syncwarp();
-        if (row_sum < infinity()) recompute_row(p, mods, sequence, steps, {p.scale, 1.f}, head, query);
+        if (row_sum < infinity()) recompute_row(p, mods, sequence, steps, RowScales{p.scale}, head, query);
     }
 }
 

@@ -50,6 +50,8 @@ pub struct Class {
     pub captures: bool,
     /// Every row has a sink in its denominator.
     pub sink: bool,
+    /// Scales of e4m3 operands are those of blocks of rows.
+    pub scale_blocks: bool,
     /// The mask tells query heads apart, so that they cannot share a tile.
     pub by_head: bool,
     /// Operands that no tensor map has.
@@ -143,6 +145,7 @@ impl Class {
             dropout: false,
             captures: false,
             sink: false,
+            scale_blocks: false,
             by_head: false,
             unmapped: Vec::new(),
             paged: false,
@@ -257,6 +260,7 @@ impl Class {
                 dropout: self.dropout,
                 out_dtype: self.out_dtype,
                 sink: self.sink,
+                scale_blocks: self.scale_blocks,
                 paged: self.paged,
                 copied: match tiles.family {
                     Family::Hopper => self.copied(),

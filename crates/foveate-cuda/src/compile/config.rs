@@ -227,6 +227,8 @@ pub struct Config {
     pub captures: bool,
     /// Every row has a sink in its denominator. `FV_SINK`
     pub sink: bool,
+    /// Scales of e4m3 operands are those of blocks of rows. `FV_SCALE_BLOCKS`
+    pub scale_blocks: bool,
     /// Split-KV: CTAs divide the live tiles of keys of a tile of queries. `FV_KV_SPLIT`
     pub kv_split: bool,
     /// Packed GQA: the rows of a tile are those of all query heads of a KV head. `FV_PACK_GQA`
@@ -275,6 +277,7 @@ impl Config {
             dropout: false,
             captures: false,
             sink: false,
+            scale_blocks: false,
             kv_split: false,
             pack_gqa: false,
             split_gqa: false,
@@ -360,7 +363,7 @@ impl Config {
     }
 
     /// The macros and their values, in the order they are printed.
-    pub fn macros(&self) -> [(&'static str, usize); 29] {
+    pub fn macros(&self) -> [(&'static str, usize); 30] {
         [
             ("FV_DTYPE", self.dtype.number()),
             ("FV_OUT_DTYPE", self.out_dtype.number()),
@@ -382,6 +385,7 @@ impl Config {
             ("FV_DROPOUT", self.dropout.into()),
             ("FV_CAPTURES", self.captures.into()),
             ("FV_SINK", self.sink.into()),
+            ("FV_SCALE_BLOCKS", self.scale_blocks.into()),
             ("FV_KV_SPLIT", self.kv_split.into()),
             ("FV_PACK_GQA", self.pack_gqa.into()),
             ("FV_SPLIT_GQA", self.split_gqa.into()),
@@ -444,6 +448,7 @@ impl fmt::Display for Config {
             (self.dropout, "dropout"),
             (self.captures, "captures"),
             (self.sink, "sink"),
+            (self.scale_blocks, "scales of blocks"),
             (self.kv_split, "split-KV"),
             (self.pack_gqa, "packed GQA"),
             (self.paged, "paged"),

@@ -35,14 +35,18 @@ foveate_gpu::abi_structs! {
         pub row: i64,
     }
 
-    /// Scales of e4m3 operands, f32 `[batch, head]`; strides in elements.
-    pub struct HeadView {
+    /// Scales of e4m3 operands, f32 `[batch, head, block]`; strides in elements.
+    pub struct ScaleView {
         /// Address of element 0, or 0 for scales of 1.
         pub data: Address,
         /// Stride of the axis of batch entries or sequences.
         pub batch: i64,
         /// Stride of the head axis.
         pub head: i64,
+        /// Stride of the axis of blocks.
+        pub block: i64,
+        /// Rows of a block.
+        pub rows: i64,
     }
 
     /// One independent problem inside the operands.
@@ -185,11 +189,11 @@ foveate_gpu::abi_structs! {
         /// Of e4m3 operands: 1 where sequences lie one after another.
         pub packed: i32,
         /// Scales of queries.
-        pub q_scale: HeadView,
+        pub q_scale: ScaleView,
         /// Scales of keys.
-        pub k_scale: HeadView,
+        pub k_scale: ScaleView,
         /// Scales of values.
-        pub v_scale: HeadView,
+        pub v_scale: ScaleView,
         /// u32 `[rows of lists, slots of a row]` tiles: the mask of partial tiles, or 0.
         pub mask_bits: Address,
         /// i32 `[rows of lists, capacity]`: for each run where its first tile is, negative where it has no bits; or 0.

@@ -1,7 +1,7 @@
 //! What a plan will do, as data.
 
 use foveate_mask::Tiling;
-use foveate_problem::{Arrangement, Dims, Sequence};
+use foveate_problem::{Arrangement, Dims, ScaleBlocks, Sequence};
 
 use super::kernels::sizes;
 use super::launch::{COUNTED_BYTES, dq_accum_bytes, head_gradient_bytes};
@@ -39,17 +39,22 @@ pub struct Description {
 impl CudaPlan {
     /// What a call of the planned sizes on aligned operands does, whose sequences lie as
     /// `arrangement` says. Packed problems need their offsets; without any, the description is
-    /// that of no sequences.
+    /// that of no sequences. `scales` are the blocks of scales that f8e4m3 operands have.
     ///
     /// # Errors
     /// Those of planning, and a captured buffer in device memory, on which it depends what is live.
-    pub fn describe(&self, arrangement: Arrangement<'_>) -> Result<Description, CudaError> {
+    pub fn describe(
+        &self,
+        arrangement: Arrangement<'_>,
+        scales: Option<ScaleBlocks>,
+    ) -> Result<Description, CudaError> {
         self.spec.check_on_host()?;
         let dims = self.dims.arranged(arrangement);
         let sequences = sequences(&dims, arrangement);
         let page_size = arrangement.page_size();
         let class = Class {
             paged: page_size.is_some(),
+            scale_blocks: scales.is_some_and(|blocks| blocks != ScaleBlocks::WHOLE),
             unmapped: page_size.map_or_else(Vec::new, Unmapped::paged),
             ..self.class()
         };

@@ -10,7 +10,7 @@ use super::kernels::queue_kernel;
 use super::resident::LaunchSchedule;
 use crate::choose::{Unmapped, unmet};
 use crate::compile::config::{Config, Copied, Elem};
-use crate::compile::params::{Abi, HeadView, PersistentParams, TransposeValuesParams};
+use crate::compile::params::{Abi, PersistentParams, ScaleView, TransposeValuesParams};
 use crate::error::CudaError;
 use crate::operands::{DeviceOperands, DeviceScales, view};
 use foveate_gpu::DeviceTensor;
@@ -124,10 +124,12 @@ impl CudaPlan {
             let map = OperandMap::of("v", values, &value_tile(config));
             maps[2] = Some(map.map_err(|refusal| CudaError::argument(refusal.to_string()))?);
         }
-        let scale = |of: fn(&DeviceScales) -> &DeviceTensor<2>| {
-            operands.scales.as_ref().map_or(HeadView::default(), |scales| {
-                let [batch, head] = of(scales).layout.strides.map(|s| s as i64);
-                HeadView { data: of(scales).start(), batch, head }
+        let scale = |of: fn(&DeviceScales) -> (&DeviceTensor<3>, usize)| {
+            operands.scales.as_ref().map_or(ScaleView::default(), |scales| {
+                let (tensor, rows) = of(scales);
+                let [batch, head, block] = tensor.layout.strides.map(|s| s as i64);
+                let rows = rows.min(i32::MAX as usize) as i64;
+                ScaleView { data: tensor.start(), batch, head, block, rows }
             })
         };
         let step = |map: usize, axis: usize| {
@@ -150,9 +152,9 @@ impl CudaPlan {
             d_out_batch: step(3, 4),
             box_keys: box_keys as i32,
             packed: operands.varlen.is_some().into(),
-            q_scale: scale(|scales| &scales.q),
-            k_scale: scale(|scales| &scales.k),
-            v_scale: scale(|scales| &scales.v),
+            q_scale: scale(|scales| (&scales.q, scales.blocks.q)),
+            k_scale: scale(|scales| (&scales.k, scales.blocks.kv)),
+            v_scale: scale(|scales| (&scales.v, scales.blocks.kv)),
         };
         let encoded = |(name, map): (&str, &Option<OperandMap>)| match map {
             Some(map) => self.encoded(name, map),

@@ -326,16 +326,17 @@ impl Copies {
         };
         let scales = match operands.scales {
             None => None,
-            Some(Scales { q, k, v }) => {
-                let batch = Dims::of(operands)?.batch;
-                let upload = |scales: &[f32]| -> Result<_, CudaError> {
+            Some(Scales { q, k, v, blocks }) => {
+                let dims = Dims::of(operands)?;
+                let [of_q, of_k, of_v] = blocks.shapes(&dims, dims.longest(operands.varlen))?;
+                let upload = |scales: &[f32], shape: [usize; 3]| -> Result<_, CudaError> {
                     let memory = pool.upload(bytemuck::cast_slice(scales))?;
-                    let shape = [batch, scales.len() / batch.max(1)];
                     let tensor = DeviceTensor::contiguous(memory.address(), DType::F32, shape);
                     Ok((memory, tensor))
                 };
-                let [(at_q, q), (at_k, k), (at_v, v)] = [upload(q)?, upload(k)?, upload(v)?];
-                Some(([at_q, at_k, at_v], DeviceScales { q, k, v }))
+                let [(at_q, q), (at_k, k), (at_v, v)] =
+                    [upload(q, of_q)?, upload(k, of_k)?, upload(v, of_v)?];
+                Some(([at_q, at_k, at_v], DeviceScales { q, k, v, blocks }))
             }
         };
         Ok(Self {

@@ -94,6 +94,7 @@ impl CudaPlan {
             out_dtype: written("out", args.out.dtype)?,
             align: args.align(),
             sink: args.operands.sink.is_some(),
+            scale_blocks: args.operands.has_scale_blocks(),
             unmapped: self.unmapped(&args.operands, None),
             paged: args.operands.pages.is_some(),
             checked: call.checked,

@@ -31,7 +31,14 @@ enum Buffer {
     Q(usize, usize),
     /// What the producer tells with a stage of K.
     Step(usize),
+    /// The scales of its keys' blocks, at [`scales`].
+    Scales(usize),
     Item(usize),
+}
+
+/// Where a step's scales are, which are read after its stage of K is free: `key_scales`.
+fn scales(k: Ring) -> Buffer {
+    Buffer::Scales(k.stage() * 2 + k.round().rem_euclid(2) as usize)
 }
 
 /// How the kernel is configured.
@@ -122,6 +129,7 @@ fn keys(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
     let announce = |ops: &mut Vec<Op>, k: Ring, content, bytes| {
         ops.push(Wait(Barrier::KEmpty(k.stage()), k.round() - 1));
         ops.push(Write(Buffer::Step(k.stage()), content));
+        ops.push(Write(scales(k), content));
         ops.push(match shape.copied {
             true => Arrive(Barrier::KFull(k.stage())),
             false => Expect(Barrier::KFull(k.stage()), bytes),
@@ -235,6 +243,7 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<Live>]) -> Vec<Op> {
         if before.is_some() {
             ops.push(Arrive(Barrier::VEmpty(v.stage())));
         }
+        ops.push(Read(scales(k), content));
         before = Some((content, sees));
         k.advance();
     }

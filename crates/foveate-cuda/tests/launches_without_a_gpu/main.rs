@@ -353,7 +353,7 @@ fn a_driver_without_tensor_maps_runs_the_portable_family_and_is_named() {
         names(&queued),
         ["fv_forward", "fv_delta", "fv_sink_gradient", "fv_backward", "fv_dq"]
     );
-    let said = plan.describe(Arrangement::Dense).unwrap();
+    let said = plan.describe(Arrangement::Dense, None).unwrap();
     let matmuls = said.kernels.iter().filter(|line| line.contains(" D 128"));
     assert!(matmuls.clone().count() > 1 && matmuls.clone().all(|line| !line.contains("hopper")));
     assert_eq!(
@@ -407,7 +407,7 @@ fn dq_has_a_kernel_of_its_own_where_all_that_add_it_in_order_spill() {
         let plan = plan(&spec, &dims, options);
         plan.backward_on(&queue, &tensors.backward_alone()).unwrap();
         let queued = launches();
-        let said = plan.describe(Arrangement::Dense).unwrap();
+        let said = plan.describe(Arrangement::Dense, None).unwrap();
         let last = names(&queued).last().map(|name| (*name).to_owned());
         (last.unwrap(), said.kernels.join("\n"), said.notes)
     };

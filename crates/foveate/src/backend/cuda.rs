@@ -60,7 +60,8 @@ impl BackendPlan for CudaPlan {
         let copies = ["q, k, v to the device", "out, lse and gradients back"];
         let copies = copies.map(|what| format!("{what} (host tensors only)")).to_vec();
         let mean_kv_len = self.options().mean_kv_len;
-        match self.describe(problem.arrangement()) {
+        let scales = problem.get_scales().map(|scales| scales.blocks);
+        match self.describe(problem.arrangement(), scales) {
             Err(e) => {
                 let trouble = Some(e.to_string());
                 Execution { trouble, copies, mean_kv_len, ..Execution::default() }

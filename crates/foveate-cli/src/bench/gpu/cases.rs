@@ -8,13 +8,13 @@ use std::sync::Arc;
 
 use foveate::cuda::choose::{CANDIDATES, KernelOptions, Progress, Tuning};
 use foveate::cuda::{
-    CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceTensor,
-    Engine,
+    CudaError, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DevicePages, DeviceScales,
+    DeviceTensor, Engine,
 };
 use foveate::gpu::driver::{Allocation, Event};
 use foveate::mods::ir::mix;
 use foveate::tensor::{F8E4M3, Varlen};
-use foveate::{DType, Device, Layout, Problem};
+use foveate::{DType, Device, Layout, Problem, ScaleBlocks};
 use foveate_problem::Arrangement;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -34,6 +34,9 @@ pub struct Case {
     /// Where it is not contiguous. Of these peers have packed sequences only.
     #[serde(skip_serializing_if = "Storage::is_contiguous")]
     pub storage: Storage,
+    /// The blocks of scales that f8e4m3 operands have.
+    #[serde(skip)]
+    pub scales: Option<ScaleBlocks>,
 }
 
 /// How operands lie.
@@ -111,8 +114,8 @@ const SINGLE_ROWS: [((usize, usize), usize, usize); 8] = [
 
 /// Every case: plain masks over all sizes, then masks, scores and grouped heads at one length, documents of 128 to 2,048
 /// tokens by a mask and as packed sequences, and single rows; forward also operands that are not contiguous, and few
-/// queries on caches of 131,072 keys in all. f8e4m3 has contiguous forwards, whose names end with it.
-pub fn grid(dtype: DType) -> Vec<Case> {
+/// queries on caches of 131,072 keys in all. f8e4m3 has contiguous forwards, whose names end with it and its scales.
+pub fn grid(dtype: DType, scales: Option<ScaleBlocks>) -> Vec<Case> {
     let mut cases = Vec::new();
     let passes: &[Direction] = match dtype {
         DType::F8E4M3 => &[Direction::Forward],
@@ -175,6 +178,12 @@ pub fn grid(dtype: DType) -> Vec<Case> {
         for case in &mut cases {
             case.work.dtype = dtype;
             case.case += "/f8e4m3";
+            case.scales = scales;
+            match scales {
+                None => {}
+                Some(ScaleBlocks::WHOLE) => case.case += "/scales-head",
+                Some(blocks) => case.case += &format!("/scales-{}", blocks.q),
+            }
         }
     }
     cases
@@ -285,7 +294,8 @@ impl Case {
     /// The same problem without mask and score; `None` where it has no mask.
     pub fn without_mask(&self) -> Option<Self> {
         let full = Workload { mask: Mask::Full, width: 0, score: Score::None, ..self.work.clone() };
-        (self.work.mask != Mask::Full).then(|| Self::named(full, self.storage))
+        let full = Self { scales: self.scales, ..Self::named(full, self.storage) };
+        (self.work.mask != Mask::Full).then_some(full)
     }
 
     fn named(work: Workload, storage: Storage) -> Self {
@@ -297,7 +307,7 @@ impl Case {
         };
         let (program, dims, pass) = (work.program_name(), work.dims_name(), work.pass.name());
         let case = format!("{program}/{queries}s{len}/{dims}/{}{pass}", storage.name());
-        Self { case, flops: work.flops(), work, storage }
+        Self { case, flops: work.flops(), work, storage, scales: None }
     }
 }
 
@@ -313,6 +323,7 @@ pub struct Prepared {
     offsets: Option<Vec<i32>>,
     /// Gradient of the relative bias.
     bias: Option<(Allocation, usize)>,
+    scales: Option<DeviceScales>,
     allocations: Vec<Allocation>,
 }
 
@@ -387,12 +398,28 @@ impl Prepared {
         let rows = [work.batch, work.heads, work.q_len];
         let lse = empty(DType::F32, rows.iter().product())?;
         let lse = DeviceTensor::contiguous(lse, DType::F32, rows);
+        let scales = case.scales.map(|blocks| -> Result<_, Failure> {
+            let problem = Problem::shaped(work.dtype, shapes[0], shapes[1], shapes[2])?;
+            let of_blocks = blocks.shapes(problem.dims(), [work.q_len, work.len]);
+            let [of_q, of_k, of_v] = of_blocks.expect("blocks are checked when they are read");
+            let mut random = |seed: i32, shape: [usize; 3]| -> Result<DeviceTensor<3>, Failure> {
+                let numbers = (0..shape.iter().product()).map(|i| normal(seed, i).exp2());
+                let bits: Vec<u8> = numbers.flat_map(f32::to_le_bytes).collect();
+                allocations.push(pool.upload(&bits)?);
+                let address = allocations.last().expect("it was added").address();
+                Ok(DeviceTensor::contiguous(address, DType::F32, shape))
+            };
+            let (q, k, v) = (random(6, of_q)?, random(7, of_k)?, random(8, of_v)?);
+            Ok(DeviceScales { q, k, v, blocks })
+        });
+        let scales = scales.transpose()?;
         let bias = match work.learned() {
             Some((_, elems)) => Some((pool.take(elems * 4)?, elems)),
             None => None,
         };
         let tensors = Tensors { q, k, v, d_out, out, lse, dq, dk, dv };
-        let prepared = Self { engine, plan, backward, tensors, pages, offsets, bias, allocations };
+        let prepared =
+            Self { engine, plan, backward, tensors, pages, offsets, bias, scales, allocations };
         if backward {
             prepared.forward()?;
         }
@@ -413,7 +440,7 @@ impl Prepared {
             DevicePages { table: *table, entries: entries.unwrap_or(0), lengths }
         });
         let varlen = self.varlen().map(Into::into);
-        DeviceOperands { pages, varlen, ..DeviceOperands::new(q, k, v) }
+        DeviceOperands { pages, varlen, scales: self.scales, ..DeviceOperands::new(q, k, v) }
     }
 
     fn forward(&self) -> Result<(), Failure> {
@@ -512,7 +539,7 @@ mod tests {
 
     #[test]
     fn every_case_has_a_name_of_its_own_and_counts_what_its_mask_lets_through() {
-        let cases = grid(DType::BF16);
+        let cases = grid(DType::BF16, None);
         let names: std::collections::HashSet<_> = cases.iter().map(|c| &c.case).collect();
         assert_eq!(names.len(), cases.len());
         let of = |name: &str| cases.iter().find(|c| c.case == name).expect(name).flops;
@@ -529,7 +556,7 @@ mod tests {
         let full = packed.without_mask().expect("it has a mask");
         assert_eq!([packed.planned().mask, full.planned().mask], [Mask::Causal, Mask::Full]);
         assert_eq!((packed.offsets().len() > 10, full.offsets()), (true, vec![0, TOKENS as i32]));
-        let narrow = grid(DType::F8E4M3);
+        let narrow = grid(DType::F8E4M3, None);
         let wide = |c: &Case| c.case.strip_suffix("/f8e4m3").map(|n| names.contains(&n.to_owned()));
         assert!(narrow.len() > 50 && narrow.iter().all(|c| wide(c) == Some(true)));
         assert!(narrow.iter().all(|c| c.work.dtype == DType::F8E4M3));
