@@ -2,6 +2,8 @@
 //!
 //! [`Pass`] says which they are; here each gets its memory and its parameters. Nothing waits for the
 //! device, and what a warm call does on the host is counted in microseconds: nothing is made twice.
+//! All launches are made ready, with their kernels, lists, maps and memory, before the first is queued: a pass that
+//! cannot be leaves its destinations as they were.
 
 use std::sync::Arc;
 
@@ -34,8 +36,9 @@ impl CudaPlan {
     ///
     /// # Errors
     /// When operands or destinations do not fit the plan or each other, are not aligned to their
-    /// elements, overlap, or are not memory of this device, or the queue is another device's:
-    /// nothing is launched then. In a checked plan also when a mod read a captured buffer outside
+    /// elements, overlap, or are not memory of this device, or the queue is another device's; when a
+    /// kernel cannot be compiled, or there is no memory for lists, bits or sums: destinations are as they
+    /// were then. In a checked plan also when a mod read a captured buffer outside
     /// its bounds, or an entry of a page table is no page; the results are written then, the index
     /// clamped.
     pub fn forward_on(&self, queue: &Queue, args: &DeviceForward<'_>) -> Result<(), CudaError> {
@@ -111,17 +114,15 @@ impl CudaPlan {
         let class = self.forward_class(call, args)?;
         let mut pass = PassLauncher::new(self, call, class, false, &[])?;
         let partial = Partial::new(call, &pass.chosen)?;
-        let mut main = None;
         for launch in (Pass::Forward { kv_split: partial.is_some() }).launches() {
             let step = pass.step(&launch)?;
             let params = pass.forward_params(args, &step, partial.as_ref())?;
             match step.kernel.config.family {
-                Family::Portable => pass.launch(&step, &params)?,
-                Family::Hopper => pass.launch_persistent(&step, &params, &args.operands, None)?,
+                Family::Portable => pass.add(step, &params)?,
+                Family::Hopper => pass.add_persistent(step, &params, &args.operands, None)?,
             }
-            main = main.or(Some(step).filter(|step| step.launch.main_loop));
         }
-        pass.read_report(main)
+        pass.queue()
     }
 
     pub(super) fn launch_backward(
@@ -159,7 +160,7 @@ impl CudaPlan {
             wanted,
         };
         let mut params = backward_params(args, dims, self.scale(), &sums)?;
-        let (mut main, mut _dq_accum, mut of_heads) = (None, None, None);
+        let (mut _dq_accum, mut of_heads) = (None, None);
         for launch in launches.launches() {
             // What ran in place of the chosen kernel may have added them up itself.
             if launch.entry == Entry::GroupSums && of_heads.is_none() {
@@ -167,10 +168,7 @@ impl CudaPlan {
             }
             let step = pass.step(&launch)?;
             match launch.entry {
-                Entry::CaptureSums => {
-                    pass.launch_capture_sums(&step, &captured)?;
-                    continue;
-                }
+                Entry::CaptureSums => pass.add_capture_sums(step, &captured),
                 Entry::Backward => {
                     _dq_accum = pass.dq_accum(&step)?;
                     params.dq_accum = _dq_accum.as_ref().map_or(0, Allocation::address);
@@ -180,19 +178,17 @@ impl CudaPlan {
                     let (heads, tiles) = (pass.item_heads(&step), step.schedule.tile_count);
                     params.interleaved_heads =
                         pass.chosen.interleaved_heads(Kernel::Backward, heads, tiles) as i32;
-                    begin_gradients(queue, args)?;
-                    pass.launch_products(&step, &params, args)?;
-                    main = Some(step);
+                    pass.add_products(step, &params, args)?;
                 }
-                Entry::BackwardDq => {
-                    pass.launch_products(&step, &params, args)?;
-                    main = main.or(Some(step));
-                }
+                Entry::BackwardDq => pass.add_products(step, &params, args)?,
                 Entry::GroupSums
                 | Entry::Delta
                 | Entry::RowWeightSum
                 | Entry::SinkGradient
-                | Entry::Dq => pass.launch(&step, &params.over(&step.schedule))?,
+                | Entry::Dq => {
+                    let params = params.over(&step.schedule);
+                    pass.add(step, &params)?;
+                }
                 Entry::Forward
                 | Entry::Combine
                 | Entry::BlockLists
@@ -203,11 +199,12 @@ impl CudaPlan {
                 | Entry::TransposeValues => unreachable!("no launch of a backward"),
             }
         }
-        pass.read_report(main)
+        begin_gradients(queue, args)?;
+        pass.queue()
     }
 }
 
-/// A pass on its way to the device: what its launches have in common.
+/// A pass on its way to the device: what its launches have in common, and those that are ready.
 struct PassLauncher<'a> {
     plan: &'a CudaPlan,
     call: &'a Call<'a>,
@@ -216,6 +213,7 @@ struct PassLauncher<'a> {
     /// Where gradients of learned buffers go.
     gradients: &'a [Gradient<'a>],
     report: Report,
+    ready: Vec<ReadyStep>,
 }
 
 /// A launch with its kernel and the tiles that its CTAs own.
@@ -223,6 +221,15 @@ struct Step {
     launch: PassLaunch,
     kernel: Ready,
     schedule: LaunchSchedule,
+}
+
+/// A step whose launches need nothing more.
+struct ReadyStep {
+    step: Step,
+    /// Grid, threads of a CTA and parameters of each.
+    launches: Vec<([u32; 3], u32, Vec<Vec<u8>>)>,
+    /// Values that were transposed for it.
+    _values: Option<Allocation>,
 }
 
 impl<'a> PassLauncher<'a> {
@@ -239,7 +246,8 @@ impl<'a> PassLauncher<'a> {
             false => plan.chosen(class, sizes, false)?,
         };
         let report = Report::new(call.queue, call.checked)?;
-        Ok(Self { plan, call, state: CallState::default(), chosen, gradients, report })
+        let (state, ready) = Default::default();
+        Ok(Self { plan, call, state, chosen, gradients, report, ready })
     }
 
     fn step(&mut self, launch: &PassLaunch) -> Result<Step, CudaError> {
@@ -257,48 +265,46 @@ impl<'a> PassLauncher<'a> {
         Ok(Step { launch: *launch, kernel, schedule })
     }
 
-    /// Queues a launch whose arguments are `params` and, where it evaluates any, mods.
-    fn launch(&mut self, step: &Step, params: &impl Abi) -> Result<(), CudaError> {
-        let Step { launch, kernel, .. } = step;
-        let (grid, threads) = self.grid(step);
-        let (function, queue, bytes) = (&kernel.function, self.call.queue, params.bytes());
-        if launch.mods == PrintedMods::Nothing {
-            return queue_kernel(function, queue, grid, threads, &[&bytes]);
+    /// Adds a launch whose arguments are `params` and, where it evaluates any, mods.
+    fn add(&mut self, step: Step, params: &impl Abi) -> Result<(), CudaError> {
+        let (grid, threads) = self.grid(&step);
+        let mut parameters = vec![params.bytes()];
+        if step.launch.mods != PrintedMods::Nothing {
+            parameters.push(self.mods_bytes(&step.kernel)?);
         }
-        let mods = self.mods_bytes(kernel)?;
-        queue_kernel(function, queue, grid, threads, &[&bytes, &mods])
+        let launches = vec![(grid, threads, parameters)];
+        self.ready.push(ReadyStep { step, launches, _values: None });
+        Ok(())
     }
 
-    /// Queues a kernel of the backward that multiplies tiles.
-    fn launch_products(
+    /// Adds a kernel of the backward that multiplies tiles.
+    fn add_products(
         &mut self,
-        step: &Step,
+        step: Step,
         params: &BackwardParams,
         args: &DeviceBackward<'_>,
     ) -> Result<(), CudaError> {
         let params = params.over(&step.schedule);
         match step.kernel.config.family {
-            Family::Portable => self.launch(step, &params),
-            Family::Hopper => {
-                self.launch_persistent(step, &params, &args.operands, Some(&args.d_out))
-            }
+            Family::Portable => self.add(step, &params),
+            Family::Hopper => self.add_persistent(step, &params, &args.operands, Some(&args.d_out)),
         }
     }
 
-    /// Queues a kernel of the Hopper family, whose CTAs take items until there are none: a
-    /// forward, or one of a backward, which has a `d_out`.
-    fn launch_persistent(
+    /// Adds a kernel of the Hopper family, whose CTAs take items until there are none: a forward, or
+    /// one of a backward, which has a `d_out`.
+    fn add_persistent(
         &mut self,
-        step: &Step,
+        step: Step,
         params: &impl Abi,
         operands: &DeviceOperands<'_>,
         d_out: Option<&DeviceTensor>,
     ) -> Result<(), CudaError> {
-        let Step { kernel, schedule, .. } = step;
-        let queue = self.call.queue;
-        let ([tiles, heads, _], threads) = self.grid(step);
+        let Step { kernel, schedule, .. } = &step;
+        let ([tiles, heads, _], threads) = self.grid(&step);
         let items = tiles as usize * heads as usize;
         if items == 0 {
+            self.ready.push(ReadyStep { step, launches: Vec::new(), _values: None });
             return Ok(());
         }
         let values = match kernel.config.dtype {
@@ -307,16 +313,33 @@ impl<'a> PassLauncher<'a> {
             }
             Elem::F16 | Elem::Bf16 | Elem::F32 => None,
         };
-        let v = values.as_ref().map(|(_, v)| v);
+        let (values, v) = values.unzip();
         let (persistent, maps) =
-            self.plan.persistent(operands, v, d_out, &kernel.config, schedule)?;
-        let mods = self.mods_bytes(kernel)?;
-        let (params, persistent) = (params.bytes(), persistent.bytes());
-        let maps: Vec<_> = maps.iter().map(Abi::bytes).collect();
-        let mut parameters = vec![&params[..], &mods, &persistent];
-        parameters.extend(maps.iter().map(|map| &map[..]));
+            self.plan.persistent(operands, v.as_ref(), d_out, &kernel.config, schedule)?;
+        let mut parameters = vec![params.bytes(), self.mods_bytes(kernel)?, persistent.bytes()];
+        parameters.extend(maps.iter().map(Abi::bytes));
         let grid = [items.min(self.plan.engine.profile().sms) as u32, 1, 1];
-        queue_kernel(&kernel.function, queue, grid, threads, &parameters)
+        let launches = vec![(grid, threads, parameters)];
+        self.ready.push(ReadyStep { step, launches, _values: values });
+        Ok(())
+    }
+
+    /// Queues all that was added, in order, and tells what checked kernels have reported, of the pass or of the
+    /// schedule and lists of its main loop.
+    fn queue(self) -> Result<(), CudaError> {
+        let Self { plan, call, report, ready, state: _state, .. } = self;
+        for ReadyStep { step, launches, .. } in &ready {
+            for (grid, threads, parameters) in launches {
+                let parameters: Vec<_> = parameters.iter().map(|bytes| &bytes[..]).collect();
+                queue_kernel(&step.kernel.function, call.queue, *grid, *threads, &parameters)?;
+            }
+        }
+        // Without a main loop nothing was evaluated whose result anybody asked for.
+        let main = ready.iter().find(|of| of.step.launch.main_loop);
+        let Some(ReadyStep { step: Step { kernel, schedule, .. }, .. }) = main else {
+            return Ok(());
+        };
+        report.read(plan.options.timeout, schedule.out_of_range(), &kernel.mods.source)
     }
 
     fn mods_bytes(&mut self, kernel: &Ready) -> Result<Vec<u8>, CudaError> {
@@ -393,26 +416,17 @@ impl<'a> PassLauncher<'a> {
         Ok(Some(dq_accum))
     }
 
-    /// Queues the addition of integer sums to the gradients of learned buffers.
-    fn launch_capture_sums(&self, step: &Step, captured: &Captured<'_>) -> Result<(), CudaError> {
-        let (_, threads) = self.grid(step);
-        for (counts, gradient) in captured.counts.iter().zip(self.gradients) {
+    /// Adds the addition of integer sums to the gradients of learned buffers.
+    fn add_capture_sums(&mut self, step: Step, captured: &Captured<'_>) {
+        let (_, threads) = self.grid(&step);
+        let of_each = |(counts, gradient): (&Allocation, &Gradient<'_>)| {
             let elems = counts.bytes() / COUNTED_BYTES;
             let grid = [elems.div_ceil(threads as usize) as u32, 1, 1];
             let (from, into) = (counts.address().bytes(), gradient.into.bytes());
-            let parameters = [&from[..], &into, &(elems as i64).bytes()];
-            queue_kernel(&step.kernel.function, self.call.queue, grid, threads, &parameters)?;
-        }
-        Ok(())
-    }
-
-    /// What checked kernels have reported, of the pass or of the schedule and lists of its main
-    /// loop.
-    fn read_report(self, main: Option<Step>) -> Result<(), CudaError> {
-        // Without a main loop nothing was evaluated whose result anybody asked for.
-        let Some(Step { kernel, schedule, .. }) = main else { return Ok(()) };
-        let before = schedule.out_of_range();
-        self.report.read(self.plan.options.timeout, before, &kernel.mods.source)
+            (grid, threads, vec![from, into, (elems as i64).bytes()])
+        };
+        let launches = captured.counts.iter().zip(self.gradients).map(of_each).collect();
+        self.ready.push(ReadyStep { step, launches, _values: None });
     }
 }
 
@@ -560,8 +574,8 @@ impl<'a> Captured<'a> {
     }
 }
 
-/// Zeroes the gradients of captured buffers that are not accumulated. Queued right before the first
-/// kernel that adds to them: what fails earlier leaves them as they were.
+/// Zeroes the gradients of captured buffers that are not accumulated. Queued when all launches are ready: what fails
+/// earlier leaves them as they were.
 fn begin_gradients(queue: &Queue, args: &DeviceBackward<'_>) -> Result<(), CudaError> {
     for (_, into) in args.d_captures.iter().filter(|_| !args.accumulate) {
         let (start, bytes) = (into.start(), 4 * into.layout.elems());

@@ -8,13 +8,13 @@ use std::time::Duration;
 use std::{env, fs};
 
 use foveate_cuda::{
-    CudaOptions, DeviceArray, DeviceBackward, DeviceForward, DeviceOperands, ElementType, Engine,
-    Queue,
+    CudaError, CudaOptions, DeviceArray, DeviceBackward, DeviceForward, DeviceOperands,
+    ElementType, Engine, Queue,
 };
-use foveate_gpu::GpuError;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Allocator, Graph};
-use foveate_mods::{Buffer, MaskMod, expr, masks};
+use foveate_gpu::{GpuError, GpuErrorKind};
+use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
 
 use super::{DIMS, PLAIN, Tensors, inside, launches, names, of_documents, plan};
@@ -379,4 +379,103 @@ fn memory_is_taken_and_given_back_without_locks_that_other_calls_need() {
         run(&Arc::new(Tensors::new(&dims)), memory.address(), 9, 17_000);
     }
     held("other lengths");
+}
+
+/// Gives memory of the engine's own pool so many times, and says then that there is none.
+#[derive(Debug)]
+struct Refusing {
+    parts: Mutex<HashMap<Address, Allocation>>,
+    left: AtomicUsize,
+}
+
+// SAFETY: the engine's own pool gives the memory, which is kept until it is taken back.
+unsafe impl Allocator for Refusing {
+    fn allocate(&self, bytes: usize, _: usize) -> Result<Address, GpuError> {
+        let one = |left: usize| left.checked_sub(1);
+        if self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one).is_err() {
+            return Err(GpuErrorKind::OutOfMemory { bytes, free: 0, total: 0 }.into());
+        }
+        let memory = Engine::get(0).unwrap().queue().pool().take(bytes + 256)?;
+        let address = memory.address().next_multiple_of(256);
+        self.parts.lock().unwrap().insert(address, memory);
+        Ok(address)
+    }
+
+    unsafe fn free(&self, address: Address, _: usize, _: usize) {
+        self.parts.lock().unwrap().remove(&address);
+    }
+}
+
+type Pass<'a> = &'a dyn Fn(&Queue) -> Result<(), CudaError>;
+
+/// Kernels that write only what the engine keeps for itself.
+const HELPERS: [&str; 5] =
+    ["fv_range_table", "fv_block_lists", "fv_dq_ranks", "fv_mask_bits", "fv_sequences"];
+
+#[test]
+fn without_memory_for_lists_bits_or_sums_destinations_are_as_they_were() {
+    if !inside("memory::without_memory_for_lists_bits_or_sums_destinations_are_as_they_were") {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let tensors = Tensors::new(&DIMS);
+    let doc = Buffer::vector("doc", (0..DIMS.len_k as i32).map(|i| i / 50).collect());
+    let mask = Some(masks::causal() & masks::document(&doc).unwrap());
+    let bias = Buffer::learned("bias", &[DIMS.len_k], vec![0.5; DIMS.len_k]).unwrap();
+    let score = ScoreMod::new((expr::score() + bias.at([expr::kv()])).dynamic()).unwrap();
+    let masked = Spec { mask, ..PLAIN };
+    let learns = Spec { score: Some(score), ..masked.clone() };
+    let of = |options: &[(&str, &str)], deterministic| {
+        let mut given = CudaOptions { deterministic, ..CudaOptions::default() };
+        options.iter().for_each(|(name, value)| given.kernels.set(name, value).unwrap());
+        given
+    };
+    let portable = [("forward.family", "portable"), ("backward.family", "portable")];
+    let hopper = [
+        ("forward.family", "hopper"),
+        ("backward.family", "hopper"),
+        ("backward_dq.family", "hopper"),
+        ("backward.split_gqa", "true"),
+    ];
+    let by_bits = [&hopper[..], &[("forward.mask_bits", "true"), ("backward.mask_bits", "true")]];
+    for (what, spec, options, memories) in [
+        ("portable, split keys", &masked, of(&[portable[0], ("kv_splits", "3")], false), [6, 5]),
+        ("portable, in a fixed order", &learns, of(&portable, true), [3, 8]),
+        ("hopper by bits", &masked, of(&by_bits.concat(), false), [4, 8]),
+        ("hopper, dq in order", &masked, of(&hopper, true), [4, 8]),
+        ("hopper, in a fixed order", &learns, of(&hopper, true), [4, 9]),
+    ] {
+        let plan = plan(spec, &DIMS, options);
+        let backward = match spec.score {
+            Some(_) => tensors.backward.clone(),
+            None => tensors.backward_alone(),
+        };
+        let forward = |queue: &Queue| plan.forward_on(queue, &tensors.forward);
+        let backward = |queue: &Queue| plan.backward_on(queue, &backward);
+        for (pass, least) in [&forward as Pass<'_>, &backward].into_iter().zip(memories) {
+            tensors.blocks.iter().for_each(|block| block.fill(0x5A).unwrap());
+            launches();
+            let refused = (0..).take_while(|&left| {
+                let refusing = Refusing { parts: Mutex::default(), left: left.into() };
+                let queue = engine.new_queue().unwrap().with_allocator(Arc::new(refusing));
+                let Err(said) = pass(&queue) else { return false };
+                assert!(matches!(said.gpu(), Some(GpuErrorKind::OutOfMemory { .. })), "{said}");
+                let queued = launches();
+                let helps = |name: &&str| HELPERS.contains(name);
+                assert!(names(&queued).iter().all(helps), "{what}, {left} allocations: {queued:?}");
+                for block in &tensors.blocks {
+                    let mut bytes = vec![0; block.bytes()];
+                    block.read(&mut bytes, Duration::from_secs(10)).unwrap();
+                    assert!(
+                        bytes.iter().all(|byte| *byte == 0x5A),
+                        "{what}: a destination changed"
+                    );
+                }
+                true
+            });
+            let refused = refused.count();
+            assert!(refused >= least, "{what}: {refused} allocations, not the {least} of its sums");
+            launches();
+        }
+    }
 }
