@@ -366,6 +366,35 @@ fn a_driver_without_tensor_maps_runs_the_portable_family_and_is_named() {
 }
 
 #[test]
+fn a_warm_call_encodes_no_tensor_map() {
+    if !inside("a_warm_call_encodes_no_tensor_map") {
+        return;
+    }
+    let queue = Engine::get(0).unwrap().queue().clone();
+    let (tensors, other) = (Tensors::new(&DIMS), Tensors::new(&DIMS));
+    let mut options = CudaOptions::default();
+    for kernel in ["forward", "backward"] {
+        options.kernels.set(&format!("{kernel}.family"), "hopper").unwrap();
+    }
+    let plan = plan(&PLAIN, &DIMS, options);
+    let log = std::path::Path::new(&env::var_os("HOME").unwrap()).join("maps");
+    let encoded = |of: &Tensors, queue: &Queue| {
+        let lines = || fs::read_to_string(&log).unwrap_or_default().lines().count();
+        let before = lines();
+        plan.forward_on(queue, &of.forward).unwrap();
+        plan.backward_on(queue, &of.backward_alone()).unwrap();
+        lines() - before
+    };
+    // Boxes of the forward are a consumer's; those of the backward are of its own tiles, and d_out has one.
+    let cold = encoded(&tensors, &queue);
+    assert!((4..=7).contains(&cold), "{cold} maps of three operands and of four");
+    assert_eq!(encoded(&tensors, &queue), 0);
+    assert_eq!(encoded(&tensors, &Engine::get(0).unwrap().new_queue().unwrap()), 0);
+    assert_eq!(encoded(&other, &queue), cold, "maps are of addresses");
+    assert_eq!(encoded(&tensors, &queue), 0, "those of layers before are kept");
+}
+
+#[test]
 fn a_tensor_map_that_the_driver_refuses_is_told_by_operand_and_axis() {
     let name = "a_tensor_map_that_the_driver_refuses_is_told_by_operand_and_axis";
     let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");

@@ -9,7 +9,7 @@
  * with `rank-` in a file of its own, with the number of the stream among those of the thread, copies on
  * the device and waits for events.
  * The file `busy` in the home folder: no event is done that was recorded while it was there; the file `frees` there: a line for each call
- * that frees, and the file `allocations` one for each that allocates memory of the device.
+ * that frees, the file `allocations` one for each that allocates memory of the device, and `maps` one for each tensor map.
  * OVERRUN, when it is compiled: bytes that every copy writes beyond its end, for AddressSanitizer to
  * find.
  * WITHOUT_OPTIONAL, when it is compiled: it has no cuLaunchKernelEx and no cuTensorMapEncodeTiled.
@@ -461,6 +461,7 @@ int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, voi
                            const unsigned long long *strides, const unsigned *tile, const unsigned *steps, int interleave,
                            int swizzle, int promotion, int fill) {
     unsigned *halves = (unsigned *)(map + 11);
+    note("maps");
     if (number("MAP_ROWS", 0) == dims[1]) return 1;
     static const unsigned bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2}; /* by CUtensorMapDataType */
     if ((size_t)map % 64 || rank < 1 || rank > 5 || type < 0 || type > 9) return 1;
