@@ -54,9 +54,10 @@ foveate-conformance determinism [--repeats N] [--only TEXT]
     Runs deterministic passes again and again and compares every bit, and the numbers with those of
     sums in any order; reads and writes past 2^31 elements.
 foveate-conformance misuse
-    Asks the GPU what it cannot do, and for each that one clear error says so.
+    Asks the GPU what it cannot do, by every family of kernels, and for each that one clear error says so.
 foveate-conformance placement
-    Compares the bits of passes whose data lies elsewhere: in device memory, in pages, in a graph.
+    Compares the bits of passes whose data lies elsewhere, in device memory, in pages, in a graph, or that run beside
+    each other, by every family of kernels.
 foveate-conformance host-time
     Measures the host's time for queueing a forward pass.
 foveate-conformance trespass memcheck|synccheck|racecheck|mbarrier

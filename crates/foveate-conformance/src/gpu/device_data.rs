@@ -74,10 +74,10 @@ fn bytes<const N: usize, T>(numbers: &[T], of: impl Fn(&T) -> [u8; N]) -> Vec<u8
 }
 
 /// Captured buffers in device memory against the same in the plan.
-pub fn captures(engine: &Arc<Engine>) -> Outcome {
+pub fn captures(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let queue = engine.queue();
     let dims = dims(4, LEN);
-    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let options = CudaOptions { deterministic: true, ..options.clone() };
     let made = |spec: &Spec, options: &CudaOptions| {
         CudaPlan::new(engine.clone(), spec, &dims, DType::BF16, options.clone())
     };
@@ -181,10 +181,10 @@ fn of_sequences(
 }
 
 /// Offsets in device memory against the same from the host, and offsets that are wrong.
-pub fn offsets(engine: &Arc<Engine>) -> Outcome {
+pub fn offsets(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let queue = engine.queue();
     let dims = dims(4, LEN);
-    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let options = CudaOptions { deterministic: true, ..options.clone() };
     let plan = of_sequences(engine, &Dims { batch: 4, packed: true, ..dims }, &options)?;
     let tensors = Tensors::new(queue, dims, 9)?;
     let [q_at, k_at] = [queue.pool().take(64)?, queue.pool().take(64)?];
@@ -261,12 +261,12 @@ pub fn offsets(engine: &Arc<Engine>) -> Outcome {
 
 /// Both passes recorded in a graph, from contents that change between its launches: with captured
 /// buffers that the mask reads, and with a mask that reads none, whose lists the offsets alone decide.
-pub fn graph(engine: &Arc<Engine>) -> Outcome {
+pub fn graph(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let dims = dims(4, LEN);
     let doc = AnyBuffer::on_device("doc", &[LEN], Type::I32, false)?;
     let bias = AnyBuffer::on_device("bias", &[LEN], Type::F32, false)?;
     let packed = Dims { batch: 2, packed: true, ..dims };
-    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let options = CudaOptions { deterministic: true, ..options.clone() };
     let plan =
         CudaPlan::new(engine.clone(), &spec(doc, bias)?, &packed, DType::BF16, options.clone())?;
     if let Err(wrong) = replayed(engine, &plan, dims, true)? {

@@ -12,9 +12,9 @@ use crate::gpu::determinism::numbers;
 use crate::gpu::tensors::{Tensors, causal, dims};
 
 /// dq in bf16 beside dk and dv in f32: the bits of a backward that gives all in f32, with dq rounded once.
-pub fn of_two_dtypes(engine: &Arc<Engine>) -> Outcome {
+pub fn of_two_dtypes(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let (queue, dims) = (engine.queue(), dims(4, 300));
-    let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
+    let options = CudaOptions { deterministic: true, ..options.clone() };
     let plan = causal(engine, &dims, options)?;
     let tensors = Tensors::new(queue, dims, 9)?;
     plan.forward_on(queue, &tensors.forward())?;

@@ -1,36 +1,46 @@
-//! Calls that a GPU cannot run: one clear error each, and nothing corrupted.
+//! Calls that a GPU cannot run: one clear error each, and nothing corrupted. By every family of kernels that it runs.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use foveate_cuda::{
     CudaErrorKind, CudaOptions, CudaPlan, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
-use foveate_gpu::GpuErrorKind;
+use foveate_gpu::abi::Address;
+use foveate_gpu::driver::{Allocation, Allocator};
+use foveate_gpu::{GpuError, GpuErrorKind};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::Spec;
 use foveate_tensor::DType;
 
 use crate::gpu::checks::{Outcome, expect_refusal, on_gpu};
-use crate::gpu::tensors::{Tensors, causal, dims};
+use crate::gpu::tensors::{Tensors, causal, dims, families};
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run() -> Result<bool, String> {
     on_gpu("misuse", |engine, checks| {
-        let mut say = |name: &str, outcome| checks.say(name, outcome);
-        say("wrong memory is named before anything runs", memory(engine));
-        say("a captured index out of range is reported", out_of_range(engine));
-        say("out of memory in a backward is an error, not the end", out_of_memory(engine));
-        let name = "memory of another GPU is named";
-        match Engine::get(1) {
-            Ok(other) => checks.say(name, other_device(engine, &other)),
-            Err(e) => checks.skip(name, e),
+        for (family, options) in families(engine) {
+            let mut say = |name: &str, outcome| checks.say(&format!("{family}: {name}"), outcome);
+            say("wrong memory is named before anything runs", memory(engine, &options));
+            say("a captured index out of range is reported", out_of_range(engine, &options));
+            say("memory that is refused leaves results as they were", refused(engine, &options));
+            say(
+                "out of memory in a backward is an error, not the end",
+                out_of_memory(engine, &options),
+            );
+            let name = format!("{family}: memory of another GPU is named");
+            match Engine::get(1) {
+                Ok(other) => checks.say(&name, other_device(engine, &other, &options)),
+                Err(e) => checks.skip(&name, e),
+            }
         }
     })
 }
 
-fn memory(engine: &Arc<Engine>) -> Outcome {
+fn memory(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let dims = dims(2, 100);
-    let plan = causal(engine, &dims, CudaOptions::default())?;
+    let plan = causal(engine, &dims, options.clone())?;
     let queue = engine.queue();
     let tensors = Tensors::new(queue, dims, 1)?;
     let good = tensors.forward();
@@ -69,9 +79,9 @@ fn memory(engine: &Arc<Engine>) -> Outcome {
 
 /// Tensors of `other` given to a plan of `engine`, one at a time and all together, and a queue of
 /// `other` given with tensors of `engine`.
-fn other_device(engine: &Arc<Engine>, other: &Arc<Engine>) -> Outcome {
+fn other_device(engine: &Arc<Engine>, other: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let dims = dims(2, 100);
-    let plan = causal(engine, &dims, CudaOptions::default())?;
+    let plan = causal(engine, &dims, options.clone())?;
     let [here, there] = [engine, other].map(|e| Tensors::new(e.queue(), dims, 7));
     let (here, there) = (here?, there?);
     let (good, far) = (here.forward(), there.forward());
@@ -100,7 +110,7 @@ fn other_device(engine: &Arc<Engine>, other: &Arc<Engine>) -> Outcome {
     Ok(Ok(()))
 }
 
-fn out_of_range(engine: &Arc<Engine>) -> Outcome {
+fn out_of_range(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let dims = dims(2, 100);
     let bias = Buffer::vector("bias", vec![0.5f32; 70]);
     let doc = Buffer::vector("doc", vec![0i32; 90]);
@@ -112,7 +122,7 @@ fn out_of_range(engine: &Arc<Engine>) -> Outcome {
         (Spec { mask: Some(mask), ..none }, "doc"),
     ];
     for (spec, name) in specs {
-        let options = CudaOptions { checked: true, ..CudaOptions::default() };
+        let options = CudaOptions { checked: true, ..options.clone() };
         let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options)?;
         let tensors = Tensors::new(engine.queue(), dims, 2)?;
         match plan.forward_on(engine.queue(), &tensors.forward()) {
@@ -131,9 +141,67 @@ fn out_of_range(engine: &Arc<Engine>) -> Outcome {
     Ok(Ok(()))
 }
 
-fn out_of_memory(engine: &Arc<Engine>) -> Outcome {
+/// Gives memory of the engine's own pool so many times, and says then that there is none.
+#[derive(Debug)]
+struct Refusing {
+    engine: Arc<Engine>,
+    parts: Mutex<HashMap<Address, Allocation>>,
+    left: AtomicUsize,
+}
+
+// SAFETY: the engine's own pool gives the memory, which is kept for as long as the allocator is there.
+unsafe impl Allocator for Refusing {
+    fn allocate(&self, bytes: usize, _: usize) -> Result<Address, GpuError> {
+        let one = |left: usize| left.checked_sub(1);
+        if self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one).is_err() {
+            return Err(GpuErrorKind::OutOfMemory { bytes, free: 0, total: 0 }.into());
+        }
+        let memory = self.engine.queue().pool().take(bytes + 256)?;
+        let address = memory.address().next_multiple_of(256);
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).insert(address, memory);
+        Ok(address)
+    }
+
+    // What was given is not given again before all work on it is done.
+    unsafe fn free(&self, _: Address, _: usize, _: usize) {}
+}
+
+/// Both passes of a masked problem, each allocation refused in turn.
+fn refused(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
+    let dims = dims(4, 300);
+    let tensors = Tensors::new(engine.queue(), dims, 5)?;
+    for deterministic in [false, true] {
+        let plan = causal(engine, &dims, CudaOptions { deterministic, ..options.clone() })?;
+        tensors.clear()?;
+        for (of, results) in [("forward", 4..6), ("backward", 6..9)] {
+            for left in 0.. {
+                let (parts, left) = (Mutex::default(), AtomicUsize::new(left));
+                let refusing = Refusing { engine: engine.clone(), parts, left };
+                let queue = engine.new_queue()?.with_allocator(Arc::new(refusing));
+                let done = match of {
+                    "forward" => plan.forward_on(&queue, &tensors.forward()),
+                    _ => plan.backward_on(&queue, &tensors.backward()),
+                };
+                queue.stream().wait(options.timeout, "a pass without memory")?;
+                match done {
+                    Ok(()) => break,
+                    Err(e) if matches!(e.gpu(), Some(GpuErrorKind::OutOfMemory { .. })) => {}
+                    Err(e) => return Ok(Err(format!("{of}: {e}, not an error for memory"))),
+                }
+                for i in results.clone() {
+                    if tensors.read(i)?.iter().any(|&byte| byte != 0xFF) {
+                        return Ok(Err(format!("a {of} without memory wrote results")));
+                    }
+                }
+            }
+        }
+    }
+    Ok(Ok(()))
+}
+
+fn out_of_memory(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let dims = dims(16, 8192);
-    let plan = causal(engine, &dims, CudaOptions::default())?;
+    let plan = causal(engine, &dims, options.clone())?;
     let queue = engine.queue();
     let tensors = Tensors::new(queue, dims, 4)?;
     // Loads the kernels, which takes memory of the device too.

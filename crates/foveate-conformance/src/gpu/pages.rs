@@ -14,7 +14,7 @@ use crate::gpu::checks::{Outcome, expect_refusal};
 use crate::gpu::tensors::{bf16_bytes, dims};
 
 /// Two batch entries with different numbers of keys in scattered pages, against each alone.
-pub fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
+pub fn paged(engine: &Arc<Engine>, page_size: usize, options: &CudaOptions) -> Outcome {
     let (lengths, heads, queries, dim) = ([100i32, 37], 2, 3, 64);
     let entries = 100usize.div_ceil(page_size);
     let pages = 2 * entries;
@@ -37,7 +37,6 @@ pub fn paged(engine: &Arc<Engine>, page_size: usize) -> Outcome {
     };
     let dims = Dims { batch: 2, len_q: queries, ..dims(heads, 100) };
     let spec = Spec { mask: None, score: None, scale: None, dropout: None };
-    let options = CudaOptions::default();
     let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options.clone())?;
     let forward = |batch: usize, k, v, pages| DeviceForward {
         operands: DeviceOperands {

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use foveate_cuda::choose::{KernelOptions, TileOptions};
+use foveate_cuda::compile::config::Family;
 use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine, Queue,
@@ -11,6 +13,24 @@ use foveate_mods::{MaskMod, expr};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::random::Random;
 use foveate_tensor::{DType, Data};
+
+/// Options that ask for a family of kernels by name, for each that this GPU runs: the planner would give such small
+/// problems to one of them.
+pub fn families(engine: &Engine) -> Vec<(&'static str, CudaOptions)> {
+    let mut families = vec![Family::Portable];
+    families.extend(engine.profile().runs_hopper().then_some(Family::Hopper));
+    let options = |family: Family| {
+        let asked = TileOptions { family: Some(family), ..TileOptions::default() };
+        let kernels = KernelOptions {
+            forward: asked,
+            backward: asked,
+            backward_dq: asked,
+            ..KernelOptions::default()
+        };
+        (family.name(), CudaOptions { kernels, ..CudaOptions::default() })
+    };
+    families.into_iter().map(options).collect()
+}
 
 /// One batch entry, head dim 64.
 pub fn dims(heads_q: usize, len: usize) -> Dims {
