@@ -1,6 +1,7 @@
 //! The same bits again and again, and tensors whose elements are further apart than 2^31.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use foveate_cuda::choose::{KernelOptions, TileOptions};
 use foveate_cuda::compile::config::Family;
@@ -8,7 +9,7 @@ use foveate_cuda::{
     CudaError, CudaOptions, CudaPlan, DeviceBackward, DeviceForward, DeviceOperands, DeviceTensor,
     Engine,
 };
-use foveate_gpu::driver::Allocation;
+use foveate_gpu::driver::{Allocation, Function, Launch};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
 use foveate_tensor::random::Random;
@@ -38,13 +39,20 @@ pub fn run(repeats: usize, only: &str) -> Result<bool, String> {
             let runs = format!("{repeats} equal runs of {lens:?}");
             let programs = programs(lens);
             let (_, learns) = programs.last().expect("the one that learns");
-            let problem = Problem { spec: learns, lens, dim: 64 };
+            let problem = Problem { spec: learns, lens, dim: [64, 64] };
             say(&runs, &|| repeat(engine, &problem, KernelOptions::default(), repeats));
             for (program, spec) in programs.iter().filter(|_| has_hopper) {
-                for dim in [64, 128] {
+                for dim in HEAD_DIMS {
+                    let wide = dim[0] > MOST_DIM;
+                    let learns = spec.score.is_some();
+                    if wide && learns {
+                        continue;
+                    }
                     let problem = Problem { spec, lens, dim };
-                    let name = format!("{runs} on hopper, {program}, D {dim}");
-                    let kernels = if spec.score.is_some() { of_hopper } else { in_order };
+                    let [d, d_v] = dim;
+                    let of = if d == d_v { d.to_string() } else { format!("{d}/{d_v}") };
+                    let name = format!("{runs} on hopper, {program}, D {of}");
+                    let kernels = if wide || learns { of_hopper } else { in_order };
                     say(&name, &|| repeat(engine, &problem, kernels, repeats));
                 }
             }
@@ -80,7 +88,13 @@ fn programs([len_q, len_k]: [usize; 2]) -> Vec<(&'static str, Spec)> {
 
 const HEADS: [usize; 2] = [12, 6];
 
-fn dims([len_q, len_k]: [usize; 2], dim: usize, batch: usize) -> Dims {
+/// Up to this head dim kernels add dq in order, and have registers for gradients of captured buffers.
+const MOST_DIM: usize = 128;
+
+/// Head dims of queries and keys, and of values.
+const HEAD_DIMS: [[usize; 2]; 5] = [[64, 64], [96, 96], [128, 128], [192, 128], [256, 256]];
+
+fn dims([len_q, len_k]: [usize; 2], [dim, dim_v]: [usize; 2], batch: usize) -> Dims {
     Dims {
         batch,
         heads_q: HEADS[0],
@@ -88,7 +102,7 @@ fn dims([len_q, len_k]: [usize; 2], dim: usize, batch: usize) -> Dims {
         len_q,
         len_k,
         dim,
-        dim_v: dim,
+        dim_v,
         shared_kv: false,
         packed: false,
     }
@@ -98,7 +112,65 @@ fn dims([len_q, len_k]: [usize; 2], dim: usize, batch: usize) -> Dims {
 struct Problem<'a> {
     spec: &'a Spec,
     lens: [usize; 2],
-    dim: usize,
+    dim: [usize; 2],
+}
+
+/// Notes in `at[0]` the first run of which a word is another than in run 0.
+const COMPARE: &str = r#"
+extern "C" __global__ void note_differences(const unsigned* one, const unsigned* other, long long words, int run, int* at) {
+    bool same = true;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < words; i += gridDim.x * (long long)blockDim.x)
+        same &= one[i] == other[i];
+    if (!same) atomicMin(at, run);
+}
+"#;
+
+/// Runs whose results are compared before the host looks.
+const COMPARED_AT_ONCE: usize = 50;
+
+/// Results of one run against those of the first, on the device: the host would need a hundred times as long.
+struct Compared {
+    kernel: Function,
+    /// For each result, those of run 0 and the first run that differs.
+    first: Vec<(Allocation, Allocation)>,
+}
+
+impl Compared {
+    /// Against these results of run 0.
+    fn new(engine: &Engine, results: &[Vec<u8>]) -> Result<Self, CudaError> {
+        let compiled = engine.compiled(COMPARE, engine.device().info().arch())?;
+        let kernel = engine.load(&compiled, "note_differences", 0)?;
+        let pool = engine.queue().pool();
+        let of = |bytes: &Vec<u8>| Ok((pool.upload(bytes)?, pool.upload(&i32::MAX.to_le_bytes())?));
+        Ok(Self { kernel, first: results.iter().map(of).collect::<Result<_, CudaError>>()? })
+    }
+
+    /// Queues the comparison of `results` of a run, whose sizes are multiples of 4 bytes.
+    fn queue(&self, engine: &Engine, results: &[Allocation], run: usize) -> Result<(), CudaError> {
+        for (result, (first, at)) in results.iter().zip(&self.first) {
+            let words = (result.bytes() / 4) as i64;
+            let addresses = [result, first, at].map(|memory| memory.address().to_le_bytes());
+            let [one, other, at] = addresses.each_ref().map(|bytes| &bytes[..]);
+            let parameters = [one, other, &words.to_le_bytes(), &(run as i32).to_le_bytes(), at];
+            let launch = Launch::new([engine.profile().sms as u32, 1, 1], 512);
+            // SAFETY: it reads `words` words of both results, which are as long, and writes one of `at`.
+            unsafe { self.kernel.launch(engine.queue().stream(), &launch, &parameters)? };
+        }
+        Ok(())
+    }
+
+    /// The result and the first run that differs, if any does.
+    fn differing(&self, timeout: Duration) -> Result<Option<(usize, i32)>, CudaError> {
+        for (i, (_, at)) in self.first.iter().enumerate() {
+            let mut run = [0; 4];
+            at.read(&mut run, timeout)?;
+            let run = i32::from_le_bytes(run);
+            if run != i32::MAX {
+                return Ok(Some((i, run)));
+            }
+        }
+        Ok(None)
+    }
 }
 
 /// Forward and backward `repeats` times, deterministic; every result has the bits of the first, and is
@@ -164,48 +236,56 @@ fn repeat(
             .collect(),
     };
     let names = ["out", "lse", "dq", "dk", "dv", "the gradient of bias"];
-    let mut first: Vec<Vec<u8>> = Vec::new();
-    for run in 0..repeats {
+    let queue_run = |plan: &CudaPlan| -> Result<(), CudaError> {
         allocations.iter().try_for_each(|allocation| allocation.fill(0xFF))?;
         plan.forward_on(queue, &forward)?;
-        plan.backward_on(queue, &backward)?;
-        for (i, allocation) in allocations.iter().enumerate() {
+        plan.backward_on(queue, &backward)
+    };
+    let results = || -> Result<Vec<Vec<u8>>, CudaError> {
+        let read = |allocation: &Allocation| {
             let mut bytes = vec![0; allocation.bytes()];
             allocation.read(&mut bytes, timeout)?;
-            if run == 0 {
-                if bytes.chunks_exact(4).any(|word| word == [0xFF; 4]) {
-                    return Ok(Err(format!("{} was not written everywhere", names[i])));
-                }
-                first.push(bytes);
-            } else if bytes != first[i] {
-                return Ok(Err(format!("{} of run {run} differs from run 0", names[i])));
-            }
+            Ok(bytes)
+        };
+        allocations.iter().map(read).collect()
+    };
+    queue_run(&plan)?;
+    let first = results()?;
+    if let Some(i) = first.iter().position(|of| of.chunks_exact(4).any(|w| w == [0xFF; 4])) {
+        return Ok(Err(format!("{} was not written everywhere", names[i])));
+    }
+    let compared = Compared::new(engine, &first)?;
+    for run in 1..repeats {
+        queue_run(&plan)?;
+        compared.queue(engine, &allocations, run)?;
+        if (run % COMPARED_AT_ONCE == 0 || run + 1 == repeats)
+            && let Some((i, run)) = compared.differing(timeout)?
+        {
+            return Ok(Err(format!("{} of run {run} differs from run 0", names[i])));
         }
     }
     let mut kernels = kernels;
     kernels.backward.ordered_dq = None;
     let options = CudaOptions { kernels, ..CudaOptions::default() };
     let plan = CudaPlan::new(engine.clone(), spec, &dims, DType::BF16, options)?;
-    allocations.iter().try_for_each(|allocation| allocation.fill(0xFF))?;
-    plan.forward_on(queue, &forward)?;
-    plan.backward_on(queue, &backward)?;
-    for (i, allocation) in allocations.iter().enumerate().take(5) {
-        let mut bytes = vec![0; allocation.bytes()];
-        allocation.read(&mut bytes, timeout)?;
+    queue_run(&plan)?;
+    let any_order = results()?;
+    let mut pairs = first.iter().zip(&any_order).take(5).enumerate();
+    let wrong = pairs.find_map(|(i, (fixed, any))| {
         let dtype = if i == 1 { DType::F32 } else { DType::BF16 };
-        let [fixed, any] = [&first[i], &bytes].map(|bytes| numbers(bytes, dtype));
-        let largest = any.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-        let far =
-            |(x, y): (&f32, &f32)| (x - y).abs() > (x.abs() + y.abs()) / 128.0 + largest / 4096.0;
-        let apart = fixed.iter().zip(&any).filter(|pair| far(*pair)).count();
-        if apart > 0 || !largest.is_finite() {
-            let all = any.len();
-            let what =
-                format!("{apart} of {all} numbers of {} are not those of any order", names[i]);
-            return Ok(Err(what));
-        }
-    }
-    Ok(Ok(()))
+        apart([fixed, any].map(|bytes| numbers(bytes, dtype))).map(|what| (i, what))
+    });
+    Ok(wrong.map_or(Ok(()), |(i, what)| {
+        Err(format!("{what} of {} are not those of any order", names[i]))
+    }))
+}
+
+/// How many numbers are further from those of sums in any order than these are from each other, if any are.
+fn apart([fixed, any]: [Vec<f32>; 2]) -> Option<String> {
+    let largest = any.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    let far = |(x, y): (&f32, &f32)| (x - y).abs() > (x.abs() + y.abs()) / 128.0 + largest / 4096.0;
+    let apart = fixed.iter().zip(&any).filter(|pair| far(*pair)).count();
+    (apart > 0 || !largest.is_finite()).then(|| format!("{apart} of {} numbers", any.len()))
 }
 
 /// Little-endian numbers as f32.
@@ -222,7 +302,7 @@ fn far(engine: &Arc<Engine>) -> Outcome {
     const APART: usize = (1 << 31) + 16;
     let (len_q, len_k) = (130, 200);
     let (_, spec) = programs([len_q, len_k]).pop().expect("the one that learns");
-    let dims = dims([len_q, len_k], 64, 2);
+    let dims = dims([len_q, len_k], [64; 2], 2);
     let options = CudaOptions { deterministic: true, ..CudaOptions::default() };
     let timeout = options.timeout;
     let plan = CudaPlan::new(engine.clone(), &spec, &dims, DType::BF16, options)?;
@@ -292,4 +372,23 @@ fn far(engine: &Arc<Engine>) -> Outcome {
         true => Ok(()),
         false => Err("results differ from those of neighbouring batch entries".into()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate_gpu::Arch;
+    use foveate_gpu::cache::Cache;
+    use foveate_gpu::nvrtc::Compiler;
+
+    use super::*;
+
+    #[test]
+    fn the_comparing_kernel_compiles() {
+        let compiler = match Compiler::get() {
+            Ok(compiler) => compiler,
+            Err(e) => return println!("skipped: {e}"),
+        };
+        let compiled = Cache::at(None).compile(compiler, COMPARE, Arch::new((9, 0))).unwrap();
+        assert_eq!(compiled.kernels[0].name, "note_differences");
+    }
 }
