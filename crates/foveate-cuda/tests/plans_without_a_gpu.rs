@@ -82,6 +82,7 @@ fn a_description_counts_the_cells_that_the_hopper_forward_passes_over() {
     assert_eq!((tile_q, tile_kv, tiles), (64, 128, heads * 16 * 8));
     assert_eq!((full_tiles, partial_tiles), (heads * 56, heads * 16));
     assert_eq!(live_pairs, (heads * 72 * 64 * 128) as u64);
+    assert_eq!(found.tiling.seen_pairs, (heads * 1024 * 1025 / 2) as u64);
     // Of lengths that divide nothing.
     let odd = describe(&causal, 8, [1293, 1100], Arrangement::Dense);
     assert!(odd.kernels[0].contains("tile 192x128"), "{:?}", odd.kernels);
@@ -89,6 +90,8 @@ fn a_description_counts_the_cells_that_the_hopper_forward_passes_over() {
     let keys = |i: usize| ((64 * (i + 1)).min(1293).div_ceil(128) * 128).min(1100);
     let pairs: usize = (0..21).map(|i| rows(i) * keys(i)).sum();
     assert_eq!(odd.tiling.live_pairs, (8 * 8 * pairs) as u64);
+    let seen: usize = (0..1293).map(|q| (q + 1).min(1100)).sum();
+    assert_eq!(odd.tiling.seen_pairs, (8 * 8 * seen) as u64);
 }
 
 #[test]

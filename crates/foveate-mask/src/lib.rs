@@ -120,16 +120,21 @@ pub struct Tiling {
     pub full_tiles: usize,
     /// Tiles inside which the mask decides.
     pub partial_tiles: usize,
+    /// Those of the partial ones in which the mask is read as bits that were made with the lists; it is
+    /// evaluated in the others.
+    pub bits_tiles: usize,
     /// Pairs of query and key that are computed, of all heads: those in live tiles on a GPU,
     /// those that the mask lets through on the CPU, which leaves out what is dead in a tile.
     pub live_pairs: u64,
+    /// Those of them that the mask lets through.
+    pub seen_pairs: u64,
     /// Block masks that batch entries and heads share; 0 without a mask.
     pub block_masks: usize,
     /// Runs of live tiles in those block masks.
     pub runs: u64,
     /// Memory of those block masks in bytes, and of mask bits where the forward reads them.
     pub block_mask_bytes: u64,
-    /// Share of the pairs of query and key that are live; of those of the block masks on the CPU.
+    /// Share of the pairs of query and key that the mask lets through; of those of the block masks on the CPU.
     pub density: f64,
 }
 

@@ -224,41 +224,44 @@ impl fmt::Display for Explanation {
         execution.kernels.iter().try_for_each(|kernel| line("kernel", kernel.clone()))?;
         execution.notes.iter().try_for_each(|note| line("note", note.clone()))?;
         execution.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;
-        let part = |n: usize| 100.0 * n as f64 / execution.tiling.tiles.max(1) as f64;
-        let empty =
-            execution.tiling.tiles - execution.tiling.full_tiles - execution.tiling.partial_tiles;
+        let tiling = &execution.tiling;
+        let part = |n: usize| 100.0 * n as f64 / tiling.tiles.max(1) as f64;
+        let empty = tiling.tiles - tiling.full_tiles - tiling.partial_tiles;
         line(
             "tiles",
             format!(
-                "{} of {} x {}{}: {:.1} % full, {:.1} % partial, {:.1} % empty",
-                execution.tiling.tiles,
-                execution.tiling.tile_q,
-                execution.tiling.tile_kv,
-                match execution.tiling.tile_heads {
+                "{} of {} x {}{}: {:.1} % full, {}{:.1} % partial by evaluation, {:.1} % empty; \
+                 {:.1} % of the pairs in live ones are seen",
+                tiling.tiles,
+                tiling.tile_q,
+                tiling.tile_kv,
+                match tiling.tile_heads {
                     0 | 1 => String::new(),
                     heads => format!(", {heads} heads share a tile"),
                 },
-                part(execution.tiling.full_tiles),
-                part(execution.tiling.partial_tiles),
-                part(empty)
+                part(tiling.full_tiles),
+                match tiling.bits_tiles {
+                    0 => String::new(),
+                    by_bits => format!("{:.1} % partial by mask bits, ", part(by_bits)),
+                },
+                part(tiling.partial_tiles - tiling.bits_tiles),
+                part(empty),
+                100.0 * tiling.seen_pairs as f64 / tiling.live_pairs.max(1) as f64
             ),
         )?;
-        if execution.tiling.block_masks > 0 {
+        if tiling.block_masks > 0 {
             line(
                 "block mask",
                 format!(
                     "{} in {}, {}; the mask lets {:.1} % of pairs through",
-                    Count(execution.tiling.runs as usize, "run"),
-                    Count(execution.tiling.block_masks, "mask"),
-                    binary(execution.tiling.block_mask_bytes as usize),
-                    100.0 * execution.tiling.density
+                    Count(tiling.runs as usize, "run"),
+                    Count(tiling.block_masks, "mask"),
+                    binary(tiling.block_mask_bytes as usize),
+                    100.0 * tiling.density
                 ),
             )?;
         }
-        if execution.tiling.live_pairs == 0
-            && self.dense_forward_flops > 0.0
-            && execution.trouble.is_none()
-        {
+        if tiling.live_pairs == 0 && self.dense_forward_flops > 0.0 && execution.trouble.is_none() {
             line("warning", "the mask lets no query see any key: every output is 0".into())?;
         }
         let flops = |dense: f64, live: f64| format!("{} dense, {} live", si(dense), si(live));

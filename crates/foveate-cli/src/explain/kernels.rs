@@ -111,8 +111,10 @@ struct Tiles {
     tiles: u64,
     /// Where every query sees every key.
     full: u64,
-    /// In which the mask is evaluated.
+    /// In which the mask decides.
     partial: u64,
+    /// Whether they read its bits, as far as there is room; it is evaluated otherwise.
+    by_bits: bool,
     /// Of the pairs that live cells have room for, those that the mask lets through.
     live_share: f64,
     /// The head, where the mask differs by head or batch entry.
@@ -130,7 +132,8 @@ impl fmt::Display for Tiles {
             write!(f, ", cells of tiles of {} x {}", self.tile[0], self.tile[1])?;
         }
         self.of.iter().try_for_each(|of| write!(f, ", {of}"))?;
-        write!(f, ": {full:.1} % full, {partial:.1} % partial, {empty:.1} % empty; ")?;
+        let by = if self.by_bits { "mask bits" } else { "evaluation" };
+        write!(f, ": {full:.1} % full, {partial:.1} % partial by {by}, {empty:.1} % empty; ")?;
         write!(f, "{:.1} % of what live ones compute is seen", 100.0 * self.live_share)
     }
 }
@@ -171,6 +174,7 @@ fn tiles(args: &Args, given: &Given, plan: &KernelPlan) -> Result<Vec<Tiles>, Fa
             tiles: stats.tiles,
             full: stats.full,
             partial: stats.partial,
+            by_bits: config.mask_bits,
             live_share: if room == 0.0 { 0.0 } else { stats.live_entries as f64 / room },
             of,
         })

@@ -116,8 +116,7 @@ fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
     let live = backward["live_share"].as_f64().unwrap();
     assert!((live - (1024.0 * 1025.0 / 2.0) / (36.0 * 128.0 * 128.0)).abs() < 1e-12, "{live}");
     let out = explained(&["--mask", "causal & h < 2"]);
-    let said =
-        "backward: 64 of 128 x 128, in the first head: 43.8 % full, 12.5 % partial, 43.8 % empty";
+    let said = "backward: 64 of 128 x 128, in the first head: 43.8 % full, 12.5 % partial by evaluation, 43.8 % empty";
     assert!(out.contains(said), "{out}");
     assert!(!explained(&[]).contains("\ntiles"));
     // A consumer of the Hopper forward passes over what its own 64 queries do not see.
@@ -125,8 +124,8 @@ fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
                   --mask causal";
     let (code, out, err) = run(&hopper.split_whitespace().collect::<Vec<_>>());
     assert_eq!(code, Some(0), "{err}");
-    let said = "forward: 128 of 64 x 128, cells of tiles of 192 x 128: 43.8 % full, 12.5 % partial, \
-                43.8 % empty; 89.0 % of what live ones compute is seen\n";
+    let said = "forward: 128 of 64 x 128, cells of tiles of 192 x 128: 43.8 % full, 12.5 % partial by \
+                evaluation, 43.8 % empty; 89.0 % of what live ones compute is seen\n";
     assert!(out.contains(said), "{out}");
     assert!(out.contains("  compiled   for sm_90a\n"), "{out}");
     // What takes minutes is left out, and the rest told.

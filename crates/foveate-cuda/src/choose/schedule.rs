@@ -65,6 +65,8 @@ pub struct Schedule {
     pub longest: usize,
     /// Pairs of a query and a key in live tiles, of all heads.
     pub live_pairs: u64,
+    /// Those of them that the mask lets through.
+    pub seen_pairs: u64,
     /// An index outside the axis of its captured buffer that the mask reads.
     pub out_of_range: Option<String>,
 }
@@ -146,6 +148,7 @@ impl Schedule {
             sharing,
             longest: axis.longest(sequences, size),
             live_pairs,
+            seen_pairs: masks.as_ref().map_or(live_pairs, |m| m.seen_pairs),
             out_of_range: masks.as_ref().and_then(|m| m.out_of_range.clone()),
             lists: masks.map(|m| m.lists),
         }
@@ -303,6 +306,8 @@ struct Classes {
     first_row: Vec<usize>,
     /// The first sequence of each class.
     members: Vec<usize>,
+    /// How many sequences each class has.
+    sizes: Vec<usize>,
     /// Rows of a head.
     rows: usize,
 }
@@ -311,19 +316,21 @@ impl Classes {
     fn new(sequences: &[Sequence], mask: &MaskMod, axis: Axis, size: TileSize) -> Self {
         let varies = Varies::of(mask);
         let mut rows = 0;
-        let mut classes: HashMap<(Option<usize>, usize, usize), usize> = HashMap::new();
-        let mut members = Vec::new();
+        let mut classes: HashMap<(Option<usize>, usize, usize), [usize; 2]> = HashMap::new();
+        let (mut members, mut sizes) = (Vec::new(), Vec::new());
         let first_row = sequences.iter().enumerate().map(|(i, s)| {
-            *classes.entry((varies.by_batch.then_some(s.b), s.q_len, s.k_len)).or_insert_with(
-                || {
-                    members.push(i);
-                    rows += axis.tiles(s, size);
-                    rows - axis.tiles(s, size)
-                },
-            )
+            let class = (varies.by_batch.then_some(s.b), s.q_len, s.k_len);
+            let [first_row, class] = *classes.entry(class).or_insert_with(|| {
+                members.push(i);
+                sizes.push(0);
+                rows += axis.tiles(s, size);
+                [rows - axis.tiles(s, size), members.len() - 1]
+            });
+            sizes[class] += 1;
+            first_row
         });
         let first_row = first_row.collect();
-        Self { varies, first_row, members, rows }
+        Self { varies, first_row, members, sizes, rows }
     }
 }
 
@@ -343,6 +350,8 @@ struct Masks {
     classes: Classes,
     /// Live pairs of each row.
     work: Vec<u64>,
+    /// Pairs that the mask lets through, of all heads and sequences.
+    seen_pairs: u64,
     /// Heads that a row stands for, and rows between heads.
     heads: usize,
     out_of_range: Option<String>,
@@ -408,8 +417,11 @@ impl Masks {
             let pairs: usize = runs.iter().map(pairs).sum();
             work.push((pairs * (mask.q_len().min((row + 1) * tall) - row * tall)) as u64);
         }
-        let heads = if by_head { 1 } else { dims.heads_q };
-        Self { lists, classes, work, heads, out_of_range }
+        let each = if by_head { 1 } else { dims.heads_q };
+        let sizes = classes.sizes.iter().cycle();
+        let seen = masks.iter().zip(sizes).map(|(m, n)| m.stats().live_entries * (n * each) as u64);
+        let seen_pairs = seen.sum();
+        Self { lists, classes, work, seen_pairs, heads: each, out_of_range }
     }
 
     /// Live pairs of a tile over all heads.

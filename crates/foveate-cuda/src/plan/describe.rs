@@ -100,11 +100,13 @@ impl CudaPlan {
                 tiles,
                 full_tiles: lists.full,
                 partial_tiles: lists.partial,
+                bits_tiles: lists.by_bits,
                 live_pairs: lists.live_pairs,
+                seen_pairs: schedule.seen_pairs,
                 block_masks: lists.masks,
                 runs: lists.runs,
                 block_mask_bytes: lists.bytes,
-                density: lists.live_pairs as f64 / pairs.max(1.0),
+                density: schedule.seen_pairs as f64 / pairs.max(1.0),
             },
             forward_bytes: match chosen.kv_splits {
                 1 => 0,
@@ -172,10 +174,10 @@ struct ListStats {
     runs: u64,
     /// Of the runs and of mask bits.
     bytes: u64,
-    /// Tiles of a row that there is room for in mask bits.
-    row_slots: usize,
-    /// Partial cells that mask bits should have been for.
-    without_bits: usize,
+    /// Tiles of a row that there is room for in mask bits, where the kernel reads them.
+    row_slots: Option<usize>,
+    /// Partial cells whose mask is read as bits.
+    by_bits: usize,
 }
 
 impl ListStats {
@@ -186,7 +188,7 @@ impl ListStats {
         let each = dims.heads_q / heads / forward.heads();
         let TileSize { q, kv, cells } = TileSize::of(forward);
         let (bits, cell_q) = (cells.kind_bits(), q / cells.0);
-        let (mut kinds, mut live_pairs, mut without_bits) = ([0; 2], 0, 0);
+        let (mut kinds, mut live_pairs, mut by_bits) = ([0; 2], 0, 0);
         let (bit_bytes, row_slots) = match forward.mask_bits {
             true => {
                 let (rows, tile) = (lists.counts.len(), TileSize::of(forward));
@@ -210,14 +212,13 @@ impl ListStats {
                         let columns = ((at + count) * kv).min(keys) - at * kv;
                         // As `fv_mask_bits` gives slots to runs.
                         let cut = cells.live(run.count_kind).any(|(_, partial)| partial);
-                        let fits = cut && count <= slots;
+                        let fits = forward.mask_bits && cut && count <= slots;
                         slots -= if fits { count } else { 0 };
                         for (cell, partial) in cells.live(run.count_kind) {
                             let at = tile * q + cell * cell_q;
                             let rows = (at + cell_q).min(queries).saturating_sub(at);
                             kinds[usize::from(partial)] += count * each;
-                            let evaluated = forward.mask_bits && partial && !fits;
-                            without_bits += if evaluated { count * each } else { 0 };
+                            by_bits += if partial && fits { count * each } else { 0 };
                             live_pairs += (rows * columns * (dims.heads_q / heads)) as u64;
                         }
                     }
@@ -234,19 +235,20 @@ impl ListStats {
             masks: classes.len() * heads,
             runs: lists.counts.iter().map(|&n| n as u64).sum(),
             bytes: (4 * lists.counts.len() + 8 * lists.runs.len() + bit_bytes) as u64,
-            row_slots,
-            without_bits,
+            row_slots: forward.mask_bits.then_some(row_slots),
+            by_bits,
         }
     }
 
     /// That not all partial tiles have mask bits, where a kernel reads them.
     fn without_room(&self) -> Option<String> {
-        let Self { row_slots, without_bits, partial, .. } = self;
+        let Self { row_slots: Some(row_slots), by_bits, partial, .. } = *self else { return None };
         let told = format!(
             "the forward's mask bits have room for {row_slots} tiles of keys for each tile of queries: \
-             {without_bits} of {partial} partial tiles are evaluated"
+             {} of {partial} partial tiles are evaluated",
+            partial - by_bits
         );
-        (*without_bits > 0).then_some(told)
+        (by_bits < partial).then_some(told)
     }
 }
 
@@ -308,16 +310,16 @@ mod tests {
         // 16 rows a head, the last of which has 16 tiles of two cells, 2 KiB of bits each.
         let [few, many, evaluated] =
             [(32, true), (64, true), (64, false)].map(|(n, by)| stats(n, by));
-        assert_eq!((few.row_slots, few.without_bits, few.without_room()), (16, 0, None));
+        assert_eq!((few.row_slots, few.by_bits, few.without_room()), (Some(16), few.partial, None));
         assert_eq!((few.bytes - stats(32, false).bytes) >> 20, 16);
         let tiles = |of: std::ops::RangeInclusive<usize>| 64 * 2 * of.sum::<usize>();
         assert_eq!(
-            (many.row_slots, many.partial, many.without_bits),
-            (8, tiles(1..=16), tiles(9..=16))
+            (many.row_slots, many.partial, many.by_bits),
+            (Some(8), tiles(1..=16), tiles(1..=8))
         );
         let told = "the forward's mask bits have room for 8 tiles of keys for each tile of queries: \
                     12800 of 17408 partial tiles are evaluated";
         assert_eq!(many.without_room().as_deref(), Some(told));
-        assert_eq!((evaluated.without_bits, evaluated.without_room()), (0, None));
+        assert_eq!((evaluated.by_bits, evaluated.without_room()), (0, None));
     }
 }
