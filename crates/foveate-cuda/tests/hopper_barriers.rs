@@ -73,7 +73,7 @@ fn every_mbarrier_has_a_number_of_its_own_and_is_made_once() {
             assert_eq!(made, Some(16 + 6 + 3 * stages + 2 * ordered), "backward, {constants}");
         }
         let wide = made(&constants(""), &[steps, barriers(WIDE)]);
-        assert_eq!(wide, Some(16 + 6 + 4 * stages), "wide");
+        assert_eq!(wide, Some(16 + 7 + 4 * stages), "wide");
         let dq = made(&constants(", V_STAGES = 2"), &[steps, barriers(DQ)]);
         assert_eq!(dq, Some(16 + 2 + 2 * stages + 2 * 2), "dq");
     }

@@ -163,13 +163,16 @@ __device__ float subtracted(float lse) {
 }
 
 // Rows of a tile from `live` on are none of the sequence's: what stands there, which may be NaN, is multiplied by
-// weights of 0. All consumers clear them together.
-__device__ void clear_rows(char* tile, int rows, int tile_panels, int live) {
+// weights of 0. All consumers clear them together, and meet before anybody multiplies.
+__device__ void clear_own_rows(char* tile, int rows, int tile_panels, int live) {
     const int thread = threadIdx.x - 128;
     for (int chunk = live * 8 + thread; chunk < rows * 8; chunk += 128 * CONSUMERS)
         for (int panel = 0; panel < tile_panels; ++panel)
             *reinterpret_cast<uint4*>(tile + panel * rows * PANEL_ROW + chunk * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
+}
+__device__ void clear_rows(char* tile, int rows, int tile_panels, int live) {
+    clear_own_rows(tile, rows, tile_panels, live);
     named_sync(Named::CLEARED, 128 * CONSUMERS);
 }
 

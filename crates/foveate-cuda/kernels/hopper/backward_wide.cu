@@ -13,7 +13,7 @@
 // masks and scores may be anything. The producers are those of fv_backward.
 
 struct Barriers : StepBarriers {
-    static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 6, COUNT = RINGS + 4 * FV_STAGES;
+    static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 7, COUNT = RINGS + 4 * FV_STAGES;
 
     __device__ CopyBarrier k_full() const { return at(OWN); }
     __device__ CopyBarrier v_full() const { return at(OWN + 1); }
@@ -22,6 +22,9 @@ struct Barriers : StepBarriers {
     // Of P dscore/ds and the bits of dropout.
     __device__ CopyBarrier p_full() const { return at(OWN + 4); }
     __device__ CopyBarrier p_empty() const { return at(OWN + 5); }
+    // Of rows that both have cleared. They come from different places of the code, which synccheck takes for a
+    // divergence at a named barrier.
+    __device__ CopyBarrier cleared() const { return at(OWN + 6); }
     // Of Q and lse; of dO and delta.
     __device__ CopyBarrier q_full(int stage) const { return at(RINGS + stage); }
     __device__ CopyBarrier d_out_full(int stage) const { return at(RINGS + FV_STAGES + stage); }
@@ -36,6 +39,7 @@ struct Barriers : StepBarriers {
         v_empty().init(1);
         p_full().init(4);
         p_empty().init(4);
+        cleared().init(4 * CONSUMERS);
         for (int s = 0; s < FV_STAGES; ++s) {
             q_full(s).init(2);
             d_out_full(s).init(2);
@@ -96,6 +100,7 @@ struct Consumer {
     Ring<STEPS> place;
     Ring<FV_STAGES> stage;
     int item = -1, number = 0;                 // of the CTA's items and steps
+    int cleared = 0;                           // steps whose rows end
 
     __device__ const Step& step() const { return step_in(shared, place); }
     __device__ bool leads() const { return thread == 0; }
@@ -115,13 +120,15 @@ struct Consumer {
     __device__ u32 q_at() const { return base + AT_Q + stage.stage * Q_BYTES; }
     __device__ u32 d_out_at() const { return base + AT_D_OUT + stage.stage * D_OUT_BYTES; }
     // Queries that no sequence has may be NaN, and are multiplied by weights of 0.
-    __device__ void clear_past_end(int kind) const {
+    __device__ void clear_past_end(int kind) {
         const int queries = step().queries;
         if (!(kind & Step::EVALUATES) || queries >= FV_BM) return;
         barriers.q_full(stage.stage).wait(stage.round);
         barriers.d_out_full(stage.stage).wait(stage.round);
-        clear_rows(shared + AT_Q + stage.stage * Q_BYTES, FV_BM, panels(FV_D), queries);
-        clear_rows(shared + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM, panels(FV_DV), queries);
+        clear_own_rows(shared + AT_Q + stage.stage * Q_BYTES, FV_BM, panels(FV_D), queries);
+        clear_own_rows(shared + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM, panels(FV_DV), queries);
+        barriers.cleared().arrive_warp();
+        barriers.cleared().wait(cleared++);
     }
 };
 

@@ -18,8 +18,7 @@ enum Barrier {
     QEmpty(usize),
     DOutFull(usize),
     DOutEmpty(usize),
-    /// Named barrier 1, of both consumers.
-    Together,
+    Cleared,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -73,7 +72,7 @@ fn kernel(stages: usize, steps: &[Step]) -> Kernel<Barrier, Buffer> {
     let mut barriers: Vec<_> = RING.barriers().collect();
     let single = [Barrier::KFull, Barrier::KEmpty, Barrier::VFull, Barrier::VEmpty];
     barriers.extend(single.map(|barrier| (barrier, 1)));
-    barriers.extend([(Barrier::PFull, 4), (Barrier::PEmpty, 4), (Barrier::Together, WARPS)]);
+    barriers.extend([(Barrier::PFull, 4), (Barrier::PEmpty, 4), (Barrier::Cleared, WARPS)]);
     for s in 0..stages {
         barriers.extend([(Barrier::QFull(s), 2), (Barrier::DOutFull(s), 2)]);
         barriers.extend([(Barrier::QEmpty(s), CONSUMERS), (Barrier::DOutEmpty(s), CONSUMERS)]);
@@ -140,7 +139,7 @@ fn consume(stages: usize, steps: &[Step], warp: usize) -> Vec<Op> {
     let values = warp < 4;
     let (begins, ends) = if values { (K_AND_Q, V_AND_D_OUT) } else { (V_AND_D_OUT, K_AND_Q) };
     let mut ring = Ring::new(stages);
-    let (mut item, mut number, mut together, mut products) = (-1, 0, 0, 0);
+    let (mut item, mut number, mut meetings, mut products) = (-1, 0, 0, 0);
     let lead = |ops: &mut Vec<Op>, barrier| {
         if warp.is_multiple_of(4) {
             ops.push(Arrive(barrier));
@@ -162,10 +161,10 @@ fn consume(stages: usize, steps: &[Step], warp: usize) -> Vec<Op> {
             for buffer in [Buffer::Q(stage), Buffer::DOut(stage)] {
                 ops.push(Clear(buffer, content));
                 ops.push(Fence);
-                ops.push(Arrive(Barrier::Together));
-                ops.push(Wait(Barrier::Together, together));
-                together += 1;
             }
+            ops.push(Arrive(Barrier::Cleared));
+            ops.push(Wait(Barrier::Cleared, meetings));
+            meetings += 1;
         }
         ops.push(Wait((begins.full)(stage), ring.round()));
         ops.push(Multiply(begins.fixed, (content.0, 0), 0));
@@ -221,6 +220,7 @@ fn the_kernel_has_the_barriers_of_the_model() {
         ("v_empty", 1),
         ("p_full", 4),
         ("p_empty", 4),
+        ("cleared", WARPS),
         ("q_full", 2),
         ("d_out_full", 2),
         ("q_empty", CONSUMERS),
