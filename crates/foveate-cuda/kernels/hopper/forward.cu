@@ -527,6 +527,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();
         barriers.init();
+        reset_named_barriers();
         if (!COPIED_Q) prefetch_map(map_q);
         if (!COPIED_K) prefetch_map(map_k);
         if (!COPIED_V) prefetch_map(map_v);

@@ -109,8 +109,34 @@ template <int REGISTERS>
 __device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
 
 // A barrier by number, among `threads` threads of the CTA. 0 is __syncthreads.
+#ifdef BOUNDED_WAITS
+// A thread that waits in hardware looks at no clock, so arrivals are counted in memory, which launches share: one at a
+// time. As in hardware, nobody arrives for a round before the one ahead is complete.
+__device__ u32 named_arrivals[1024][16];
+
+__device__ void reset_named_barriers() {
+    for (u32& arrivals : named_arrivals[blockIdx.x]) arrivals = 0;
+}
+__device__ void named_arrive(int id, int) {
+    asm volatile("red.release.cta.global.add.u32 [%0], 1;" :: "l"(&named_arrivals[blockIdx.x][id]) : "memory");
+}
+__device__ void named_sync(int id, int threads) {
+    const u32* const at = &named_arrivals[blockIdx.x][id];
+    u32 arrivals;
+    asm volatile("atom.acq_rel.cta.global.add.u32 %0, [%1], 1;" : "=r"(arrivals) : "l"(at) : "memory");
+    const u32 round = arrivals / threads;
+    BoundedWait bounded;
+    do {
+        bounded.turn(round & 1 ? "a named barrier's odd round is complete" : "a named barrier's even round is complete", id);
+        asm volatile("ld.acquire.cta.global.u32 %0, [%1];" : "=r"(arrivals) : "l"(at) : "memory");
+    } while (arrivals / threads == round);
+    __syncwarp();
+}
+#else
+__device__ void reset_named_barriers() {}
 __device__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 __device__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+#endif
 
 // ---- products of a warpgroup ----
 
@@ -183,6 +209,7 @@ __device__ void prepare(const Barriers& barriers, u32 base, const Maps&... maps)
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();
         barriers.init();
+        reset_named_barriers();
         (prefetch_map(maps), ...);
     }
     __syncthreads();

@@ -257,6 +257,8 @@ mod tests {
             let bounded = source_with_bounded_waits(&config, &mods).expect("it waits");
             let [bounded, endless] = [bounded, source(&config, &mods)].map(|text| compiled(&text));
             assert!(asserts(&bounded.cubin) && !asserts(&endless.cubin), "{config}");
+            let counts = |cubin: &[u8]| cubin.windows(14).any(|name| name == b"named_arrivals");
+            assert!(counts(&bounded.cubin) && !counts(&endless.cubin), "{config}: named barriers");
             // A role that did not get its registers, of roles that do, would wait for ever.
             let registers = |made: &Compiled| {
                 made.instructions(config.kernel.entry().name()).expect("it is there").registers
