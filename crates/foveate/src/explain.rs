@@ -231,7 +231,7 @@ impl fmt::Display for Explanation {
             "tiles",
             format!(
                 "{} of {} x {}{}: {:.1} % full, {}{:.1} % partial by evaluation, {:.1} % empty; \
-                 {:.1} % of the pairs in live ones are seen",
+                 {:.1} % of what live ones compute is seen",
                 tiling.tiles,
                 tiling.tile_q,
                 tiling.tile_kv,

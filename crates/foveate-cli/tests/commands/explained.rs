@@ -128,6 +128,8 @@ fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
                 evaluation, 43.8 % empty; 89.0 % of what live ones compute is seen\n";
     assert!(out.contains(said), "{out}");
     assert!(out.contains("  compiled   for sm_90a\n"), "{out}");
+    assert!(out.contains("  consumers  3: 64 queries by 128 keys a step each\n"), "{out}");
+    assert!(out.contains("  overlap    softmax beside P V of the step before, "), "{out}");
     // What takes minutes is left out, and the rest told.
     let long = "explain --device h200 --heads 8 --len 1000000 --dim 128 --dtype bf16 --mask";
     let line: Vec<_> = long.split(' ').chain(["q*kv % 7 == 1"]).collect();

@@ -76,6 +76,7 @@ impl Choice {
             )?;
         }
         writeln!(f)?;
+        self.write_consumers(f)?;
         self.write_copies(f)?;
         if let Some(mask) = &self.mask {
             writeln!(f, "  mask       {mask}")?;
@@ -131,6 +132,41 @@ impl Choice {
             }
         }
         Ok(())
+    }
+
+    /// Who multiplies in a kernel of the Hopper family, and what runs beside products.
+    fn write_consumers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let config = &self.chosen.config;
+        if config.family != Family::Hopper || !config.kernel.has_tiles() {
+            return Ok(());
+        }
+        let consumers = config.warps / 4 - 1;
+        let (tile_q, tile_kv) = (config.tile_q, config.tile_kv);
+        let wide = config.is_wide_backward();
+        let each = match config.kernel {
+            Kernel::Backward if wide => {
+                format!("one sums dv, one dk; {tile_kv} keys by {tile_q} queries a step")
+            }
+            Kernel::Backward => {
+                format!("{} keys by {tile_q} queries a step each", tile_kv / consumers)
+            }
+            _ => format!("{} queries by {tile_kv} keys a step each", tile_q / consumers),
+        };
+        writeln!(f, "  consumers  {consumers}: {each}")?;
+        let overlap = match config.kernel {
+            Kernel::Backward if wide => {
+                "the arithmetic of one consumer beside products of the other"
+            }
+            _ if !config.overlap => "none: a step waits for its products before their arithmetic",
+            Kernel::Forward => {
+                "softmax beside P V of the step before, where the mask need not be evaluated"
+            }
+            Kernel::Backward => {
+                "P beside dq and dk of the step before, where the mask need not be evaluated"
+            }
+            _ => "P beside dP of the step, where the mask need not be evaluated",
+        };
+        writeln!(f, "  overlap    {overlap}")
     }
 
     /// What copies the operands of a kernel of the Hopper family, and where its sums go.
