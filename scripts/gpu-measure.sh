@@ -98,7 +98,7 @@ dq() {
     steps dq-1b 120 1b 1 exact 2
     steps dq-1b-documents 120 1b 16 exact 2
     steps dq-135m 60 135m 1 exact 8
-    within 60 dq-repeats "$corpus" determinism
+    within 400 dq-repeats "$corpus" determinism
 }
 peers() {
     for head in d64 d128 d192 d256; do attention "peers-$head" 240 "s8192/$head"; done
