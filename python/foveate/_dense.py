@@ -81,6 +81,11 @@ def _at_all_points(
     try:
         with _Reader():
             result = function(*(t.as_subclass(_Point) for t in (*scores, *axes)))
+    except TypeError as error:
+        wrong = _source.miscalled("score" if scores else "mask", function, len(scores) + 4, error)
+        if wrong is None:
+            raise
+        raise wrong from None
     except _calls.RowError:
         if 0 in extents:
             return scores[0] if scores else torch.zeros(extents, dtype=torch.bool, device=device)
@@ -88,7 +93,7 @@ def _at_all_points(
         with _Indexing():
             result = _torch_flex._vmap_for_bhqkv(function, prefix=(0,) * len(scores))(*scores, *indices)
     if not isinstance(result, Tensor):
-        raise ValueError(f"`{_source.name_of(function)}` must return a tensor, got {type(result)}")
+        raise ValueError(f"`{_source.name_of(function)}` must return a tensor, got {type(result)}{_source.defined(function)}")
     if result.dim() > 4:
         raise TraceError(f"`{_source.name_of(function)}` returns a row of a captured tensor: index all of its axes")
     return result.as_subclass(Tensor).expand(extents)
@@ -99,7 +104,8 @@ def _allowed(block_mask: BlockMask | Mask, extents: tuple[int, int, int, int], d
         return _blocks.dense(block_mask, extents, device)
     allowed = _at_all_points(block_mask.mask_mod, extents, device)
     if allowed.dtype != torch.bool:
-        raise ValueError(f"mask_mod `{_source.name_of(block_mask.mask_mod)}` must return bools, got {allowed.dtype}")
+        function = block_mask.mask_mod
+        raise ValueError(f"mask_mod `{_source.name_of(function)}` must return bools, got {allowed.dtype}{_source.defined(function)}")
     kinds = _blocks.kinds_of(block_mask, extents, device)
     if kinds is None:
         return allowed

@@ -67,6 +67,26 @@ def place(error: BaseException) -> str:
     return found
 
 
+def defined(function: Any) -> str:
+    """File, line and name of the code that a call of ``function`` runs first, to follow a message; empty where that is
+    not Python's."""
+    while not isinstance(function, types.FunctionType):
+        inner = getattr(function, "func" if isinstance(function, functools.partial) else "__func__", None)
+        function = type(function).__call__ if inner is None else inner
+        if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
+            return ""
+    code = function.__code__
+    return f'; File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
+
+
+def miscalled(kind: str, function: Any, given: int, error: TypeError) -> TypeError | None:
+    """What ``error`` says of a mask or score function that takes other arguments than the ``given`` values; None of an
+    error of its body."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        return None
+    return TypeError(f"{kind}_mod `{name_of(function)}` is called with {given} values: {error}{defined(function)}")
+
+
 def named(error: IndexError, *functions: _native.Traced | None) -> IndexError:
     """An error of the engine with the user's name of the captured tensor in place of the program's."""
     message = str(error)

@@ -19,7 +19,7 @@ from ._arguments import unwrapped
 from ._calls import RUNNING, Many, Reader, applied, called
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
-from ._source import literals_of, name_of, place, said
+from ._source import defined, literals_of, miscalled, name_of, place, said
 
 #: A score function: of the score, b, h, q_idx and kv_idx.
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -193,11 +193,12 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
             raise TypeError(said_of(str(error).split(", but expected")[0], error)) from error
         if _EXPR in str(error):
             raise TypeError(said_of(str(error).replace(_EXPR, "traced value"), error)) from error
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        wrong = miscalled(trace.kind, function, len(values), error)
+        if wrong is None:
             raise
         if trace.kind == "score" and hasattr(function, "_program"):
             raise TypeError("score_mod must be a function of (score, b, h, q_idx, kv_idx), got a Mask: it is a block_mask") from None
-        raise TypeError(f"{trace.kind}_mod `{name_of(function)}` is called with {len(values)} values: {error}") from None
+        raise wrong from None
     except IndexError as error:
         if "numpy" not in str(error):
             raise
@@ -250,4 +251,4 @@ def _check(result: Any, function: Any, kind: str, dtype: torch.dtype | None) -> 
     else:
         what = str(type(result))
     wanted = "a bool tensor" if dtype is torch.bool else "a float tensor"
-    raise ValueError(f"{kind}_mod `{name_of(function)}` must return {wanted}, got {what}")
+    raise ValueError(f"{kind}_mod `{name_of(function)}` must return {wanted}, got {what}{defined(function)}")

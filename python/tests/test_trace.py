@@ -561,6 +561,38 @@ def test_what_cannot_be_traced_is_refused_with_operation_file_and_line(name):
     assert not _calls.RUNNING
 
 
+class Called:
+    def __call__(self, score):
+        return score
+
+
+def three(score, b, h):
+    return score
+
+
+def number(score, b, h, q, kv):
+    return 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [three, functools.partial(three, b=0), Called(), Called().__call__, number])
+def test_wrong_arguments_and_results_of_a_score_are_refused_with_file_and_line(function, dtype):
+    q = torch.randn(1, 2, 5, 8, dtype=dtype)
+    code = getattr(getattr(function, "func", function), "__code__", Called.__call__.__code__)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        flex_attention(q, q, q, function)
+    message = str(raised.value)
+    assert f'; File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}' in message, message
+    assert ("must return" if function is number else "is called with 5 values") in message and "\n" not in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_type_error_of_a_functions_body_stays_what_it_is(dtype):
+    q = torch.randn(1, 2, 5, 8, dtype=dtype)
+    with pytest.raises(TypeError, match=r"^object of type 'int' has no len\(\)$"):
+        flex_attention(q, q, q, lambda s, b, h, q, kv: s + len(3))
+
+
 def test_a_traced_value_that_outlives_its_function_is_refused():
     kept = []
 
