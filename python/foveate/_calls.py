@@ -255,7 +255,7 @@ class Vector(Many):
             raise TraceError(
                 f"`{name}` is given {what}; index all axes, or all but one of up to {LONGEST} elements"
             )
-        return cls([trace.read(x, i) for i in range(shape[0])])
+        return cls([trace.read(x, _native.literal(i, torch.int64)) for i in range(shape[0])])
 
     def __getitem__(self, index: Any) -> Expr:
         if isinstance(index, bool) or not isinstance(index, int):
@@ -297,7 +297,8 @@ def _total(values: list[Expr]) -> Expr:
 def _mean(values: list[Expr]) -> Expr:
     if not values[0].dtype.is_floating_point:
         raise TraceError("`mean` is of floats")
-    return _total(values) / len(values)
+    total = _total(values)
+    return total / _native.literal(len(values), total.dtype)
 
 
 def _dot(a: Vector, b: Vector) -> Expr:
@@ -312,8 +313,9 @@ def _norm(x: Vector, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtyp
         if p == 1:
             return total
         # At 0 its gradient is 0, as torch's.
-        zero = total == 0
-        return _native.select(zero, 0 * total, _native.unary("sqrt", _native.select(zero, 1, total)))
+        nothing, one = (_native.literal(n, total.dtype) for n in (0, 1))
+        zero = total == nothing
+        return _native.select(zero, nothing * total, _native.unary("sqrt", _native.select(zero, one, total)))
     if p in (math.inf, -math.inf):
         return REDUCTIONS["amax" if p > 0 else "amin"](Vector(list(map(abs, x.values))), dim, keepdim, dtype=dtype)
     raise TraceError(f"`norm` of order {p} is not supported in a mask or score; 1, 2 and infinity are")
@@ -324,7 +326,7 @@ def _logsumexp(values: list[Expr]) -> Expr:
 
 
 def _counted(x: Vector, dim: Any = None) -> Expr:
-    return REDUCTIONS["sum"](Vector([cast(v != 0, torch.int64) for v in x.values]), dim)
+    return REDUCTIONS["sum"](Vector([cast(v, torch.bool) for v in x.values]), dim)
 
 
 #: What makes one value of a vector.
@@ -397,7 +399,7 @@ def _position(name: str, right: bool, boundaries: Any, x: Any, trace: Reader) ->
     """How many of the boundaries, which are sorted, lie before ``x``."""
     x = trace.operand(name, x)
     before = [cast(v <= x if right else v < x, torch.int64) for v in _vector(trace, name, boundaries).values]
-    return functools.reduce(lambda a, b: a + b, before, _native.constant(0, torch.int64))
+    return functools.reduce(lambda a, b: a + b, before, _native.literal(0, torch.int64))
 
 
 def _bucketize(trace: Reader, input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Expr:

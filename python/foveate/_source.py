@@ -3,6 +3,7 @@ where in it an error came from."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import types
@@ -19,17 +20,22 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 @functools.lru_cache(maxsize=4096)
 def _literals(code: types.CodeType) -> tuple[Any, ...]:
     """Numbers in a function's source, and in that of functions defined inside it."""
-    found: list[Any] = []
-    for constant in code.co_consts:
+    # Since Python 3.14 small integers are in instructions and not among the constants.
+    found: list[Any] = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_SMALL_INT"]
+    waiting = list(code.co_consts)
+    while waiting:
+        constant = waiting.pop()
         if isinstance(constant, (int, float)):
             found.append(constant)
+        elif isinstance(constant, (tuple, frozenset)):
+            waiting.extend(constant)
         elif isinstance(constant, types.CodeType):
             found.extend(_literals(constant))
     return tuple(found)
 
 
 def literals_of(function: Any) -> Iterator[Any]:
-    """Numbers in the source of ``function`` and of functions that it captures."""
+    """Numbers in the source of ``function`` and of functions that it captures, or has by a global name."""
     seen: set[int] = set()
     waiting = [function]
     while waiting:
@@ -45,6 +51,8 @@ def literals_of(function: Any) -> Iterator[Any]:
             waiting.append(f.__func__)
         elif isinstance(f, types.FunctionType):
             yield from _literals(f.__code__)
+            known = (f.__globals__.get(name) for name in f.__code__.co_names)
+            waiting.extend(g for g in known if isinstance(g, (types.FunctionType, functools.partial)))
             for cell in f.__closure__ or ():
                 try:
                     waiting.append(cell.cell_contents)

@@ -489,13 +489,30 @@ def test_captured_tensors_of_every_dtype_get_gradients_in_it(read, dtype):
     gradient(score_mod, (learned,))
 
 
+def halved(i):
+    return i // 2
+
+
+def test_numbers_in_the_source_are_constants_in_what_it_calls_too():
+    def mask(b, h, i, j):
+        near = halved(i) - j < 1
+        for step in (4, 8):
+            near = near | (j == step)
+        return near
+
+    text = _trace.mask(mask, EXTENTS).text()
+    assert "mn" not in text and all(n in text for n in ("/ 2", "< 1", "4", "8")), text
+
+
 def test_a_captured_number_compiles_nothing_new():
     q = torch.randn(1, 1, 8, 8)
     texts = set()
-    for window in (3, 17, 400):
-        traced = _trace.mask(lambda b, h, i, j: i - j < window, EXTENTS)
-        texts.add(traced.text())
+    for window in (-3, -1, 0, 1, 2, 3, 17, 400):
+        texts.add(_trace.mask(lambda b, h, i, j: i - j < window, EXTENTS).text())
     assert len(texts) == 1, texts
+    for low, high in ((0, 1), (-7, 2), (3, 5)):
+        texts.add(_trace.score(lambda s, b, h, i, j: s + torch.clamp(i - j, low, high), EXTENTS).text())
+    assert len(texts) == 2, texts
     for scale in (0.3, 0.7):
         out = flex_attention(q, q, q, lambda s, b, h, i, j: s * scale)
         close("out", out, torch.softmax(q @ q.transpose(-2, -1) / math.sqrt(8) * scale, -1) @ q, torch.float32, 64)

@@ -144,10 +144,8 @@ pub fn scalar(value: ScalarValue) -> DynExpr {
 /// Whether a number stands in the source of the function that runs: it is part of the structure then.
 /// Another one was captured, and becomes a run-time scalar.
 fn is_literal(of: Number) -> PyResult<bool> {
-    // Numbers that no code has to load are in no table of constants; they are also what masks
-    // fold best.
-    let small = matches!(of, Number::Bool(_) | Number::Int(-1..=2));
-    if small || CONTEXT.with_borrow(|c| c.constants) {
+    // A bool is one of two structures: what it switches off folds away.
+    if matches!(of, Number::Bool(_)) || CONTEXT.with_borrow(|c| c.constants) {
         return Ok(true);
     }
     let known = || CONTEXT.with_borrow(|c| Some(c.literals.as_ref()?.contains(&of.key())));
@@ -512,7 +510,7 @@ fn power(a: &Operand, b: &Operand, dtype: Dtype) -> PyResult<Value> {
     let base = a.to(dtype)?;
     match exponent {
         Some(n) if (0..=64).contains(&n) => {
-            let one = Operand::Number(Number::Int(1)).to(dtype)?;
+            let one = Value::constant(Number::Int(1).of(dtype)?, dtype);
             (0..n).try_fold(one, |product, _| {
                 arithmetic("mul", &product.into(), &base.clone().into(), dtype)
             })

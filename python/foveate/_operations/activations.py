@@ -14,15 +14,15 @@ from .functions import expm1, log1p, sigmoid
 
 def _gelu(x: Expr, approximate: str = "none") -> Expr:
     if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
-        return 0.5 * x * (1.0 + _native.unary("tanh", inner))
-    return 0.5 * x * (1.0 + _native.unary("erf", x * math.sqrt(0.5)))
+        inner = own(math.sqrt(2 / math.pi), x) * (x + own(0.044715, x) * x * x * x)
+        return own(0.5, x) * x * (own(1, x) + _native.unary("tanh", inner))
+    return own(0.5, x) * x * (own(1, x) + _native.unary("erf", x * own(math.sqrt(0.5), x)))
 
 
 def _softplus(x: Expr, beta: float = 1.0, threshold: float = 20.0) -> Expr:
     scaled = x * beta
     linear = scaled > threshold
-    small = where(linear, 0.0, scaled)
+    small = where(linear, own(0, x), scaled)
     return where(linear, x, log1p(_native.unary("exp", small)) / beta)
 
 
@@ -33,43 +33,47 @@ def _silu(x: Expr, inplace: bool = False) -> Expr:
 
 def _relu(x: Expr, inplace: bool = False) -> Expr:
     _not_in_place("relu", inplace)
-    return where(x <= 0, cast(0, x.dtype), x)
+    zero = own(0, x)
+    return where(x <= zero, zero, x)
 
 
 def _leaky_relu(x: Expr, negative_slope: float = 0.01, inplace: bool = False) -> Expr:
     _not_in_place("leaky_relu", inplace)
-    return where(x > 0, x, x * negative_slope)
+    return where(x > own(0, x), x, x * negative_slope)
 
 
-def _neg_part(x: Scalar, alpha: float = 1) -> Expr:
+def _neg_part(x: Scalar, alpha: Scalar) -> Expr:
     """``alpha * (exp(x / alpha) - 1)`` where ``x`` is negative; elsewhere 0, with nothing that overflows."""
     x = floating(x)
-    return alpha * expm1(where(x > 0, 0, x) / alpha)
+    zero = own(0, x)
+    grown: Expr = alpha * expm1(where(x > zero, zero, x) / alpha)
+    return grown
 
 
-def _elu(x: Expr, alpha: float = 1, inplace: bool = False) -> Expr:
+def _elu(x: Expr, alpha: float | None = None, inplace: bool = False) -> Expr:
     _not_in_place("elu", inplace)
-    return where(x > 0, x, alpha * _neg_part(x))
+    grown = _neg_part(x, own(1, x))
+    return where(x > own(0, x), x, grown if alpha is None else alpha * grown)
 
 
-def _celu(x: Expr, alpha: float = 1, inplace: bool = False) -> Expr:
+def _celu(x: Expr, alpha: float | None = None, inplace: bool = False) -> Expr:
     _not_in_place("celu", inplace)
-    return where(x > 0, x, _neg_part(x, alpha))
+    return where(x > own(0, x), x, _neg_part(x, own(1, x) if alpha is None else alpha))
 
 
 def _selu(x: Expr, inplace: bool = False) -> Expr:
     _not_in_place("selu", inplace)
     scale, alpha = own(1.0507009873554805, x), own(1.6732632423543772, x)
-    return scale * where(x > 0, x, alpha * _neg_part(x))
+    return scale * where(x > own(0, x), x, alpha * _neg_part(x, own(1, x)))
 
 
-def _hardtanh(x: Expr, min_val: Scalar = -1, max_val: Scalar = 1, inplace: bool = False) -> Expr:
+def _hardtanh(x: Expr, min_val: Scalar = None, max_val: Scalar = None, inplace: bool = False) -> Expr:
     _not_in_place("hardtanh", inplace)
-    return clamp(x, min_val, max_val)
+    return clamp(x, own(-1, x) if min_val is None else min_val, own(1, x) if max_val is None else max_val)
 
 
 def _relu6(x: Expr, inplace: bool = False) -> Expr:
-    return _hardtanh(x, 0, own(6, x), inplace)
+    return _hardtanh(x, own(0, x), own(6, x), inplace)
 
 
 def _hardsigmoid(x: Expr, inplace: bool = False) -> Expr:
@@ -81,12 +85,12 @@ def _hardswish(x: Expr, inplace: bool = False) -> Expr:
 
 
 def _hardshrink(x: Expr, lambd: float | None = None) -> Expr:
-    return where(abs(x) <= (own(0.5, x) if lambd is None else lambd), 0, x)
+    return where(abs(x) <= (own(0.5, x) if lambd is None else lambd), own(0, x), x)
 
 
 def _softshrink(x: Expr, lambd: float | None = None) -> Expr:
     by = own(0.5, x) if lambd is None else lambd
-    return where(x > by, x - by, where(x < -by, x + by, 0 * x))
+    return where(x > by, x - by, where(x < -by, x + by, own(0, x) * x))
 
 
 def _mish(x: Expr, inplace: bool = False) -> Expr:
@@ -122,7 +126,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "hardshrink": _hardshrink,
     "softshrink": _softshrink,
     "tanhshrink": lambda x: x - _native.unary("tanh", x),
-    "softsign": lambda x: x / (1 + abs(x)),
+    "softsign": lambda x: x / (own(1, x) + abs(x)),
     "mish": _mish,
     "threshold": _threshold,
 }

@@ -30,7 +30,11 @@ def _div(a: Scalar, b: Scalar, *, rounding_mode: str | None = None) -> Expr:
     if is_float(a) or is_float(b):
         return _trunc(quotient)
     size = _native.binary("floordiv", abs(valued(a)), abs(valued(b)))
-    return where((valued(a) < 0) ^ (valued(b) < 0), -size, size)
+    return where(_negative(valued(a)) ^ _negative(valued(b)), -size, size)
+
+
+def _negative(x: Expr) -> Expr:
+    return x < own(0, x)
 
 
 def _fmod(a: Scalar, b: Scalar) -> Expr:
@@ -38,7 +42,7 @@ def _fmod(a: Scalar, b: Scalar) -> Expr:
 
 
 def _trunc(x: Expr) -> Expr:
-    return where(x < 0, -_native.unary("floor", -x), _native.unary("floor", x)) if is_float(x) else x
+    return where(_negative(x), -_native.unary("floor", -x), _native.unary("floor", x)) if is_float(x) else x
 
 
 def _ceil(x: Expr) -> Expr:
@@ -52,15 +56,16 @@ def _round(x: Expr, *, decimals: int = 0) -> Expr:
         raise TraceError("`round` takes no decimals in a mask or score")
     low = _native.unary("floor", x)
     rest = x - low
-    even = low * 0.5 == _native.unary("floor", low * 0.5)
-    return where((rest < 0.5) | ((rest == 0.5) & even), low, low + 1.0)
+    half = own(0.5, x)
+    even = low * half == _native.unary("floor", low * half)
+    return where((rest < half) | ((rest == half) & even), low, low + own(1, x))
 
 
 def _sign(x: Expr) -> Expr:
     if x.dtype == torch.bool:
         return x
-    zero = cast(0, x.dtype)
-    return where(x > 0, zero + 1, where(x < 0, zero - 1, where(x == x, zero, x)))
+    zero = own(0, x)
+    return where(x > zero, own(1, x), where(x < zero, own(-1, x), where(x == x, zero, x)))
 
 
 def _pow(a: Scalar, b: Scalar) -> Expr:
@@ -75,7 +80,7 @@ def _addcmul(x: Scalar, a: Scalar, b: Scalar, *, value: float = 1) -> Expr:
 
 def signbit(x: Expr) -> Expr:
     """Of -0.0 too."""
-    return (x < 0) | (1 / x < 0) if is_float(x) else x < 0
+    return _negative(x) | _negative(own(1, x) / x) if is_float(x) else _negative(x)
 
 
 def _copysign(a: Scalar, b: Scalar) -> Expr:
@@ -84,7 +89,8 @@ def _copysign(a: Scalar, b: Scalar) -> Expr:
 
 
 def _heaviside(x: Expr, values: Scalar) -> Expr:
-    return where(x == 0, values, where(x > 0, own(1, x), own(0, x)))
+    zero = own(0, x)
+    return where(x == zero, values, where(x > zero, own(1, x), zero))
 
 
 def _hypot(a: Scalar, b: Scalar) -> Expr:

@@ -40,7 +40,7 @@ def cast(x: Scalar, dtype: torch.dtype) -> Expr:
 
 
 def own(number: float, like: Expr) -> Expr:
-    """A number of the tracer's own beside ``like``: part of the structure, as 0, 1 and 2 always are."""
+    """A number of the tracer's own beside ``like``: part of the structure."""
     return _native.literal(number, like.dtype)
 
 

@@ -56,7 +56,7 @@ def _nan_to_num(x: Expr, nan: float | None = None, posinf: float | None = None, 
     infinite = own(math.inf, x)
     x = where(x == infinite, own(most, x) if posinf is None else posinf, x)
     x = where(x == -infinite, own(-most, x) if neginf is None else neginf, x)
-    return where(x != x, 0 if nan is None else nan, x)
+    return where(x != x, own(0, x) if nan is None else nan, x)
 
 
 def _isclose(a: Expr, b: Scalar, rtol: float | None = None, atol: float | None = None, equal_nan: bool = False) -> Expr:

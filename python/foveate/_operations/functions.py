@@ -19,21 +19,21 @@ def sigmoid(x: Scalar) -> Expr:
 def log1p(x: Scalar) -> Expr:
     """With what the rounding of ``1 + x`` left out, to first order; that is of no matter to the gradient."""
     x = floating(x)
-    total = 1.0 + x
-    inside = (x > -1) & (x < own(math.inf, x))
-    left = where(inside, x - (total - 1.0), 0)
-    return _native.unary("log", total) + left / where(inside, total, 1)
+    total = own(1, x) + x
+    inside = (x > own(-1, x)) & (x < own(math.inf, x))
+    left = where(inside, x - (total - own(1, x)), own(0, x))
+    return _native.unary("log", total) + left / where(inside, total, own(1, x))
 
 
 def expm1(x: Scalar) -> Expr:
     """Near 0 by its series, whose next term is below f32's rounding there."""
     x = floating(x)
     near = abs(x) < own(0.35, x)
-    small = where(near, x, 0)
+    small = where(near, x, own(0, x))
     series = own(1 / math.factorial(8), x)
     for n in range(7, 0, -1):
         series = series * small + own(1 / math.factorial(n), x)
-    return where(near, series * small, _native.unary("exp", x) - 1.0)
+    return where(near, series * small, _native.unary("exp", x) - own(1, x))
 
 
 def _erfc(x: Scalar) -> Expr:
@@ -41,25 +41,26 @@ def _erfc(x: Scalar) -> Expr:
     Chebyshev points of ``x`` from 0.5 to 10.5, where f32 has no more of it, within 4e-8."""
     x = floating(x)
     far = x > own(0.5, x)
-    size = where(far, x, 1)
-    t = 2 / (2 + size)
+    one, two = own(1, x), own(2, x)
+    size = where(far, x, one)
+    t = two / (two + size)
     series = own(-0.09685511, x)
     for term in (0.15138604, 0.26961522, -0.64768639, 0.21116484, -0.013858277, 0.39329169, 0.9981499, -1.2654344):
         series = series * t + own(term, x)
-    return where(far, t * _native.unary("exp", series - size * size), 1 - _native.unary("erf", x))
+    return where(far, t * _native.unary("exp", series - size * size), one - _native.unary("erf", x))
 
 
 def _sinh(x: Scalar) -> Expr:
     x = floating(x)
     near = abs(x) < own(0.35, x)
-    grown = expm1(where(near, x, 0))
-    apart = (_native.unary("exp", x) - _native.unary("exp", -x)) / 2
-    return where(near, (grown + grown / (grown + 1)) / 2, apart)
+    grown = expm1(where(near, x, own(0, x)))
+    apart = _native.unary("exp", x) - _native.unary("exp", -x)
+    return where(near, grown + grown / (grown + own(1, x)), apart) / own(2, x)
 
 
 def _cosh(x: Scalar) -> Expr:
     x = floating(x)
-    return (_native.unary("exp", x) + _native.unary("exp", -x)) / 2
+    return (_native.unary("exp", x) + _native.unary("exp", -x)) / own(2, x)
 
 
 def _asinh(x: Scalar) -> Expr:
@@ -67,20 +68,22 @@ def _asinh(x: Scalar) -> Expr:
     size = abs(x)
     # Far from 0 its square is no number of f32, and `sqrt(1 + size²)` is `size`.
     near = size < own(1e4, x)
-    small = where(near, size, 0)
-    close = log1p(small + small * small / (1 + _native.unary("sqrt", small * small + 1)))
-    size = where(near, close, _native.unary("log", where(near, 1, size)) + own(math.log(2), x))
-    return where(x < 0, -size, size)
+    zero, one = own(0, x), own(1, x)
+    small = where(near, size, zero)
+    close = log1p(small + small * small / (one + _native.unary("sqrt", small * small + one)))
+    size = where(near, close, _native.unary("log", where(near, one, size)) + own(math.log(2), x))
+    return where(x < zero, -size, size)
 
 
 def _acosh(x: Scalar) -> Expr:
     x = floating(x)
-    return _native.unary("log", x + _native.unary("sqrt", x * x - 1))
+    return _native.unary("log", x + _native.unary("sqrt", x * x - own(1, x)))
 
 
 def _atanh(x: Scalar) -> Expr:
     x = floating(x)
-    return log1p(2 * x / (1 - x)) / 2
+    two = own(2, x)
+    return log1p(two * x / (own(1, x) - x)) / two
 
 
 def _atan(x: Scalar) -> Expr:
@@ -88,26 +91,28 @@ def _atan(x: Scalar) -> Expr:
     x = floating(x)
     size = abs(x)
     far, middle = size > own(2.414213562373095, x), size > own(0.4142135623730951, x)
-    small = where(far, -1 / where(far, size, 1), where(middle, (size - 1) / (size + 1), size))
+    zero, one = own(0, x), own(1, x)
+    small = where(far, -one / where(far, size, one), where(middle, (size - one) / (size + one), size))
     z = small * small
     series = own(8.05374449538e-2, x)
     for term in (-1.38776856032e-1, 1.99777106478e-1, -3.33329491539e-1):
         series = series * z + own(term, x)
-    angle = where(far, own(math.pi / 2, x), where(middle, own(math.pi / 4, x), 0)) + (series * z * small + small)
-    return where(x < 0, -angle, angle)
+    angle = where(far, own(math.pi / 2, x), where(middle, own(math.pi / 4, x), zero)) + (series * z * small + small)
+    return where(x < zero, -angle, angle)
 
 
 def _atan2(y: Scalar, x: Scalar) -> Expr:
     y, x = floating(y), floating(x)
-    zero = (x == 0) & (y == 0)
-    inner = _atan(where(zero, 0, y) / where(zero, 1, x))
+    zero = (x == own(0, x)) & (y == own(0, y))
+    inner = _atan(where(zero, own(0, y), y) / where(zero, own(1, x), x))
     half_turn = where(signbit(y), own(-math.pi, y), own(math.pi, y))
     return where(signbit(x), inner + half_turn, inner)
 
 
 def _asin(x: Scalar) -> Expr:
     x = floating(x)
-    return _atan(x / _native.unary("sqrt", (1 - x) * (1 + x)))
+    one = own(1, x)
+    return _atan(x / _native.unary("sqrt", (one - x) * (one + x)))
 
 
 def _acos(x: Scalar) -> Expr:
@@ -122,9 +127,9 @@ def _logaddexp(base: str) -> Callable[..., Expr]:
         a, b = floating(a), floating(b)
         # Of equal ones, infinite ones too, the difference is not taken.
         same = a == b
-        apart = where(same, 0, -abs(a - b))
-        total = _native.binary("max", a, b) + _native.unary(log, 1 + _native.unary(exp, apart))
-        return where(same, (a + b) / 2 + own(two, total), total)
+        apart = where(same, own(0, a), -abs(a - b))
+        total = _native.binary("max", a, b) + _native.unary(log, own(1, a) + _native.unary(exp, apart))
+        return where(same, (a + b) / own(2, a) + own(two, total), total)
 
     return of
 
@@ -134,8 +139,8 @@ def _times(log: Callable[[Scalar], Expr], inside: int) -> Callable[..., Expr]:
 
     def of(x: Scalar, y: Scalar) -> Expr:
         x, y = valued(x), floating(y)
-        zero = (x == 0) & (y == y)
-        return where(zero, 0, x * log(where(zero, inside, y)))
+        zero = (x == own(0, x)) & (y == y)
+        return where(zero, own(0, x), x * log(where(zero, own(inside, y), y)))
 
     return of
 
@@ -144,20 +149,22 @@ def _logit(x: Scalar, eps: float | None = None) -> Expr:
     x = floating(x)
     if eps is not None:
         x = clamp(x, eps, 1 - eps)
-    return _native.unary("log", x / (1 - x))
+    return _native.unary("log", x / (own(1, x) - x))
 
 
 def _sinc(x: Scalar) -> Expr:
     x = floating(x)
-    turned = own(math.pi, x) * where(x == 0, 1, x)
-    return where(x == 0, 1, _native.unary("sin", turned) / turned)
+    zero, one = x == own(0, x), own(1, x)
+    turned = own(math.pi, x) * where(zero, one, x)
+    return where(zero, one, _native.unary("sin", turned) / turned)
 
 
 def _entr(x: Scalar) -> Expr:
     x = floating(x)
-    inside = where(x > 0, x, 1)
-    outside = where(x == 0, 0, where(x < 0, own(-math.inf, x), x))
-    return where(x > 0, -inside * _native.unary("log", inside), outside)
+    zero = own(0, x)
+    inside = where(x > zero, x, own(1, x))
+    outside = where(x == zero, zero, where(x < zero, own(-math.inf, x), x))
+    return where(x > zero, -inside * _native.unary("log", inside), outside)
 
 
 def _scaled(by: float) -> Callable[..., Expr]:
@@ -166,7 +173,7 @@ def _scaled(by: float) -> Callable[..., Expr]:
 
 def _ndtr(x: Scalar) -> Expr:
     x = floating(x)
-    return _erfc(x * own(-math.sqrt(0.5), x)) / 2
+    return _erfc(x * own(-math.sqrt(0.5), x)) / own(2, x)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {

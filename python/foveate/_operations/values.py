@@ -26,7 +26,7 @@ def _filled(value: Any) -> Callable[..., Expr]:
     def make(x: Expr, size: Any = (), *more: int, dtype: torch.dtype | None = None, **_: Any) -> Expr:
         size = (size, *more) if isinstance(size, int) else tuple(size)
         _only_0d(size)
-        return _native.constant(value, dtype or x.dtype)
+        return _native.literal(value, dtype or x.dtype)
 
     return make
 
@@ -41,7 +41,7 @@ def _full_like(x: Expr, fill_value: Any, *, dtype: torch.dtype | None = None, **
 
 
 def _like(value: Any) -> Callable[..., Expr]:
-    return lambda x, *, dtype=None, **_: _native.constant(value, dtype or x.dtype)
+    return lambda x, *, dtype=None, **_: _native.literal(value, dtype or x.dtype)
 
 
 def _new_tensor(x: Expr, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Expr:
