@@ -193,7 +193,7 @@ def variants_alone():
     generator = torch.Generator().manual_seed(1)
     draw = lambda low, high: int(torch.randint(low, high, (), generator=generator))
     for _ in range(1000):
-        s, window, cap = draw(1, 3000), draw(3, 500), 1.0 + draw(0, 1000) / 10
+        s, window, cap = draw(1, 3000), draw(1, 500), 1.0 + draw(0, 1000) / 10
         ids = torch.sort(torch.randint(0, draw(1, 20), (s,), device="cuda")).values
         q, k, v = (torch.randn(1, 2, s, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         mask = foveate.Mask(lambda b, h, q, kv: (q >= kv) & (q - kv < window) & (ids[q] == ids[kv]))
