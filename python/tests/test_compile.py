@@ -405,8 +405,9 @@ CACHED = """
 import torch
 from foveate import create_block_mask, flex_attention
 
-mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device="cpu")
-q, k, v = (torch.randn(1, 2, 32, 8, requires_grad=True) for _ in range(3))
+device = torch.device(DEVICE)
+mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device=device)
+q, k, v = (torch.randn(1, 2, 32, 8, device=device, requires_grad=True) for _ in range(3))
 out = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), fullgraph=True, mode=MODE)(q, k, v)
 gold = flex_attention(q, k, v, block_mask=mask)
 for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(gold.sum(), (q, k, v))):
@@ -419,7 +420,8 @@ print(dict(counted["aot_autograd"]), dict(counted["inductor"]))
 @needs_compiler
 def test_inductors_cache_on_disk_serves_another_process_and_no_other_package(tmp_path):
     package = shutil.copytree(os.path.dirname(foveate.__file__), tmp_path / "foveate")
-    code = CACHED.replace("MODE", "'reduce-overhead'")
+    device = torch.get_default_device().type
+    code = CACHED.replace("MODE", "'reduce-overhead'").replace("DEVICE", repr(device))
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
 
     def counted():
