@@ -235,7 +235,13 @@ def create_mask(
     device: Any = None,
 ) -> Tensor:
     """The dense mask ``[B, H, Q_LEN, KV_LEN]`` of a mask or score function: torch's own function, and for a
-    :class:`Mask` what it says. ``device`` is as in :func:`create_block_mask`."""
+    :class:`Mask` what it says. ``device`` is as in :func:`create_block_mask`.
+
+    Raises:
+        TypeError: ``mod_fn`` is no function, or an extent no integer.
+        ValueError: An extent is negative.
+        TraceError: The text of a :class:`Mask` cannot be read.
+    """
     if not callable(mod_fn):
         raise TypeError(f"create_mask requires a mask_mod or score_mod function as mod_fn! Got {shown(mod_fn)}")
     extents = _extents(B, H, Q_LEN, KV_LEN)

@@ -114,7 +114,11 @@ class Mask:
 
     @staticmethod
     def causal(*, bottom_right: bool = False) -> Mask:
-        """Every key up to the query; aligned at the end of both with ``bottom_right``."""
+        """Every key up to the query; aligned at the end of both with ``bottom_right``.
+
+        Raises:
+            TypeError: ``bottom_right`` is neither True nor False.
+        """
         return Mask("causal_bottom_right" if flag("bottom_right", bottom_right) else "causal")
 
     @staticmethod

@@ -205,6 +205,12 @@ class MultiheadAttention(torch.nn.Module):
         ``rotary_pos_emb`` is angles ``[s, 1, 1, d]``, or one for queries and one for keys. The others are those of
         :meth:`DotProductAttention.forward`. The result is one tensor like ``hidden_states``, or it with the last
         bias and the norm's result where these are asked for.
+
+        Raises:
+            TypeError: ``hidden_states`` or ``encoder_output`` is no tensor.
+            ValueError: Their features, device or dtype do not fit the weights, ``encoder_output`` is missing in cross
+                attention, and what :meth:`DotProductAttention.forward` says of the rest.
+            NotImplementedError: ``inference_params`` are given.
         """
         unsupported("MultiheadAttention", inference_params=(inference_params, None))
         del is_first_microbatch, fast_zero_fill

@@ -33,7 +33,12 @@ class TransformerLayer(torch.nn.Module):
         activation: gelu, geglu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu or glu.
         attn_input_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
 
-    The others are those of :class:`MultiheadAttention`, and errors too.
+    The others are those of :class:`MultiheadAttention`.
+
+    Raises:
+        TypeError: An argument of another type.
+        ValueError: Sizes or arguments that do not go together, or a name that there is not.
+        NotImplementedError: An argument that is not supported, by its name.
     """
 
     def __init__(
@@ -216,7 +221,12 @@ class TransformerLayer(torch.nn.Module):
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
         """The layer's result for ``hidden_states``, of the same shape. Arguments are those of
-        :meth:`MultiheadAttention.forward`; ``cu_seqlens_kv`` and what begins with ``enc_dec_`` are of cross attention."""
+        :meth:`MultiheadAttention.forward`; ``cu_seqlens_kv`` and what begins with ``enc_dec_`` are of cross attention.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: As :meth:`MultiheadAttention.forward`, in self attention and in
+                cross attention.
+        """
         del fast_zero_fill, pad_between_seqs, max_seqlen_q, max_seqlen_kv, is_first_microbatch
         shared: dict[str, Any] = dict(
             checkpoint_core_attention=checkpoint_core_attention,

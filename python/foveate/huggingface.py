@@ -118,6 +118,10 @@ def attention_mask(
             0-d tensors, which it changes in place.
         mask_function: ``(b, h, q, kv) -> bool`` on positions; causal when it is None.
         attention_mask: ``[batch, positions]``, bool, False where a key is padding; positions past its end are, too.
+
+    Raises:
+        TypeError: ``attention_mask`` is no dense tensor, ``mask_function`` no function, or a length no integer.
+        ValueError: A length is negative.
     """
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.layout != torch.strided):
         raise TypeError(f"attention_mask must be a dense tensor [batch, positions], got {shown(attention_mask)}")

@@ -127,3 +127,28 @@ def test_an_argument_of_a_torch_to_come_stays_torchs_with_a_warning(monkeypatch)
         with pytest.warns(UserWarning, match=f"{name} stays torch's: Foveate does not know its argument schedule"):
             function(schedule="late")
         assert seen.pop()["schedule"] == "late"
+
+
+def _public():
+    """Public functions and classes of the package and its doors, and public methods of these classes, by name."""
+    doors = (foveate.huggingface, foveate.sdpa, foveate.torchtitan, foveate.torchtune, foveate.xla)
+    for module in (foveate, *doors):
+        for name in module.__all__:
+            made = getattr(module, name)
+            if not getattr(made, "__module__", "").startswith("foveate."):
+                continue  # Torch's, a door, or of the native module.
+            yield f"{module.__name__}.{name}", made
+            if inspect.isclass(made):
+                methods = {n: f for n, f in vars(made).items() if n[0] != "_"}
+                yield from ((f"{name}.{n}", getattr(f, "__func__", f)) for n, f in methods.items())
+
+
+def test_what_raises_says_so_in_its_docstring():
+    silent, seen = [], 0
+    for name, made in _public():
+        source = inspect.getsource(made.__init__ if inspect.isclass(made) else made)
+        if re.search(r"\braise\b|\b(flag|integer|number|function|one_of|probability|unsupported)\(", source):
+            seen += 1
+            if "Raises:" not in (inspect.getdoc(made) or ""):
+                silent.append(name)
+    assert not silent and seen >= 15, (silent, seen)
