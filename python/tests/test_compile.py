@@ -105,6 +105,25 @@ def test_scores_and_the_gradients_of_what_they_capture(name):
     agrees(lambda q, k, v: flex_attention(q, k, v, score), operands(2, 4, 4, 21, 33, 8, 8), [tensors[n] for n in learned])
 
 
+def test_gradients_are_made_of_the_captured_tensors_alone_that_want_them():
+    generator = torch.Generator().manual_seed(3)
+    first, fixed, last = (torch.randn(n, generator=generator) for n in (21, 33, 33))
+    first.requires_grad_()
+    last.requires_grad_()
+
+    def model(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + first[i] * fixed[j] * last[j])
+
+    q, k, v = operands(1, 2, 2, 21, 33, 8, 8)
+    inputs = (q, k.detach(), v)
+    backend = agrees(model, inputs, [first, last])
+    (node,) = (n for graph in backend.graphs for n in graph.graph.nodes if str(n.target) == "foveate.backward.default")
+    captured, (needs, places) = node.args[8], node.args[-2:]
+    assert len(captured) == 3 and needs == [True, False, True] and places == [0, 2]
+    d_q, d_k, d_v, learned = node.meta["val"]
+    assert d_k.numel() == 0 and [g.shape for g in learned] == [first.shape, last.shape]
+
+
 def test_strides_and_16_bits_are_as_uncompiled():
     q, k, v = (torch.randn(2, 19, 3, 8).to(torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
     agrees(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s - (i - j).abs()), (q, k, v), tolerance=1e-2)
