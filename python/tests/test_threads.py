@@ -1,4 +1,4 @@
-"""The threads that compute: in processes that are forked, and after threads of Python's that ended."""
+"""The threads that compute: how many, in processes that are forked, and after threads of Python's that ended."""
 
 import itertools
 import os
@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from processes import run
 
 from foveate import flex_attention
 
@@ -48,6 +49,34 @@ def test_a_process_that_is_forked_while_threads_are_made_computes():
         for thread in others:
             thread.join()
         torch.set_num_threads(before)
+
+
+COUNTED = """
+import pathlib, time, torch
+from foveate import flex_attention
+
+def computing():
+    names = [task / "comm" for task in pathlib.Path("/proc/self/task").iterdir()]
+    return sum(name.read_text().startswith("foveate-") for name in names)
+
+q, k, v = (torch.randn(2, 4, 300, 32, requires_grad=True) for _ in range(3))
+results = []
+for threads, made in ((1, 0), (5, 5), (3, 3), (1, 3)):
+    torch.set_num_threads(threads)
+    out = flex_attention(q, k, v)
+    results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    until = time.monotonic() + 20
+    while computing() != made and time.monotonic() < until:
+        time.sleep(0.01)  # Threads of the pool before end by themselves.
+    print(computing(), all(torch.equal(a, b) for a, b in zip(results[-1], results[0])))
+"""
+
+
+@pytest.mark.cpu("the threads of a CPU")
+def test_as_many_threads_compute_as_torch_is_told_to_use_and_give_the_same_bits():
+    ended = run(COUNTED)
+    # One thread is the caller's own: it starts none, and leaves those that there are asleep.
+    assert ended.stdout.splitlines() == ["0 True", "5 True", "3 True", "3 True"], ended.stdout + ended.stderr
 
 
 @pytest.mark.cpu("the threads of a CPU")
