@@ -90,8 +90,14 @@ def defined(function: Any) -> str:
 def miscalled(kind: str, function: Any, given: int, error: TypeError) -> TypeError | None:
     """What ``error`` says of a mask or score function that takes other arguments than the ``given`` values; None of an
     error of its body."""
-    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+    if place(error):
         return None
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    if tb is not None and tb.tb_frame.f_code.co_name == "__call__":
+        # A Mask that calls what it is made of, which may be one of several that are joined.
+        function = getattr(tb.tb_frame.f_locals.get("self"), "_function", function)
     return TypeError(f"{kind}_mod `{name_of(function)}` is called with {given} values: {error}{defined(function)}")
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from reference import NO_LOGSIGMOID, UNREAD, close, dense
 from torch.overrides import TorchFunctionMode
 
-from foveate import AuxRequest, TraceError, _calls, _native, _trace, create_block_mask, flex_attention
+from foveate import AuxRequest, Mask, TraceError, _calls, _native, _trace, create_block_mask, flex_attention
 
 EXTENTS = (2, 3, 11, 13)
 G = torch.Generator().manual_seed(5)
@@ -601,6 +601,17 @@ def test_wrong_arguments_and_results_of_a_score_are_refused_with_file_and_line(f
     message = str(raised.value)
     assert f'; File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}' in message, message
     assert ("must return" if function is number else "is called with 5 values") in message and "\n" not in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mask", [Mask(three), Mask.causal() & Mask(three), ~(three | Mask.causal())], ids=str)
+def test_wrong_arguments_of_a_function_inside_a_mask_are_refused_with_its_file_and_line(mask, dtype):
+    q = torch.randn(1, 2, 5, 8, dtype=dtype)
+    with pytest.raises(TypeError) as raised:
+        flex_attention(q, q, q, block_mask=mask)
+    code = three.__code__
+    assert str(raised.value).startswith("mask_mod `three` is called with 4 values: ")
+    assert str(raised.value).endswith(f'; File "{code.co_filename}", line {code.co_firstlineno}, in three')
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
