@@ -14,7 +14,7 @@ from typing import Any, Callable
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import _native
+from . import _native, _source
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
 
@@ -230,7 +230,8 @@ class Rows(Many):
         return torch.Size(n for n, i in zip(self.tensor.shape, self.index) if i is None)
 
     def __repr__(self) -> str:
-        return f"a captured tensor with axes left over, of shape {tuple(self.shape)}"
+        name = _source.variable(getattr(RUNNING[-1], "function", None), self.tensor) if RUNNING else None
+        return f"{f'captured tensor `{name}`' if name else 'a captured tensor'} with axes left over, of shape {tuple(self.shape)}"
 
 
 #: Elements of the longest vector: each operation on one is as many.

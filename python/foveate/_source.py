@@ -108,10 +108,15 @@ def named(error: IndexError, *functions: _native.Traced | None) -> IndexError:
         for capture in traced.captures:
             slot = f"captured buffer `{capture.name}`"
             if slot in message:
-                name = next((name for name, value in _variables(traced.function) if value is capture.tensor), None)
+                name = variable(traced.function, capture.tensor)
                 shape = tuple(capture.tensor.shape)
                 message = message.replace(slot, f"captured tensor `{name}`" if name else f"a captured tensor of shape {shape}")
     return IndexError(message)
+
+
+def variable(function: Any, tensor: torch.Tensor) -> str | None:
+    """The name by which ``function`` reaches a tensor."""
+    return next((name for name, value in _variables(function) if value is tensor), None)
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
