@@ -64,26 +64,34 @@ def literals_of(function: Any) -> Iterator[Any]:
             waiting.append(type(f).__call__)
 
 
+def _is_ours(code: types.CodeType) -> bool:
+    """Whether code is the package's, or torch's."""
+    return os.path.abspath(code.co_filename).startswith((_HERE + os.sep, _TORCH + os.sep))
+
+
 def place(error: BaseException) -> str:
     """File, line and function of the user's code that an error comes from."""
     found, tb = "", error.__traceback__
     while tb is not None:
         code = tb.tb_frame.f_code
-        if not os.path.abspath(code.co_filename).startswith((_HERE + os.sep, _TORCH + os.sep)):
+        if not _is_ours(code):
             found = f' File "{code.co_filename}", line {tb.tb_lineno}, in {code.co_name}'
         tb = tb.tb_next
     return found
 
 
 def defined(function: Any) -> str:
-    """File, line and name of the code that a call of ``function`` runs first, to follow a message; empty where that is
-    not Python's."""
+    """File, line and name of the user's code that a call of ``function`` runs first, to follow a message; empty where
+    that is not Python's."""
+    function = function._function if hasattr(function, "_program") else function  # What a Mask is made of.
     while not isinstance(function, types.FunctionType):
         inner = getattr(function, "func" if isinstance(function, functools.partial) else "__func__", None)
         function = type(function).__call__ if inner is None else inner
         if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
             return ""
     code = function.__code__
+    if _is_ours(code):
+        return ""
     return f'; File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
 
 

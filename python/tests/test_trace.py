@@ -614,6 +614,19 @@ def test_wrong_arguments_of_a_function_inside_a_mask_are_refused_with_its_file_a
     assert str(raised.value).endswith(f'; File "{code.co_filename}", line {code.co_firstlineno}, in three')
 
 
+def whole(b, h, q, kv):
+    return q
+
+
+@pytest.mark.parametrize("mask", [Mask(whole), Mask(whole) & Mask.causal()], ids=str)
+def test_what_a_mask_returns_is_refused_with_the_place_of_the_users_code_or_none(mask):
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises((ValueError, TraceError)) as raised:
+        flex_attention(q, q, q, block_mask=mask)
+    assert "_masks.py" not in str(raised.value)
+    assert ("in whole" in str(raised.value)) == (not isinstance(mask._reads[0], str))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_type_error_of_a_functions_body_stays_what_it_is(dtype):
     q = torch.randn(1, 2, 5, 8, dtype=dtype)
