@@ -1,7 +1,7 @@
 //! What is wrong with the results of a backend.
 
 use foveate_reference::{NonFinite, Rule, Tolerance};
-use foveate_tensor::{DType, Data, Layout, Slice, TensorRef, indices};
+use foveate_tensor::{DType, Data, Float, Layout, Slice, TensorRef, indices};
 
 /// A line for each result that is wrong.
 pub(crate) struct Mismatches {
@@ -51,7 +51,7 @@ impl Mismatches {
 
 /// Values rounded to f16.
 pub(crate) fn rounded_to_f16(values: &[f64]) -> Vec<f64> {
-    values.iter().map(|&x| half::f16::from_f64(x).to_f64()).collect()
+    values.iter().map(|&x| <half::f16 as Float>::from_f64(x).to_f64()).collect()
 }
 
 /// The elements of a view, row-major.

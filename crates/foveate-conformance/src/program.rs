@@ -12,6 +12,7 @@ use toml::Value;
 
 use crate::case::{BufferSpec, Case};
 use crate::error::CaseError;
+use foveate_tensor::Float;
 use foveate_tensor::random::Random;
 
 /// What a case asks a backend to compute.
@@ -214,8 +215,8 @@ fn shared(spec: &BufferSpec, dense: &AnyBuffer) -> Result<AnyBuffer, String> {
         I16 => |x| x as i16,
         I32 => |x| x as i32,
         I64 => |x| x as i64,
-        F16 => f16::from_f64,
-        BF16 => bf16::from_f64,
+        F16 => <f16 as Float>::from_f64,
+        BF16 => <bf16 as Float>::from_f64,
         F32 => |x| x as f32,
         F64 => |x| x
     );

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use foveate_tensor::{F8E4M3, SliceMut};
+use foveate_tensor::{F8E4M3, Float, SliceMut};
 use half::{bf16, f16};
 
 use crate::pool::PoolBuffer;
@@ -88,10 +88,11 @@ impl<'a> Entries<'a> {
                 each!(v, |x| f64::from(f32::from_bits(x)), |x: f64| (x as f32).to_bits())
             }
             Atomics::F16(v) => {
-                each!(v, |x| f16::from_bits(x).to_f64(), |x| f16::from_f64(x).to_bits())
+                each!(v, |x| f16::from_bits(x).to_f64(), |x| <f16 as Float>::from_f64(x).to_bits())
             }
             Atomics::BF16(v) => {
-                each!(v, |x| bf16::from_bits(x).to_f64(), |x| bf16::from_f64(x).to_bits())
+                each!(v, |x| bf16::from_bits(x).to_f64(), |x| <bf16 as Float>::from_f64(x)
+                    .to_bits())
             }
             Atomics::F8E4M3(v) => {
                 each!(v, |x| F8E4M3::from_bits(x).to_f64(), |x| F8E4M3::from_f64(x).to_bits())

@@ -29,8 +29,8 @@ fn memory(element: ElementType, len: usize, r: &mut Random) -> SharedElements {
         ElementType::I16 => of!(1 << 16, |x| x as i16),
         ElementType::I32 => of!(1 << 32, |x| x as i32),
         ElementType::I64 => of!(1 << 32, |x| x),
-        ElementType::F16 => of!(1 << 17, |x| f16::from_f64(x as f64 * 0.37)),
-        ElementType::BF16 => of!(1 << 17, |x| bf16::from_f64(x as f64 * 0.37)),
+        ElementType::F16 => of!(1 << 17, |x| f16::from_f32(x as f32 * 0.37)),
+        ElementType::BF16 => of!(1 << 17, |x| bf16::from_f32(x as f32 * 0.37)),
         ElementType::F32 => of!(1 << 17, |x| x as f32 * 0.37),
         ElementType::F64 => of!(1 << 17, |x| if x % 7 == 0 { 1e300 } else { x as f64 * 0.37 }),
     }

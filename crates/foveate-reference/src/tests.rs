@@ -4,7 +4,7 @@ use foveate_mods::text::{Names, parse_mask};
 use foveate_mods::{AnyBuffer, Buffer, BufferData, MaskMod, ScoreMod, expr};
 use foveate_problem::{Dropout, Operands, ScaleBlocks, Scales, Spec};
 use foveate_tensor::random::Random;
-use foveate_tensor::{DType, Slice, Tensor, Varlen};
+use foveate_tensor::{DType, Float, Slice, Tensor, Varlen};
 
 use crate::{Forward, Upstream, backward, forward, low};
 
@@ -432,7 +432,7 @@ fn the_emulation_of_e4m3_rounds_weights_to_three_bits() {
     // Row 0 sees one key, whose weight of 1 is a number of e4m3: out is v, rounded to bf16.
     let row = |x: &[f64]| x[..17].to_vec();
     let rounded: Vec<f64> =
-        row(&gold.out).iter().map(|&x| half::bf16::from_f64(x).to_f64()).collect();
+        row(&gold.out).iter().map(|&x| <half::bf16 as Float>::from_f64(x).to_f64()).collect();
     assert!(apart(&rounded, &row(&found.out)) < 1e-6);
     // Others are off by up to 2⁻⁴ of the sum of their terms, and by more than bf16 would be.
     let largest = gold.out.iter().fold(0.0, |x: f64, y| x.max(y.abs()));

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use crate::f8::F8E4M3;
+use crate::round;
 
 /// Element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,8 +69,8 @@ impl Data {
     pub fn filled(dtype: DType, len: usize, value: f64) -> Self {
         match dtype {
             DType::F32 => Data::F32(vec![value as f32; len]),
-            DType::F16 => Data::F16(vec![f16::from_f64(value); len]),
-            DType::BF16 => Data::BF16(vec![bf16::from_f64(value); len]),
+            DType::F16 => Data::F16(vec![round::to_f16(value); len]),
+            DType::BF16 => Data::BF16(vec![round::to_bf16(value); len]),
             DType::F8E4M3 => Data::F8E4M3(vec![F8E4M3::from_f64(value); len]),
             DType::F64 => Data::F64(vec![value; len]),
         }
@@ -80,8 +81,8 @@ impl Data {
         let values = values.into_iter();
         match dtype {
             DType::F32 => Data::F32(values.map(|v| v as f32).collect()),
-            DType::F16 => Data::F16(values.map(f16::from_f64).collect()),
-            DType::BF16 => Data::BF16(values.map(bf16::from_f64).collect()),
+            DType::F16 => Data::F16(values.map(round::to_f16).collect()),
+            DType::BF16 => Data::BF16(values.map(round::to_bf16).collect()),
             DType::F8E4M3 => Data::F8E4M3(values.map(F8E4M3::from_f64).collect()),
             DType::F64 => Data::F64(values.collect()),
         }

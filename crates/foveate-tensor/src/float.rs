@@ -4,6 +4,7 @@ use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
 use crate::f8::F8E4M3;
+use crate::round;
 use crate::slice::{Slice, SliceMut};
 
 /// A Rust type that tensors hold: `f32`, `f16`, `bf16`, [`F8E4M3`] or `f64`. No other type implements it.
@@ -101,8 +102,8 @@ macro_rules! floats {
 
 floats! {
     f32, F32, |v| v as f32;
-    f16, F16, f16::from_f64;
-    bf16, BF16, bf16::from_f64;
+    f16, F16, round::to_f16;
+    bf16, BF16, round::to_bf16;
     F8E4M3, F8E4M3, F8E4M3::from_f64;
     f64, F64, |v| v;
 }

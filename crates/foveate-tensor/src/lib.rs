@@ -39,6 +39,7 @@ pub mod memory;
 mod ndarray;
 pub mod packed;
 pub mod random;
+mod round;
 pub mod slice;
 pub mod varlen;
 pub mod view;

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 
 use crate::dtype::{DType, Data};
 use crate::f8::F8E4M3;
+use crate::round;
 
 /// Elements behind a shared view.
 #[derive(Clone, Copy, Debug)]
@@ -154,8 +155,8 @@ impl<'a> SliceMut<'a> {
                 .iter_mut()
                 .zip(values)
                 .for_each(|(into, &x)| *into = if add { *into + x } else { x }),
-            SliceMut::F16(into) => each(into, values, add, f16::to_f64, f16::from_f64),
-            SliceMut::BF16(into) => each(into, values, add, bf16::to_f64, bf16::from_f64),
+            SliceMut::F16(into) => each(into, values, add, f16::to_f64, round::to_f16),
+            SliceMut::BF16(into) => each(into, values, add, bf16::to_f64, round::to_bf16),
             SliceMut::F8E4M3(into) => each(into, values, add, F8E4M3::to_f64, F8E4M3::from_f64),
             SliceMut::F64(into) => each(into, values, add, |x| x, |x| x),
         }

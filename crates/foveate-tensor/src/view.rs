@@ -15,6 +15,7 @@ use crate::error::{TensorError, TensorErrorKind};
 use crate::f8::F8E4M3;
 use crate::float::Float;
 use crate::layout::{Layout, indices};
+use crate::round;
 use crate::slice::{Slice, SliceMut};
 
 /// A read-only view. `N` is 4 for operands, 3 for statistics.
@@ -292,8 +293,8 @@ impl<'a, const N: usize> TensorMut<'a, N> {
         unsafe {
             match self.dtype {
                 DType::F32 => *self.pointer.cast::<f32>().add(at) = value as f32,
-                DType::F16 => *self.pointer.cast::<f16>().add(at) = f16::from_f64(value),
-                DType::BF16 => *self.pointer.cast::<bf16>().add(at) = bf16::from_f64(value),
+                DType::F16 => *self.pointer.cast::<f16>().add(at) = round::to_f16(value),
+                DType::BF16 => *self.pointer.cast::<bf16>().add(at) = round::to_bf16(value),
                 DType::F8E4M3 => {
                     *self.pointer.cast::<F8E4M3>().add(at) = F8E4M3::from_f64(value);
                 }

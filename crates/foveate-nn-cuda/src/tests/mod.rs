@@ -20,7 +20,7 @@ use foveate_gpu::driver::Pinned;
 use foveate_gpu::sync::lock;
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine};
 use foveate_tensor::random::Random;
-use foveate_tensor::{DType, Layout};
+use foveate_tensor::{DType, Float, Layout};
 use half::{bf16, f16};
 use libloading::{Library, Symbol};
 
@@ -172,10 +172,12 @@ impl Matrix {
             let at = (i / width * stride + i % width) * size;
             match dtype {
                 DType::F16 => {
-                    bytes[at..at + 2].copy_from_slice(&f16::from_f64(value).to_ne_bytes());
+                    bytes[at..at + 2]
+                        .copy_from_slice(&<f16 as Float>::from_f64(value).to_ne_bytes());
                 }
                 DType::BF16 => {
-                    bytes[at..at + 2].copy_from_slice(&bf16::from_f64(value).to_ne_bytes());
+                    bytes[at..at + 2]
+                        .copy_from_slice(&<bf16 as Float>::from_f64(value).to_ne_bytes());
                 }
                 _ => bytes[at..at + 4].copy_from_slice(&(value as f32).to_ne_bytes()),
             }

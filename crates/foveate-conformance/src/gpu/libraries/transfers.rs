@@ -10,6 +10,7 @@ use foveate_gpu::nccl::{
     Communicator, FlatArray, RankTransfer, Reduce, Transfer, UniqueId, together,
 };
 use foveate_gpu::{ElementType, Engine, GpuError, GpuErrorKind, Queue};
+use foveate_tensor::Float;
 use foveate_tensor::random::Random;
 use half::{bf16, f16};
 
@@ -104,9 +105,11 @@ fn encoded(element: ElementType, values: &[f64]) -> Vec<u8> {
         ElementType::I16 => each.flat_map(|&x| (x as i16).to_le_bytes()).collect(),
         ElementType::I64 => each.flat_map(|&x| (x as i64).to_le_bytes()).collect(),
         ElementType::I32 => each.flat_map(|&x| (x as i32).to_le_bytes()).collect(),
-        ElementType::F16 => each.flat_map(|&x| f16::from_f64(x).to_bits().to_le_bytes()).collect(),
+        ElementType::F16 => {
+            each.flat_map(|&x| <f16 as Float>::from_f64(x).to_bits().to_le_bytes()).collect()
+        }
         ElementType::BF16 => {
-            each.flat_map(|&x| bf16::from_f64(x).to_bits().to_le_bytes()).collect()
+            each.flat_map(|&x| <bf16 as Float>::from_f64(x).to_bits().to_le_bytes()).collect()
         }
         ElementType::F32 => each.flat_map(|&x| (x as f32).to_le_bytes()).collect(),
         ElementType::F64 => each.flat_map(|&x| x.to_le_bytes()).collect(),
