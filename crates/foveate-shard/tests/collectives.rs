@@ -320,6 +320,28 @@ fn logs(body: impl Fn(&Rank) -> Result<(), ShardError> + Sync) -> Vec<TransferLo
 }
 
 #[test]
+fn a_file_that_has_the_name_of_a_log_and_is_none_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("rank-00000.jsonl");
+    let of_rank =
+        || run_threads(1, Duration::from_secs(1), |rank| Ok(TransferLog::of(rank, "end")));
+    let log = of_rank().unwrap().remove(0);
+    for text in ["{\"rank\": 0}\n", "my notes\n", "\n"] {
+        std::fs::write(&file, text).unwrap();
+        assert!(!is_log(&file), "{text}");
+        let told = log.write(dir.path()).unwrap_err().to_string();
+        assert!(told.ends_with("rank-00000.jsonl is no log of transfers, and stays"), "{told}");
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), text);
+    }
+    // Its rank was killed before it had written a line.
+    std::fs::write(&file, "").unwrap();
+    assert!(is_log(&file) && log.write(dir.path()).is_ok() && is_log(&file));
+    let folder = dir.path().join("rank-00001.jsonl");
+    std::fs::create_dir(&folder).unwrap();
+    assert!(!is_log(&folder) && !is_log(&dir.path().join("rank-00002.jsonl")));
+}
+
+#[test]
 fn logs_say_which_rank_did_what_others_did_not() {
     let hangs = |world: &Rank| {
         agree(world, &[("seed", 1)])?;

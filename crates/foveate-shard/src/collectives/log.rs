@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -27,11 +27,24 @@ pub struct TransferLog {
 const OPENS: &str = "rank-";
 const ENDS: &str = ".jsonl";
 
-/// Whether `path` has the name of a file of [`TransferLog::write`].
+/// Bytes of a first line at most, by which a file is told to be a log.
+const FIRST_LINE: u64 = 1 << 16;
+
+/// Whether `path` has the name of a file of [`TransferLog::write`], and its first line; or nothing, where its rank was
+/// killed before it had written that.
 pub fn is_log(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let number = name.and_then(|name| name.strip_prefix(OPENS)?.strip_suffix(ENDS));
-    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+    let named = number
+        .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()));
+    // Opening a pipe would wait for its other end.
+    if !named || !fs::metadata(path).is_ok_and(|file| file.is_file()) {
+        return false;
+    }
+    let mut line = Vec::new();
+    let read = File::open(path)
+        .and_then(|file| BufReader::new(file).take(FIRST_LINE).read_until(b'\n', &mut line));
+    read.is_ok_and(|_| line.is_empty() || serde_json::from_slice::<Header>(&line).is_ok())
 }
 
 /// The first line of a log.
@@ -61,19 +74,29 @@ impl TransferLog {
     /// Writes it to the folder `dir`, which is made where it is not there, and gives the file.
     ///
     /// # Errors
-    /// When folder or file cannot be written.
+    /// When folder or file cannot be written, or the file is there and is no log.
     pub fn write(&self, dir: &Path) -> io::Result<PathBuf> {
         fs::create_dir_all(dir)?;
         let file = dir.join(format!("{OPENS}{:05}{ENDS}", self.header.rank));
-        let mut out = BufWriter::new(File::create(&file)?);
+        if file.exists() && !is_log(&file) {
+            let why = format!("{} is no log of transfers, and stays", file.display());
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
+        }
+        // Half of one would be taken for no log.
+        let written = self.write_to(File::create(&file)?);
+        written.inspect_err(|_| drop(fs::remove_file(&file)))?;
+        Ok(file)
+    }
+
+    fn write_to(&self, file: File) -> io::Result<()> {
+        let mut out = BufWriter::new(file);
         serde_json::to_writer(&mut out, &self.header)?;
         for transfer in &self.transfers {
             out.write_all(b"\n")?;
             serde_json::to_writer(&mut out, transfer)?;
         }
         out.write_all(b"\n")?;
-        out.flush()?;
-        Ok(file)
+        out.flush()
     }
 
     /// Reads a file of [`Self::write`].
