@@ -36,6 +36,42 @@ pub fn ranks() -> Option<String> {
     std::env::var(VARIABLE).ok()
 }
 
+/// Tells ranks the process id of this command.
+const LAUNCHER: &str = "FOVEATE_LAUNCHER";
+
+/// Has this process end when the `foveate launch` that started it is gone, as it does by Ctrl-C: saved where there is
+/// something to save. A rank of other launchers, or one that is no direct child, goes its own way.
+///
+/// # Errors
+/// When that command is gone already.
+#[cfg(target_os = "linux")]
+pub fn end_with_launcher() -> Result<(), Failure> {
+    use rustix::process::{
+        Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process,
+    };
+    let id = std::env::var(LAUNCHER).ok().and_then(|id| Pid::from_raw(id.parse().ok()?));
+    let Some(launcher) = id else { return Ok(()) };
+    if getppid() == Some(launcher) {
+        set_parent_process_death_signal(Some(Signal::USR1)).map_err(|e| {
+            Failure::new(format!("the end of `foveate launch` cannot be watched: {e}"))
+        })?;
+    }
+    // It may have ended before.
+    if getppid() != Some(launcher) && test_kill_process(launcher).is_err() {
+        return Err(Failure::lost("`foveate launch` ended before its ranks began"));
+    }
+    Ok(())
+}
+
+/// Elsewhere ranks do not know of it.
+///
+/// # Errors
+/// None.
+#[cfg(not(target_os = "linux"))]
+pub fn end_with_launcher() -> Result<(), Failure> {
+    Ok(())
+}
+
 /// How long the other ranks have to end by themselves when one has failed.
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -72,6 +108,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             .env("MASTER_PORT", port.to_string())
             .env("FOVEATE_RUN", &run)
             .env(VARIABLE, args.ranks.to_string())
+            .env(LAUNCHER, &run)
             .env(threads::VARIABLE, &threads)
             .env_remove("FOVEATE_PORT")
             .env_remove("TORCHELASTIC_USE_AGENT_STORE")

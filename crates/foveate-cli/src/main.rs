@@ -118,6 +118,7 @@ fn main() -> ExitCode {
     }
     let mut out = Output::stdout();
     let result = interrupt::writes_past_the_limit_fail()
+        .and_then(|()| launch::end_with_launcher())
         .and_then(|()| cli.command.start_threads())
         .and_then(|()| cli.command.run(&mut out));
     let result = result.and_then(|()| Ok(out.flush()?));

@@ -332,6 +332,53 @@ fn ranks_that_are_killed_before_the_first_save_begin_again_by_resume() {
     assert!(reached("run") == reached("straight"), "{said}");
 }
 
+/// The processes that `parent` has started and that run.
+#[cfg(target_os = "linux")]
+fn children(parent: u32) -> Vec<u32> {
+    let all = std::fs::read_dir("/proc").unwrap().flatten();
+    let ids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    ids.filter(|&id| status(id).is_some_and(|(of, _)| of == parent)).collect()
+}
+
+/// The parent of a process, and its state.
+#[cfg(target_os = "linux")]
+fn status(id: u32) -> Option<(u32, char)> {
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
+    // Its name, in brackets, may have any characters.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?.chars().next()?;
+    Some((fields.next()?.parse().ok()?, state))
+}
+
+/// Nobody is left to tell them anything: they save, and end.
+#[cfg(target_os = "linux")]
+#[test]
+fn ranks_whose_launch_is_killed_save_and_end() {
+    let place = place();
+    let endless = ["--set", "train.steps=100000", "--set", "train.save_every=100000"];
+    let launch = [&["launch", "--ranks", "2", "--", "train", "recipe.toml"][..], &endless].concat();
+    let mut launcher = place.command(&launch).stderr(Stdio::null()).spawn().unwrap();
+    let log = place.path("run/metrics.jsonl");
+    while std::fs::read_to_string(&log).map_or(0, |t| t.matches("\"step\"").count()) < 3 {
+        assert_eq!(launcher.try_wait().unwrap(), None, "it ended before it was killed");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let ranks = children(launcher.id());
+    assert_eq!(ranks.len(), 2);
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    let began = Instant::now();
+    // Whoever inherits a process may leave it a zombie.
+    while ranks.iter().any(|&rank| status(rank).is_some_and(|(_, state)| state != 'Z')) {
+        assert!(began.elapsed() < Duration::from_secs(60), "ranks train on");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(saved(&place));
+    let steps = format!("train.steps={}", place.steps("run").last().unwrap().0 + 1);
+    let done = place.run(&["train", "recipe.toml", "--resume", "--ranks", "2", "--set", &steps]);
+    assert!(done.status.success(), "{}", text(done.stderr));
+}
+
 /// What ranks leave behind says who it was, as far as they saw it.
 #[cfg(unix)]
 #[test]
@@ -368,10 +415,13 @@ fn a_rank_that_hangs_is_named_by_the_others_and_in_their_logs() {
     assert!(out.contains("has not ended, among [0, 1, 2]"), "{out}");
     let json: serde_json::Value = serde_json::from_str(&compared(&["--json"])).unwrap();
     assert_eq!((&json["ranks"], &json["silent"]), (&3.into(), &serde_json::json!([])));
-    // The next attempt begins without them.
+    // The next attempt begins without them, and leaves what is none of them.
+    let notes = place.path("run/transfers/rank-00007.jsonl");
+    std::fs::write(&notes, "what I saw\n").unwrap();
     let over = ["train", "recipe.toml", "--start-over", "--set", "train.steps=2"];
     assert!(place.run(&over).status.success());
-    assert_eq!(std::fs::read_dir(place.path("run/transfers")).unwrap().count(), 0);
+    let left = std::fs::read_dir(place.path("run/transfers")).unwrap();
+    assert_eq!(left.map(|entry| entry.unwrap().path()).collect::<Vec<_>>(), [notes]);
 }
 
 /// Files of a few KiB hold the log of some steps and no checkpoint.
