@@ -154,6 +154,16 @@ pub fn device(given: DeviceChoice, local: usize) -> DeviceChoice {
     }
 }
 
+/// What the driver calls the GPU that the first rank would have; none on a CPU, or where this host has no such GPU.
+pub fn gpu_name(given: DeviceChoice) -> Option<String> {
+    let ordinal = match given {
+        DeviceChoice::Auto => 0,
+        DeviceChoice::Cpu => return None,
+        DeviceChoice::Cuda(ordinal) => ordinal,
+    };
+    Some(Device::open(ordinal).ok()?.info().name.clone())
+}
+
 /// What was found, for `doctor --mesh`.
 pub fn lines(launch: &Launch) -> Vec<String> {
     let Launch { launcher, rank, ranks, local_rank, host, port, port_from, run, attempt, .. } =

@@ -34,6 +34,11 @@ fn command(place: &Place, libraries: &Path, variables: &[(&str, &str)], args: &[
     if !args.contains(&"--device") {
         command.args(["--device", "cuda:0"]);
     }
+    with_libraries(command, libraries, variables)
+}
+
+/// A command with the libraries in a folder.
+fn with_libraries(mut command: Command, libraries: &Path, variables: &[(&str, &str)]) -> Command {
     // Nothing of this machine's own.
     for name in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
         command.env_remove(name);
@@ -110,6 +115,27 @@ fn a_gpu_that_hangs_ends_the_run_and_names_its_last_launches() {
     let how = "then start again with --start-over: no checkpoint of this run was saved";
     assert!(error.ends_with(how), "{error}");
     assert!(!place.path("run/checkpoints").exists(), "{error}");
+}
+
+/// As a run on this host would reckon.
+#[test]
+fn the_links_that_explain_tells_are_those_of_the_gpu_that_the_recipe_asks_for() {
+    let place = Place::new();
+    let Some(folder) = driver::build(&[], &[]) else { return };
+    for (device, name, by) in [
+        ("cuda:0", "NVIDIA H100 80GB HBM3", "h100x8 by the GPU: "),
+        ("auto", "NVIDIA H100 80GB HBM3", "h100x8 by the GPU: "),
+        ("cuda:0", "NVIDIA L4", "h200x8 by default: "),
+        ("cpu", "NVIDIA H100 80GB HBM3", "h200x8 by default: "),
+    ] {
+        let set = format!("run.device={device}");
+        let args = ["explain", "--recipe", "recipe.toml", "--mesh", "context=2", "--set", &set];
+        let mut command = with_libraries(place.command(&args), folder.path(), &[("NAME", name)]);
+        let done = command.output().unwrap();
+        let out = String::from_utf8(done.stdout.clone()).unwrap();
+        let links = out.lines().find(|line| line.starts_with("links "));
+        assert!(links.is_some_and(|line| line.contains(by)), "{out}{}", told(done).1);
+    }
 }
 
 /// What a run prints as JSON, a line each; on this machine's CPU without libraries.

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{self, Path, PathBuf};
 
 use foveate::tensor::count::Count;
 use foveate_nn::{
@@ -519,9 +519,24 @@ impl Recipe {
     /// Reads a recipe and applies `key.path=value` overrides.
     ///
     /// # Errors
-    /// When the file cannot be read, is not TOML, has an unknown or ill-typed key, or asks for
-    /// something impossible: with file, line and column, or the override.
+    /// When the file cannot be read, is not TOML, has an unknown or ill-typed key, asks for
+    /// something impossible, or names a machine that is none: with file, line and column, or the override.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, TrainError> {
+        let mut recipe = Self::read(path, overrides)?;
+        let file = path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let machine = recipe.mesh.locate_machine(file.parent().unwrap_or(Path::new("")));
+        machine.map_err(|(key, why)| {
+            let place = path.display().to_string();
+            TrainError::recipe(place, format!("{key} {why}")).of_overrides(overrides)
+        })?;
+        Ok(recipe)
+    }
+
+    /// The same, but for the machine that it names, which may be gone.
+    ///
+    /// # Errors
+    /// Those of [`Self::load`].
+    pub(crate) fn read(path: &Path, overrides: &[String]) -> Result<Self, TrainError> {
         let place = path.display().to_string();
         let text = whole::read_text(path).map_err(|e| {
             let remedy = match e.kind() {

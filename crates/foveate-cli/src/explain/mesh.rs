@@ -16,6 +16,7 @@ use serde_json::json;
 
 use crate::failure::Failure;
 use crate::output::{Output, bytes};
+use crate::ranks::gpu_name;
 use crate::shard::plan;
 
 /// How keys and queries of different ranks meet where a row is one document.
@@ -98,7 +99,7 @@ impl OverRanks {
         let mut memory = model.training_memory(rows, len, training)?;
         let (mut cuts, mut of_keys, mut keys) = (None, Vec::new(), None);
         if mesh.size(MeshAxis::Context) > 1 {
-            let links = recipe.mesh.links(None)?;
+            let links = recipe.mesh.links(gpu_name(recipe.run.device).as_deref())?;
             let proven = plan::proven(recipe, model.config(), mesh, links.links)?;
             keys = Some(Keys {
                 strategy: proven.plan().strategy,

@@ -62,7 +62,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     }
     let machine = args.machine.as_deref().map(memory::machine).transpose()?;
     let PlannedRecipe { recipe, config, map, planes, plan, plan_ms } =
-        args.what.plan(&args.limits, machine.as_ref())?;
+        args.what.plan(args.what.recipe()?, &args.limits, machine.as_ref())?;
     if let Some(file) = &args.svg {
         write_file(file, &picture::to_svg(&plan, &planes))?;
     }

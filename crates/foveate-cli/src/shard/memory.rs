@@ -8,12 +8,12 @@ use foveate_train::recipe::{self, Recipe};
 
 use crate::failure::Failure;
 
-/// The machine of a name or a file.
+/// The machine of `--machine`, a name or a file.
 ///
 /// # Errors
 /// When there is none, or its numbers are wrong.
 pub fn machine(name: &str) -> Result<Machine, Failure> {
-    recipe::machine(name).map_err(|why| Failure::usage(format!("--machine {name}: {why}")))
+    recipe::machine(name).map_err(|why| Failure::usage(format!("--machine {why}")))
 }
 
 /// A step on a rank's part of a model and of its rows, and the memory that it takes.

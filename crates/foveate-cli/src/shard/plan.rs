@@ -21,6 +21,7 @@ use crate::failure::Failure;
 use crate::limits::{self, Need};
 use crate::number::number;
 use crate::progress::{PATIENCE, waiting};
+use crate::ranks::gpu_name;
 
 /// Tokens of all rows of a plan at most: each has a document id.
 const MOST_TOKENS: usize = 1 << 28;
@@ -68,17 +69,24 @@ pub struct PlannedRecipe {
 }
 
 impl PlanArgs {
-    /// Plans for ranks of this machine, or of that of the recipe.
+    /// The recipe, with what is set.
     ///
     /// # Errors
-    /// What is wrong with recipe, mesh or documents, in one line.
+    /// What is wrong with it, in one line.
+    pub fn recipe(&self) -> Result<Recipe, Failure> {
+        Recipe::load(&self.recipe, &self.set).map_err(|e| Failure::usage(e.to_string()))
+    }
+
+    /// Plans `recipe` for ranks of this machine, or of that of the recipe or its GPU.
+    ///
+    /// # Errors
+    /// What is wrong with mesh or documents, in one line.
     pub fn plan(
         &self,
+        recipe: Recipe,
         limits: &limits::Limits,
         machine: Option<&Machine>,
     ) -> Result<PlannedRecipe, Failure> {
-        let recipe =
-            Recipe::load(&self.recipe, &self.set).map_err(|e| Failure::usage(e.to_string()))?;
         let mesh = match self.ranks {
             Some(ranks) => Mesh::parse(&self.mesh, ranks),
             None => Mesh::parse_whole(&self.mesh),
@@ -113,7 +121,10 @@ impl PlanArgs {
         let strategy = self.strategy.or(recipe.mesh.strategy);
         let links = match machine {
             Some(machine) => machine.links(),
-            None => recipe.mesh.links(None).map_err(|e| Failure::usage(e.to_string()))?.links,
+            None => {
+                let links = recipe.mesh.links(gpu_name(recipe.run.device).as_deref());
+                links.map_err(|e| Failure::usage(e.to_string()))?.links
+            }
         };
         let options = PlanOptions { strategy, chunk: self.chunk, links };
         let (planes, plan) =

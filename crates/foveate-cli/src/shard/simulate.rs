@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use foveate::tensor::count::Count;
 use foveate_shard::simulate::{Idle, Queue};
 use foveate_shard::{Limits, MeshAxis};
+use foveate_train::recipe;
 use serde::Serialize;
 
 use super::memory::{self, StepMemory};
@@ -33,9 +34,10 @@ const TASK_BYTES: f64 = 600.0;
 pub struct Args {
     #[command(flatten)]
     what: PlanArgs,
-    /// The machine: h100x8, h200x8, or a TOML file like those of crates/foveate-shard/machines
+    /// The machine: h100x8, h200x8, or a TOML file like those of crates/foveate-shard/machines; mesh.machine of the
+    /// recipe when left out
     #[arg(long, value_name = "NAME|FILE")]
-    machine: String,
+    machine: Option<String>,
     /// Write a trace of a step's first batch, and of the next where there are several, to this file, for Chrome or
     /// ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
@@ -81,9 +83,20 @@ struct RankReport {
 
 /// Plans, simulates and prints.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let machine = memory::machine(&args.machine)?;
+    let given = args.machine.as_deref().map(memory::machine).transpose()?;
+    let recipe = args.what.recipe()?;
+    let machine = match (given, &recipe.mesh.machine) {
+        (Some(machine), _) => machine,
+        (None, Some(name)) => {
+            recipe::machine(name).map_err(|why| Failure::usage(format!("mesh.machine {why}")))?
+        }
+        (None, None) => {
+            return Err(Failure::usage("no machine is given, and the recipe has no mesh.machine")
+                .help("give --machine h100x8, h200x8, or a TOML file like those of crates/foveate-shard/machines"));
+        }
+    };
     let PlannedRecipe { recipe, config, planes, plan, .. } =
-        args.what.plan(&args.limits, Some(&machine))?;
+        args.what.plan(recipe, &args.limits, Some(&machine))?;
     let tiles: Vec<Vec<u64>> = {
         let reps = plan.sharding.map().mesh().group(0, &[MeshAxis::Context]);
         reps.into_iter().map(|rank| plan.live_tiles(&planes, rank)).collect()

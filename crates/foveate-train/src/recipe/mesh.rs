@@ -1,6 +1,7 @@
 //! The mesh section: how the ranks of a run stand.
 
 use std::fmt;
+use std::io;
 use std::num::NonZeroU16;
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -41,14 +42,20 @@ impl fmt::Display for ChosenLinks {
 /// The machine that comes with the program under `name`, or that the TOML file at this path says.
 ///
 /// # Errors
-/// What is wrong with the file, in words.
+/// What is wrong with the name or the file, as what follows that of the option: `is \"b200\", which is …`.
 pub fn machine(name: &str) -> Result<Machine, String> {
+    let unread = |e: io::Error| match e.kind() {
+        io::ErrorKind::NotFound => {
+            let known = Machine::names().join(", ");
+            format!("is {name:?}, which is neither a machine that is known ({known}) nor a file")
+        }
+        _ => format!("is {name:?}, a file that could not be read: {e}"),
+    };
     let text = match Machine::text_of(name) {
         Some(text) => text.to_owned(),
-        None => whole::read_text(Path::new(name))
-            .map_err(|e| format!("{e}; known are {}", Machine::names().join(", ")))?,
+        None => whole::read_text(Path::new(name)).map_err(unread)?,
     };
-    Machine::from_toml(&text).map_err(|e| e.to_string())
+    Machine::from_toml(&text).map_err(|e| format!("is {name:?}: {e}"))
 }
 
 /// The mesh section. Ranks stand as `replicate × shard × context × tensor`, rank 0 first and the last
@@ -74,7 +81,8 @@ pub struct MeshSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub strategy: Option<Strategy>,
     /// Whose links the strategies are compared by: a machine that comes with the program, or a TOML file like
-    /// theirs; that of the first rank's GPU when not given.
+    /// theirs; that of the first rank's GPU when not given. [`super::Recipe::load`] gives the file by its absolute
+    /// path.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
     /// How long a group of parameters that was gathered from other ranks stays: `always` cut again behind
@@ -148,9 +156,21 @@ impl MeshSection {
             (None, Some(name)) => (name, "the GPU"),
             (None, None) => (Machine::USUAL, "default"),
         };
-        let wrong = |why| TrainError::recipe("mesh.machine", format!("is {name:?}: {why}"));
+        let wrong = |why| TrainError::recipe("mesh.machine", why);
         let links = machine(name).map_err(wrong)?.links();
         Ok(ChosenLinks { machine: name.to_owned(), by, links })
+    }
+
+    /// Finds the file of a machine from the `folder` of the recipe, and reads it: whatever the mesh, a name that is
+    /// wrong is told at once.
+    pub(super) fn locate_machine(&mut self, folder: &Path) -> Result<(), (String, String)> {
+        let Some(name) = &mut self.machine else { return Ok(()) };
+        if Machine::text_of(name).is_none()
+            && let Some(file) = folder.join(&*name).to_str()
+        {
+            *name = file.to_owned();
+        }
+        machine(name).map(drop).map_err(|why| ("mesh.machine".to_owned(), why))
     }
 
     /// How parameters are cut over the ranks of `mesh`.

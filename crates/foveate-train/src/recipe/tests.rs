@@ -432,8 +432,12 @@ fn links_are_those_of_the_machine_that_is_named_or_has_the_gpu() {
         "h200x8 by default: 8 ranks a host, 360 GB/s within and 40 GB/s between hosts"
     );
     let told = section(Some("b200x8")).links(None).unwrap_err().to_string();
-    assert!(told.starts_with("mesh.machine: is \"b200x8\": "), "{told}");
-    assert!(told.ends_with("; known are h100x8, h200x8"), "{told}");
+    assert_eq!(
+        told,
+        "mesh.machine: is \"b200x8\", which is neither a machine that is known (h100x8, h200x8) nor a file"
+    );
+    let told = section(dir.path().to_str()).links(None).unwrap_err().to_string();
+    assert!(told.contains("\", a file that could not be read: "), "{told}");
     std::fs::write(&file, "name = 3\n").unwrap();
     let told = section(Some(&file)).links(None).unwrap_err().to_string();
     assert!(told.contains("four.toml\": ") && !told.contains('\n'), "{told}");

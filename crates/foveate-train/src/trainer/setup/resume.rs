@@ -131,7 +131,7 @@ pub(super) fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
                        a new run in another run.dir";
         return Err(TrainError::checkpoint(path, message));
     }
-    let saved = Recipe::load(path, &[])?;
+    let saved = Recipe::read(path, &[])?;
     let (old, new) = (&saved.train, &recipe.train);
     let data = DataSection { exclude: recipe.data.exclude.clone(), ..saved.data.clone() };
     let differs = [
