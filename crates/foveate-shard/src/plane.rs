@@ -240,6 +240,13 @@ impl PlanesPart<'_> {
         self.block_masks().map(of).sum()
     }
 
+    /// How many heads of keys each position has, over all layers and batch entries.
+    pub fn key_heads(&self) -> u64 {
+        let Whole { heads, kv_heads, .. } = self.planes.whole;
+        let all = self.block_masks().map(|of| of.layers * of.pairs(&self.batch, &self.heads));
+        all.sum::<u64>() * kv_heads as u64 / heads.max(1) as u64
+    }
+
     /// Keys in live tiles of a row of tiles.
     fn keys_of_row(&self, row: usize) -> Cow<'_, Ranges> {
         if self.which.len() == self.planes.block_masks.len() {

@@ -367,11 +367,28 @@ fn a_row_of_documents_stays_near_its_own_order() {
     let map = Map::new(Mesh::new([1, 1, 2, 1]).unwrap());
     let plan = ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
     let proven = plan.prove(&planes, &Limits::default()).unwrap();
-    assert!(proven.proof().imbalance < 1.01, "{}", proven.proof().imbalance);
-    // Heaviest first to the least loaded rank, one rank needs 17,056 keys of the other.
+    assert!(proven.proof().imbalance <= 1.02, "{}", proven.proof().imbalance);
+    // Heaviest first to the least loaded rank, one rank needs 17,056 keys of the other; exchanged by load alone, 11,776.
     let token = 2 * 8 * 128 * 2 + 4;
     let most = proven.proof().bytes.iter().map(|bytes| bytes.forward_received).max().unwrap();
-    assert!(most / token < 12_000, "{}", most / token);
+    assert!(most / token < 9_000, "{}", most / token);
+}
+
+/// Of eight rows of other documents; exchanged by load alone, the neediest rank needs 8,064 keys of the other.
+#[test]
+fn ranks_need_fewer_keys_of_documents_and_stay_balanced() {
+    let (mut needed, rows) = (0, packed(8, 1 << 16));
+    for starts in rows.chunks(1) {
+        let planes = Planes::new(whole(1 << 16), &[layer(apart(starts))], TILE).unwrap();
+        let map = Map::new(Mesh::new([1, 1, 2, 1]).unwrap());
+        let plan = ShardPlan::new(&map, &planes, &shape(), PlanOptions::default()).unwrap();
+        let proven = plan.prove(&planes, &Limits::default()).unwrap();
+        assert!(proven.proof().imbalance <= 1.02, "{}", proven.proof().imbalance);
+        let bytes = proven.proof().bytes.iter().map(|bytes| bytes.forward_received).max().unwrap();
+        needed += bytes / (2 * 8 * 128 * 2 + 4);
+    }
+    println!("{} keys a row", needed / 8);
+    assert!(needed / 8 < 6_500, "{}", needed / 8);
 }
 
 /// Planes of thousands of short rows are no more than those of few long ones.
