@@ -34,7 +34,7 @@ __device__ const Elem* row_of_key(const ForwardParams& p, const View& view, cons
     return reinterpret_cast<const Elem*>(all.data) + row;
 }
 
-// What the products of a row with keys, and values, are multiplied by.
+// What a row's product with a key is multiplied by, and what that key's value is.
 struct RowScales {
     float scale;
 

@@ -35,6 +35,7 @@ pub use pages::Pages;
 pub use rebind::{RebindError, Rebound};
 
 use foveate_mods::{MaskMod, ScoreMod};
+use foveate_tensor::count::Count;
 use foveate_tensor::{DType, Slice, SliceMut, TensorMut, TensorRef, Varlen};
 
 /// The program: what is computed, whatever the shapes.
@@ -357,9 +358,9 @@ impl<'a> Scales<'a> {
         {
             if found.len() != batch * heads * blocks {
                 return Err(ProblemError::new(format!(
-                    "{} scales of {name} for a batch of {batch}, {heads} heads and {blocks} blocks of rows; \
-                     one each",
-                    found.len()
+                    "{} scales of {name} for a batch of {batch}, {heads} heads and {}; one each",
+                    found.len(),
+                    Count(blocks, "block"),
                 )));
             }
         }

@@ -224,7 +224,7 @@ fn scales_are_one_for_each_head_of_e4m3_operands() {
     assert_eq!(of(DType::F8E4M3, 2, &eight, &four, &four), Ok(2));
     assert_eq!(
         of(DType::F8E4M3, 2, &eight, &four, &eight).unwrap_err(),
-        "8 scales of v for a batch of 2, 2 heads and 1 blocks of rows; one each"
+        "8 scales of v for a batch of 2, 2 heads and 1 block; one each"
     );
     assert_eq!(
         of(DType::BF16, 2, &eight, &four, &four).unwrap_err(),
@@ -255,7 +255,7 @@ fn blocks_of_scales_are_counted_in_the_longest_sequence_and_cut_at_its_end() {
     let said = |blocks, counts| scaled(blocks, None, counts).unwrap_err().to_string();
     assert_eq!(
         said(blocks, [20, 8, 6]),
-        "6 scales of v for a batch of 1, 2 heads and 4 blocks of rows; one each"
+        "6 scales of v for a batch of 1, 2 heads and 4 blocks; one each"
     );
     for rows in [0, 96] {
         assert_eq!(

@@ -254,7 +254,7 @@ fn operands_of_eight_bits_are_refused_where_no_kernel_takes_them_and_scales_wher
     assert_eq!(scaled.get_scales().unwrap().v, [2.0; 4]);
     let few = Scales::of_heads(&[0.5; 4], &[1.0; 4], &[2.0; 4]);
     let few = narrow.clone().scales(few).unwrap_err().to_string();
-    let said = "4 scales of q for a batch of 2, 4 heads and 1 blocks of rows; one each";
+    let said = "4 scales of q for a batch of 2, 4 heads and 1 block; one each";
     assert!(few.contains(said), "{few}");
     let eight = Scales::of_heads(&[0.5; 8], &[1.0; 4], &[2.0; 4]);
     let short = Scales { blocks: ScaleBlocks { q: 32, kv: 64 }, ..eight };

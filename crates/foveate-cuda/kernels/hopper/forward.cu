@@ -30,7 +30,7 @@ struct Softmax {
     float row_max[2], reference_max[2], row_sum[2];        // row_max and row_sum: of this lane's columns
     float scale;                                           // on the sums of products
     float unit, headroom;                                  // RESCALE_THRESHOLD as a score
-    bool unscaled;                                         // scores are sums of products, and row_max is so without FV_SCALE_BLOCKS
+    bool unscaled;                                         // scores are sums of products, so is row_max, but not with FV_SCALE_BLOCKS
 
     __device__ explicit Softmax(float scale) { set_scale(scale); }
 
@@ -279,7 +279,8 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
 }
 
 // A row once more, key by key.
-__device__ void recompute_by_keys(const ForwardParams& p, const PersistentParams& persistent, const Mods& mods, const Sequence& sequence, const RowSteps& steps, int head, int query) {
+__device__ void recompute_by_keys(const ForwardParams& p, const PersistentParams& persistent, const Mods& mods,
+                                  const Sequence& sequence, const RowSteps& steps, int head, int query) {
 #if FV_DTYPE == 3
     recompute_row(p, mods, sequence, steps, KeyedScales{p, persistent, sequence.b, head, query}, head, query);
 #else
@@ -443,7 +444,7 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
     const bool leads = !BY_WARP || threadIdx.x % 32 == 0;
     Ring<FV_STAGES> k;
     Ring<Q_STAGES> q;
-    [[maybe_unused]] KeyScales scales;
+    [[maybe_unused]] KeyScales scales = {};
     auto announce = [&](const Step& step, int bytes) {
         barriers.k_empty(k.stage).wait(k.round - 1);
         if (!leads) return;

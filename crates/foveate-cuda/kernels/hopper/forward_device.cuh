@@ -23,7 +23,8 @@ constexpr int ITEMS = 3;                                   // the item that is f
 constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES, AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
 // Of e4m3 with scales of blocks: rows of a block are a multiple of so many, so that a consumer's queries have one scale, and
 // a tile's keys these. Two places for each stage of K, since the scales are read after K was released.
-constexpr int BLOCK_UNIT = 64, KEY_BLOCKS = FV_SCALE_BLOCKS ? FV_BN / BLOCK_UNIT : 1, N_BLOCK = N / KEY_BLOCKS, SCALE_PLACES = FV_SCALE_BLOCKS ? 2 * FV_STAGES : 0;
+constexpr int BLOCK_UNIT = 64, KEY_BLOCKS = FV_SCALE_BLOCKS ? FV_BN / BLOCK_UNIT : 1, N_BLOCK = N / KEY_BLOCKS;
+constexpr int SCALE_PLACES = FV_SCALE_BLOCKS ? 2 * FV_STAGES : 0;
 constexpr int ITEM_BYTES = FV_SCALE_BLOCKS ? 96 : FV_DTYPE == 3 || FV_MASK_BITS ? 80 : 64;
 constexpr int AT_STEPS = AT_ITEMS + ITEM_BYTES * ITEMS, AT_SCALES = AT_STEPS + 16 * FV_STAGES, AT_BARRIERS = AT_SCALES + 32 * SCALE_PLACES;
 constexpr int SHARED_BYTES = AT_ITEMS + END_BYTES;
@@ -154,7 +155,8 @@ private:
         return barrier;
     }
 };
-static_assert(ITEM_BYTES * ITEMS + 16 * FV_STAGES + 32 * SCALE_PLACES + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES, "no room for barriers");
+static_assert(AT_BARRIERS - AT_ITEMS + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES,
+              "no room for barriers");
 
 // The live tiles of keys of an item, from the last one: what a mask cuts then comes first, together with the
 // end of the item before. A run is read while the one before it is at work.

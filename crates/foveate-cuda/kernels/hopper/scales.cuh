@@ -24,10 +24,10 @@ __device__ inline float scale_at(const ScaleView& view, int b, int head, int row
 }
 
 #if FV_DTYPE == 3
-// V's scale that out is multiplied by: that of the first keys.
+// V's scale that out is multiplied by: that of the first keys, if others can be divided by it.
 __device__ inline float scale_of_out(const PersistentParams& persistent, int b, int head_kv) {
     const float first = scale_at(persistent.v_scale, b, head_kv, 0);
-    return !FV_SCALE_BLOCKS || is_usual(fabsf(first)) ? first : 1.f;
+    return !FV_SCALE_BLOCKS || (fabsf(first) > 1e-37f && fabsf(first) < 8e37f) ? first : 1.f;
 }
 
 // Of a row that is computed key by key.
