@@ -125,6 +125,9 @@ extern "C" __global__ void note_differences(const unsigned* one, const unsigned*
 }
 "#;
 
+/// The results of a problem, in order.
+const NAMES: [&str; 6] = ["out", "lse", "dq", "dk", "dv", "the gradient of bias"];
+
 /// Runs whose results are compared before the host looks.
 const COMPARED_AT_ONCE: usize = 50;
 
@@ -143,6 +146,21 @@ impl Compared {
         let pool = engine.queue().pool();
         let of = |bytes: &Vec<u8>| Ok((pool.upload(bytes)?, pool.upload(&i32::MAX.to_le_bytes())?));
         Ok(Self { kernel, first: results.iter().map(of).collect::<Result<_, CudaError>>()? })
+    }
+
+    /// Whether a bit of the last result is seen to differ, and none else, where `results` are these.
+    fn sees_a_bit(
+        engine: &Engine,
+        results: &[Allocation],
+        bytes: &[Vec<u8>],
+        timeout: Duration,
+    ) -> Result<bool, CudaError> {
+        let mut other = bytes.to_vec();
+        let last = other.len() - 1;
+        *other[last].last_mut().expect("results have elements") ^= 1;
+        let control = Self::new(engine, &other)?;
+        control.queue(engine, results, 7)?;
+        Ok(control.differing(timeout)? == Some((last, 7)))
     }
 
     /// Queues the comparison of `results` of a run, whose sizes are multiples of 4 bytes.
@@ -235,7 +253,6 @@ fn repeat(
             .into_iter()
             .collect(),
     };
-    let names = ["out", "lse", "dq", "dk", "dv", "the gradient of bias"];
     let queue_run = |plan: &CudaPlan| -> Result<(), CudaError> {
         allocations.iter().try_for_each(|allocation| allocation.fill(0xFF))?;
         plan.forward_on(queue, &forward)?;
@@ -252,7 +269,10 @@ fn repeat(
     queue_run(&plan)?;
     let first = results()?;
     if let Some(i) = first.iter().position(|of| of.chunks_exact(4).any(|w| w == [0xFF; 4])) {
-        return Ok(Err(format!("{} was not written everywhere", names[i])));
+        return Ok(Err(format!("{} was not written everywhere", NAMES[i])));
+    }
+    if !Compared::sees_a_bit(engine, &allocations, &first, timeout)? {
+        return Ok(Err("the comparison does not see a bit that differs".into()));
     }
     let compared = Compared::new(engine, &first)?;
     for run in 1..repeats {
@@ -261,7 +281,7 @@ fn repeat(
         if (run % COMPARED_AT_ONCE == 0 || run + 1 == repeats)
             && let Some((i, run)) = compared.differing(timeout)?
         {
-            return Ok(Err(format!("{} of run {run} differs from run 0", names[i])));
+            return Ok(Err(format!("{} of run {run} differs from run 0", NAMES[i])));
         }
     }
     let mut kernels = kernels;
@@ -269,18 +289,20 @@ fn repeat(
     let options = CudaOptions { kernels, ..CudaOptions::default() };
     let plan = CudaPlan::new(engine.clone(), spec, &dims, DType::BF16, options)?;
     queue_run(&plan)?;
-    let any_order = results()?;
-    let mut pairs = first.iter().zip(&any_order).take(5).enumerate();
-    let wrong = pairs.find_map(|(i, (fixed, any))| {
-        let dtype = if i == 1 { DType::F32 } else { DType::BF16 };
-        apart([fixed, any].map(|bytes| numbers(bytes, dtype))).map(|what| (i, what))
-    });
-    Ok(wrong.map_or(Ok(()), |(i, what)| {
-        Err(format!("{what} of {} are not those of any order", names[i]))
-    }))
+    Ok(near(&first, &results()?))
 }
 
-/// How many numbers are further from those of sums in any order than these are from each other, if any are.
+/// Whether results are near those of sums in any order.
+fn near(fixed: &[Vec<u8>], any: &[Vec<u8>]) -> Result<(), String> {
+    let mut pairs = fixed.iter().zip(any).zip(NAMES).take(5).enumerate();
+    let wrong = pairs.find_map(|(i, ((fixed, any), name))| {
+        let dtype = if i == 1 { DType::F32 } else { DType::BF16 };
+        apart([fixed, any].map(|bytes| numbers(bytes, dtype))).map(|what| (name, what))
+    });
+    wrong.map_or(Ok(()), |(name, what)| Err(format!("{what} of {name} are not those of any order")))
+}
+
+/// How many numbers differ by more than the order of a sum explains, if any do.
 fn apart([fixed, any]: [Vec<f32>; 2]) -> Option<String> {
     let largest = any.iter().fold(0f32, |largest, x| largest.max(x.abs()));
     let far = |(x, y): (&f32, &f32)| (x - y).abs() > (x.abs() + y.abs()) / 128.0 + largest / 4096.0;

@@ -174,8 +174,8 @@ fn refused(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
         let plan = causal(engine, &dims, CudaOptions { deterministic, ..options.clone() })?;
         tensors.clear()?;
         for (of, results) in [("forward", 4..6), ("backward", 6..9)] {
-            for left in 0.. {
-                let (parts, left) = (Mutex::default(), AtomicUsize::new(left));
+            for allowed in 0.. {
+                let (parts, left) = (Mutex::default(), AtomicUsize::new(allowed));
                 let refusing = Refusing { engine: engine.clone(), parts, left };
                 let queue = engine.new_queue()?.with_allocator(Arc::new(refusing));
                 let done = match of {
@@ -184,6 +184,9 @@ fn refused(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
                 };
                 queue.stream().wait(options.timeout, "a pass without memory")?;
                 match done {
+                    Ok(()) if allowed == 0 => {
+                        return Ok(Err(format!("a {of} asked for no memory")));
+                    }
                     Ok(()) => break,
                     Err(e) if matches!(e.gpu(), Some(GpuErrorKind::OutOfMemory { .. })) => {}
                     Err(e) => return Ok(Err(format!("{of}: {e}, not an error for memory"))),
