@@ -8,10 +8,10 @@
 // A family says before how its warps own the tile: WARPS_S, the accumulators of a warp; warp_row() and
 // warp_column(), where they begin; KEYS_DOWN, whether rows of accumulators are keys, as of S^T = K Q^T, or
 // queries; lse_of(), what is subtracted from the scores of a query whose lse smem holds; FINDS_HUGE_LSE, whether
-// whoever wrote lse to smem has looked for huge ones; HOLDS_SUMS, whether warps
-// hold HeldSums; SCORE_COPIES, in how many kinds of steps a score stands; and HIDES_FIRST, whether entries that the
-// mask hides are found before their scores are computed instead of after: with the derivative of a score there are twice
-// as many numbers then, and registers for a bit of each before.
+// whoever wrote lse to smem has looked for huge ones; HOLDS_SUMS, whether warps hold HeldSums; SCORE_COPIES, in how
+// many kinds of steps a score stands; and HIDES_FIRST, whether entries that the mask hides are found before their
+// scores are computed instead of after: with the derivative of a score there are twice as many numbers then, and
+// registers for a bit of each before.
 
 typedef float ScoreFragment[WARPS_S.rows][WARPS_S.columns][4];
 

@@ -240,6 +240,7 @@ fv_head_norm_backward(const __grid_constant__ HeadNormBackwardParams p) {
                     #pragma unroll
                     for (int i = 0; i < VECTOR; ++i) {
                         const float product = y[i] * d_y[h][i];
+                        // A product that is not finite reaches the weights of both kinds: its step is left out anyway.
                         #pragma unroll
                         for (int keys = 0; keys < 2; ++keys)
                             d_w[keys][h][i] = fmaf(product, keys == is_key ? inverse[a] : 0.f, d_w[keys][h][i]);

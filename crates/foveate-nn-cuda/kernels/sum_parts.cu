@@ -6,7 +6,7 @@ struct SumPartsParams {
     int parts, width, accumulate, sum_is_f32;
 };
 
-// Of a CTA: a sector of a row, so that many CTAs share the work.
+// Of a CTA: a sector of a row, so that many CTAs share the work. The host counts CTAs by SUM_COLUMNS.
 constexpr int COLUMNS = 8, AT_ONCE = THREADS / COLUMNS;
 
 // A thread adds every AT_ONCE-th part; then lanes of a warp are added, then warps.

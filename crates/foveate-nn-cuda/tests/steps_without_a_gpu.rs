@@ -122,10 +122,9 @@ struct Steps {
 
 /// Later stages have some queries more, as they would where others see their keys.
 fn with_more_queries(plan: &mut ContextPlan, turn: usize) {
-    if let ContextMoves::Keys(stages) = &mut plan.moves {
-        for stage in stages.iter_mut().skip(1).filter(|stage| !stage.queries.is_empty()) {
-            stage.queries.start -= turn * 5 % (stage.queries.start + 1);
-        }
+    let ContextMoves::Keys(stages) = &mut plan.moves else { return };
+    for stage in stages.iter_mut().skip(1).filter(|stage| !stage.queries.is_empty()) {
+        stage.queries.start -= turn * 5 % (stage.queries.start + 1);
     }
 }
 

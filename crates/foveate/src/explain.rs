@@ -225,30 +225,7 @@ impl fmt::Display for Explanation {
         execution.notes.iter().try_for_each(|note| line("note", note.clone()))?;
         execution.trouble.iter().try_for_each(|trouble| line("trouble", trouble.clone()))?;
         let tiling = &execution.tiling;
-        let part = |n: usize| 100.0 * n as f64 / tiling.tiles.max(1) as f64;
-        let empty = tiling.tiles - tiling.full_tiles - tiling.partial_tiles;
-        line(
-            "tiles",
-            format!(
-                "{} of {} x {}{}: {:.1} % full, {}{:.1} % partial by evaluation, {:.1} % empty; \
-                 {:.1} % of what live ones compute is seen",
-                tiling.tiles,
-                tiling.tile_q,
-                tiling.tile_kv,
-                match tiling.tile_heads {
-                    0 | 1 => String::new(),
-                    heads => format!(", {heads} heads share a tile"),
-                },
-                part(tiling.full_tiles),
-                match tiling.bits_tiles {
-                    0 => String::new(),
-                    by_bits => format!("{:.1} % partial by mask bits, ", part(by_bits)),
-                },
-                part(tiling.partial_tiles - tiling.bits_tiles),
-                part(empty),
-                100.0 * tiling.seen_pairs as f64 / tiling.live_pairs.max(1) as f64
-            ),
-        )?;
+        line("tiles", tiles(tiling))?;
         if tiling.block_masks > 0 {
             line(
                 "block mask",
@@ -282,6 +259,30 @@ impl fmt::Display for Explanation {
                 .try_for_each(|d| line("declined", format!("{}: {}", d.backend, d.reason))),
         }
     }
+}
+
+/// How many tiles are of which kind, and what is seen of those that are computed.
+fn tiles(tiling: &Tiling) -> String {
+    let part = |n: usize| 100.0 * n as f64 / tiling.tiles.max(1) as f64;
+    let heads = match tiling.tile_heads {
+        0 | 1 => String::new(),
+        heads => format!(", {heads} heads share a tile"),
+    };
+    let by_bits = match tiling.bits_tiles {
+        0 => String::new(),
+        by_bits => format!("{:.1} % partial by mask bits, ", part(by_bits)),
+    };
+    format!(
+        "{} of {} x {}{heads}: {:.1} % full, {by_bits}{:.1} % partial by evaluation, {:.1} % empty; \
+         {:.1} % of what live ones compute is seen",
+        tiling.tiles,
+        tiling.tile_q,
+        tiling.tile_kv,
+        part(tiling.full_tiles),
+        part(tiling.partial_tiles - tiling.bits_tiles),
+        part(tiling.tiles - tiling.full_tiles - tiling.partial_tiles),
+        100.0 * tiling.seen_pairs as f64 / tiling.live_pairs.max(1) as f64
+    )
 }
 
 /// Operations for people: `1.07 TFLOP`.

@@ -80,7 +80,7 @@ struct RowWriter {
             to[AT_DELTA / 4] = delta[i];
             is_any_huge |= is_huge(lse[i]);
         }
-        if constexpr (HAS_ROW_WEIGHT_SUM && FINDS_HUGE_LSE) reinterpret_cast<int*>(shared)[AT_HUGE / 4 + place] = __any_sync(~0u, is_any_huge);
+        if constexpr (HAS_ROW_WEIGHT_SUM && FINDS_HUGE_LSE) reinterpret_cast<int*>(shared)[AT_HUGE / 4 + stage.stage] = __any_sync(~0u, is_any_huge);
         barriers.full(stage.stage).arrive_warp();
         stage.advance();
         ++number;
@@ -339,7 +339,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                 for (int i = 0; i < mask_words(FV_BM); ++i) visible.words[i] = __ldg(from + i);
             }
             if constexpr (HAS_ROW_WEIGHT_SUM && FINDS_HUGE_LSE)
-                has_huge_lse = reinterpret_cast<const int*>(shared)[AT_HUGE / 4 + (ROW_STAGES == FV_STAGES ? stage.stage : parity)];
+                has_huge_lse = reinterpret_cast<const int*>(shared)[AT_HUGE / 4 + stage.stage];
             float lse[QUERIES_HELD];
             if (FV_OVERLAP && (kind & ~(Step::LAST | Step::BITS)) == 0) {
                 start_s(stage);

@@ -72,6 +72,7 @@ constexpr bool HOLDS_SUMS = true;                          // over the tiles of 
 constexpr int SCORE_COPIES = 2;                            // as the forward counts them: evaluated, and not
 // With a derivative in tiles of 64 queries; elsewhere there is no register for the answer.
 constexpr bool FINDS_HUGE_LSE = SPLITS_DV && FV_SCORE && FV_BM == 64;
+static_assert(!FINDS_HUGE_LSE || ROW_STAGES == FV_STAGES, "a flag for each stage");
 constexpr bool HIDES_FIRST = FV_SCORE && FV_MASK;
 __device__ int warp_row() { return (threadIdx.x / 32 - 4) * 16; }
 __device__ int warp_column() { return 0; }
