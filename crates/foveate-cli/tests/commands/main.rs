@@ -66,7 +66,9 @@ fn what_is_no_file_is_refused_at_once() {
     let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
     let machine = ["shard", "check", recipe, "--mesh", "context=4", "--machine", "/dev/zero"];
     let (code, _, stderr) = run(&machine);
-    let refused = stderr.contains("--machine /dev/zero: it is a pipe or a device, not a file");
+    let refused = stderr.contains(
+        "--machine is \"/dev/zero\", a file that could not be read: it is a pipe or a device",
+    );
     assert!(code == Some(2) && refused, "{code:?} {stderr}");
     let (code, _, stderr) = run(&["shard", "log", "/dev/zero"]);
     assert!(code == Some(1) && stderr.contains("/dev/zero: it is not a file"), "{code:?} {stderr}");
