@@ -51,13 +51,18 @@ pub fn end_with_launcher() -> Result<(), Failure> {
     };
     let id = std::env::var(LAUNCHER).ok().and_then(|id| Pid::from_raw(id.parse().ok()?));
     let Some(launcher) = id else { return Ok(()) };
-    if getppid() == Some(launcher) {
+    let is_child = getppid() == Some(launcher);
+    if is_child {
         set_parent_process_death_signal(Some(Signal::USR1)).map_err(|e| {
             Failure::new(format!("the end of `foveate launch` cannot be watched: {e}"))
         })?;
     }
-    // It may have ended before.
-    if getppid() != Some(launcher) && test_kill_process(launcher).is_err() {
+    // It may have ended before: a child has another parent then, even where nobody has waited for the launcher yet.
+    let is_gone = match is_child {
+        true => getppid() != Some(launcher),
+        false => test_kill_process(launcher) == Err(rustix::io::Errno::SRCH),
+    };
+    if is_gone {
         return Err(Failure::lost("`foveate launch` ended before its ranks began"));
     }
     Ok(())
