@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_shard::collectives::log::{TransferLog, compare, is_log};
+use foveate_shard::collectives::log::{TransferLog, compare, is_named_as_log};
 
 use crate::failure::Failure;
 use crate::output::Output;
@@ -70,7 +70,8 @@ fn of_folder(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
     for entry in std::fs::read_dir(dir).map_err(failed)? {
         files.push(entry.map_err(failed)?.path());
     }
-    files.retain(|file| is_log(file));
+    // One that is damaged is named when it is read.
+    files.retain(|file| is_named_as_log(file));
     if files.is_empty() {
         let message = "there is no transfer log in it; a rank writes one when another fails";
         return Err(Failure::new(format!("{}: {message}", dir.display())));

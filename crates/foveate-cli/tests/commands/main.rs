@@ -74,7 +74,10 @@ fn what_is_no_file_is_refused_at_once() {
     assert!(code == Some(1) && stderr.contains("/dev/zero: it is not a file"), "{code:?} {stderr}");
     let empty = tempfile::tempdir().unwrap();
     let (nowhere, empty) = (empty.path().join("nowhere"), empty.path());
+    let damaged = tempfile::tempdir().unwrap();
+    std::fs::write(damaged.path().join("rank-00003.jsonl"), "{\"rank\": 3").unwrap();
     for (folder, said) in [
+        (damaged.path(), "rank-00003.jsonl:1: "),
         (empty, "no transfer log in it; a rank"),
         (&nowhere, "give the folder `transfers` of a run"),
     ] {

@@ -30,15 +30,18 @@ const ENDS: &str = ".jsonl";
 /// Bytes of a first line at most, by which a file is told to be a log.
 const FIRST_LINE: u64 = 1 << 16;
 
+/// Whether `path` has the name of a file of [`TransferLog::write`].
+pub fn is_named_as_log(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let number = name.and_then(|name| name.strip_prefix(OPENS)?.strip_suffix(ENDS));
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+}
+
 /// Whether `path` has the name of a file of [`TransferLog::write`], and its first line; or nothing, where its rank was
 /// killed before it had written that.
 pub fn is_log(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str());
-    let number = name.and_then(|name| name.strip_prefix(OPENS)?.strip_suffix(ENDS));
-    let named = number
-        .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()));
     // Opening a pipe would wait for its other end.
-    if !named || !fs::metadata(path).is_ok_and(|file| file.is_file()) {
+    if !is_named_as_log(path) || !fs::metadata(path).is_ok_and(|file| file.is_file()) {
         return false;
     }
     let mut line = Vec::new();
