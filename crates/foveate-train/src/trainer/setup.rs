@@ -128,11 +128,9 @@ impl<'a, B: Blocks> Setup<'a, B> {
             ranks.together(same_run(recipe, &texts.folder.recipe()))?;
         }
         let passed_over = whole.as_ref().and_then(|whole| whole.passed_over.clone());
-        // Ranks of a host compute on one GPU each.
+        // But for the rank's own GPU, and for where the machine's file is: its links are compared.
         let mut alike = recipe.clone();
-        alike.run.device = Default::default();
-        // Its links are compared, wherever the file is.
-        alike.mesh.machine = None;
+        (alike.run.device, alike.mesh.machine) = Default::default();
         let text = alike.to_toml()?;
         ranks.agree(&[
             ("version", hash(env!("CARGO_PKG_VERSION")) ^ hash(options.commit.unwrap_or(""))),
