@@ -230,8 +230,8 @@ class Rows(Many):
         return torch.Size(n for n, i in zip(self.tensor.shape, self.index) if i is None)
 
     def __repr__(self) -> str:
-        name = _source.variable(getattr(RUNNING[-1], "function", None), self.tensor) if RUNNING else None
-        return f"{f'captured tensor `{name}`' if name else 'a captured tensor'} with axes left over, of shape {tuple(self.shape)}"
+        called = _source.captured(getattr(RUNNING[-1], "function", None) if RUNNING else None, self.tensor)
+        return f"{called} with axes left over, of shape {tuple(self.shape)}"
 
 
 #: Elements of the longest vector: each operation on one is as many.

@@ -93,7 +93,8 @@ def _at_all_points(
         with _Indexing():
             result = _torch_flex._vmap_for_bhqkv(function, prefix=(0,) * len(scores))(*scores, *indices)
     if not isinstance(result, Tensor):
-        raise ValueError(f"`{_source.name_of(function)}` must return a tensor, got {type(result)}{_source.defined(function)}")
+        name, where = _source.name_of(function), _source.defined(function)
+        raise ValueError(f"`{name}` must return a tensor, got {type(result)}{where}")
     if result.dim() > 4:
         raise TraceError(f"`{_source.name_of(function)}` returns a row of a captured tensor: index all of its axes")
     return result.as_subclass(Tensor).expand(extents)
@@ -104,8 +105,8 @@ def _allowed(block_mask: BlockMask | Mask, extents: tuple[int, int, int, int], d
         return _blocks.dense(block_mask, extents, device)
     allowed = _at_all_points(block_mask.mask_mod, extents, device)
     if allowed.dtype != torch.bool:
-        function = block_mask.mask_mod
-        raise ValueError(f"mask_mod `{_source.name_of(function)}` must return bools, got {allowed.dtype}{_source.defined(function)}")
+        name, where = _source.name_of(block_mask.mask_mod), _source.defined(block_mask.mask_mod)
+        raise ValueError(f"mask_mod `{name}` must return bools, got {allowed.dtype}{where}")
     kinds = _blocks.kinds_of(block_mask, extents, device)
     if kinds is None:
         return allowed

@@ -34,8 +34,28 @@ def _literals(code: types.CodeType) -> tuple[Any, ...]:
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of globals and attributes that a function reads, and those of functions defined inside it."""
+    nested = (name for inner in code.co_consts if isinstance(inner, types.CodeType) for name in _names(inner))
+    return (*code.co_names, *nested)
+
+
+def _called(function: types.FunctionType) -> Iterator[Any]:
+    """Functions that a function has by a global name, or as a module's."""
+    names = _names(function.__code__)
+    for name in names:
+        known = function.__globals__.get(name)
+        if isinstance(known, (types.FunctionType, functools.partial)):
+            yield known
+        elif isinstance(known, types.ModuleType):
+            members = (vars(known).get(member) for member in names)
+            yield from (member for member in members if isinstance(member, (types.FunctionType, functools.partial)))
+
+
 def literals_of(function: Any) -> Iterator[Any]:
-    """Numbers in the source of ``function`` and of functions that it captures, or has by a global name."""
+    """Numbers in the source of ``function`` and of functions that it captures, or has by a global name or as a module's.
+    Torch's functions and the package's have none that are the user's, but may hold functions of the user."""
     seen: set[int] = set()
     waiting = [function]
     while waiting:
@@ -50,9 +70,9 @@ def literals_of(function: Any) -> Iterator[Any]:
         elif isinstance(f, types.MethodType):
             waiting.append(f.__func__)
         elif isinstance(f, types.FunctionType):
-            yield from _literals(f.__code__)
-            known = (f.__globals__.get(name) for name in f.__code__.co_names)
-            waiting.extend(g for g in known if isinstance(g, (types.FunctionType, functools.partial)))
+            if not _is_ours(f.__code__):
+                yield from _literals(f.__code__)
+                waiting.extend(_called(f))
             for cell in f.__closure__ or ():
                 try:
                     waiting.append(cell.cell_contents)
@@ -64,6 +84,7 @@ def literals_of(function: Any) -> Iterator[Any]:
             waiting.append(type(f).__call__)
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_ours(code: types.CodeType) -> bool:
     """Whether code is the package's, or torch's."""
     return os.path.abspath(code.co_filename).startswith((_HERE + os.sep, _TORCH + os.sep))
@@ -83,12 +104,17 @@ def place(error: BaseException) -> str:
 def defined(function: Any) -> str:
     """File, line and name of the user's code that a call of ``function`` runs first, to follow a message; empty where
     that is not Python's."""
-    function = function._function if hasattr(function, "_program") else function  # What a Mask is made of.
     while not isinstance(function, types.FunctionType):
-        inner = getattr(function, "func" if isinstance(function, functools.partial) else "__func__", None)
-        function = type(function).__call__ if inner is None else inner
-        if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
-            return ""
+        if hasattr(function, "_program"):
+            function = function._function  # What a Mask is made of.
+        elif isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        else:
+            function = type(function).__call__
+            if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
+                return ""
     code = function.__code__
     if _is_ours(code):
         return ""
@@ -103,9 +129,12 @@ def miscalled(kind: str, function: Any, given: int, error: TypeError) -> TypeErr
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
-    if tb is not None and tb.tb_frame.f_code.co_name == "__call__":
+    if tb is None or not os.path.abspath(tb.tb_frame.f_code.co_filename).startswith(_HERE + os.sep):
+        return None  # A function of torch has begun.
+    caller: Any = tb.tb_frame.f_locals.get("self")
+    if hasattr(caller, "_program"):
         # A Mask that calls what it is made of, which may be one of several that are joined.
-        function = getattr(tb.tb_frame.f_locals.get("self"), "_function", function)
+        function = caller._function
     return TypeError(f"{kind}_mod `{name_of(function)}` is called with {given} values: {error}{defined(function)}")
 
 
@@ -116,15 +145,16 @@ def named(error: IndexError, *functions: _native.Traced | None) -> IndexError:
         for capture in traced.captures:
             slot = f"captured buffer `{capture.name}`"
             if slot in message:
-                name = variable(traced.function, capture.tensor)
-                shape = tuple(capture.tensor.shape)
-                message = message.replace(slot, f"captured tensor `{name}`" if name else f"a captured tensor of shape {shape}")
+                called = captured(traced.function, capture.tensor)
+                shape = "" if "`" in called else f" of shape {tuple(capture.tensor.shape)}"
+                message = message.replace(slot, called + shape)
     return IndexError(message)
 
 
-def variable(function: Any, tensor: torch.Tensor) -> str | None:
-    """The name by which ``function`` reaches a tensor."""
-    return next((name for name, value in _variables(function) if value is tensor), None)
+def captured(function: Any, tensor: torch.Tensor) -> str:
+    """What a captured tensor is called in messages: by the name by which ``function`` reaches it."""
+    name = next((name for name, value in _variables(function) if value is tensor), None)
+    return f"captured tensor `{name}`" if name else "a captured tensor"
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from ._arguments import unwrapped
 from ._calls import RUNNING, Many, Reader, applied, called
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
-from ._source import defined, literals_of, miscalled, name_of, place, said, variable
+from ._source import captured, defined, literals_of, miscalled, name_of, place, said
 
 #: A score function: of the score, b, h, q_idx and kv_idx.
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -66,9 +66,7 @@ class Trace(Reader):
         """An argument of an operation: 0-d tensors are values, others are no operands."""
         if isinstance(x, torch.Tensor):
             if x.dim() != 0:
-                known = variable(self.function, x)
-                what = f"captured tensor `{known}`" if known else "a captured tensor"
-                raise TraceError(f"`{name}` is given {what} of shape {tuple(x.shape)}; index it first")
+                raise TraceError(f"`{name}` is given {captured(self.function, x)} of shape {tuple(x.shape)}; index it first")
             # The value of one on a device is read by the kernel: nothing waits for it.
             if x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
                 return self.capture(x).only()

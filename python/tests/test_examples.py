@@ -1,4 +1,4 @@
-"""The examples of examples/python run: each checks its own result, in a process of its own and in less than a minute."""
+"""The examples of examples/python run: each checks its own result, in a process of its own, in less than a minute."""
 
 import resource
 import subprocess

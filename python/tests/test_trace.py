@@ -5,11 +5,13 @@ import math
 import os
 import random
 import re
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from reference import NO_LOGSIGMOID, UNREAD, close, dense
+from torch.nn.functional import silu
 from torch.overrides import TorchFunctionMode
 
 from foveate import AuxRequest, Mask, TraceError, _calls, _native, _trace, create_block_mask, flex_attention
@@ -493,6 +495,10 @@ def halved(i):
     return i // 2
 
 
+MODULE = types.ModuleType("module")
+MODULE.halved = halved
+
+
 def test_numbers_in_the_source_are_constants_in_what_it_calls_too():
     def mask(b, h, i, j):
         near = halved(i) - j < 1
@@ -502,6 +508,25 @@ def test_numbers_in_the_source_are_constants_in_what_it_calls_too():
 
     text = _trace.mask(mask, EXTENTS).text()
     assert "mn" not in text and all(n in text for n in ("/ 2", "< 1", "4", "8")), text
+    for called in (lambda i: (lambda x: halved(x))(i), lambda i: MODULE.halved(i)):
+        text = _trace.mask(lambda b, h, i, j: called(i) < j, EXTENTS).text()
+        assert "mn" not in text and "/ 2" in text, text
+
+
+@pytest.mark.parametrize("score", [
+    lambda n: lambda s, b, h, i, j: silu(s) + n,
+    lambda n: lambda s, b, h, i, j: torch.add(s, i, alpha=n),
+    lambda n: lambda s, b, h, i, j: s - torch.sub(i, j, alpha=n),
+    lambda n: lambda s, b, h, i, j: torch.addcmul(s, i, j, value=n),
+    lambda n: lambda s, b, h, i, j: torch.rsub(s, i, alpha=n),
+])
+def test_numbers_of_torch_and_of_no_effect_are_run_time_scalars_too(score):
+    assert len({_trace.score(score(n), EXTENTS).text() for n in (0, 1, 2, 3)}) == 1
+
+
+def test_numbers_of_the_tracer_are_constants():
+    for score in (lambda s, b, h, i, j: torch.reciprocal(s), lambda s, b, h, i, j: torch.log10(s)):
+        assert "sn" not in _trace.score(score, EXTENTS).text()
 
 
 def test_a_captured_number_compiles_nothing_new():
@@ -592,7 +617,8 @@ def number(score, b, h, q, kv):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("function", [three, functools.partial(three, b=0), Called(), Called().__call__, number])
+@pytest.mark.parametrize("function", [three, functools.partial(three, b=0), Called(), Called().__call__,
+                                      functools.partial(Called()), number])
 def test_wrong_arguments_and_results_of_a_score_are_refused_with_file_and_line(function, dtype):
     q = torch.randn(1, 2, 5, 8, dtype=dtype)
     code = getattr(getattr(function, "func", function), "__code__", Called.__call__.__code__)
@@ -632,6 +658,15 @@ def test_a_type_error_of_a_functions_body_stays_what_it_is(dtype):
     q = torch.randn(1, 2, 5, 8, dtype=dtype)
     with pytest.raises(TypeError, match=r"^object of type 'int' has no len\(\)$"):
         flex_attention(q, q, q, lambda s, b, h, q, kv: s + len(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_type_error_inside_a_function_of_torch_is_no_wrong_arity(dtype):
+    q = torch.randn(1, 2, 5, 8, dtype=dtype)
+    of_torch: dict = {}
+    exec(compile("def wrong(s, b, h, q, kv): return s + len(3)", torch.__file__, "exec"), of_torch)
+    with pytest.raises(TypeError, match=r"^object of type 'int' has no len\(\)$"):
+        flex_attention(q, q, q, of_torch["wrong"])
 
 
 def test_a_traced_value_that_outlives_its_function_is_refused():

@@ -11,12 +11,12 @@ from .._native import Expr, TraceError
 from .base import binary, cast, floating, is_float, own, reflected, same, Scalar, unary, valued, where
 
 
-def _add(a: Scalar, b: Scalar, *, alpha: float = 1) -> Expr:
-    return _native.binary("add", a, b if alpha == 1 else _native.binary("mul", b, alpha))
+def _add(a: Scalar, b: Scalar, *, alpha: float | None = None) -> Expr:
+    return _native.binary("add", a, b if alpha is None else _native.binary("mul", b, alpha))
 
 
-def _sub(a: Scalar, b: Scalar, *, alpha: float = 1) -> Expr:
-    return _native.binary("sub", a, b if alpha == 1 else _native.binary("mul", b, alpha))
+def _sub(a: Scalar, b: Scalar, *, alpha: float | None = None) -> Expr:
+    return _native.binary("sub", a, b if alpha is None else _native.binary("mul", b, alpha))
 
 
 def _div(a: Scalar, b: Scalar, *, rounding_mode: str | None = None) -> Expr:
@@ -68,13 +68,18 @@ def _sign(x: Expr) -> Expr:
     return where(x > zero, own(1, x), where(x < zero, own(-1, x), where(x == x, zero, x)))
 
 
+def _reciprocal(x: Scalar) -> Expr:
+    x = floating(x)
+    return _native.binary("truediv", own(1, x), x)
+
+
 def _pow(a: Scalar, b: Scalar) -> Expr:
     if isinstance(b, float) and b == 0.5:
         return _native.unary("sqrt", a)
     return _native.binary("pow", a, b)
 
 
-def _addcmul(x: Scalar, a: Scalar, b: Scalar, *, value: float = 1) -> Expr:
+def _addcmul(x: Scalar, a: Scalar, b: Scalar, *, value: float | None = None) -> Expr:
     return _add(x, _native.binary("mul", a, b), alpha=value)
 
 
@@ -101,7 +106,7 @@ def _ldexp(x: Scalar, exponent: Scalar) -> Expr:
     return floating(x) * _native.unary("exp2", floating(exponent))
 
 
-def _addcdiv(x: Scalar, a: Scalar, b: Scalar, *, value: float = 1) -> Expr:
+def _addcdiv(x: Scalar, a: Scalar, b: Scalar, *, value: float | None = None) -> Expr:
     return _add(x, _native.binary("truediv", a, b), alpha=value)
 
 
@@ -110,7 +115,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "radd": lambda a, b: _add(b, a),
     "sub": _sub,
     "subtract": _sub,
-    "rsub": lambda a, b, *, alpha=1: _sub(b, a, alpha=alpha),
+    "rsub": lambda a, b, *, alpha=None: _sub(b, a, alpha=alpha),
     "mul": binary("mul"),
     "multiply": binary("mul"),
     "rmul": reflected("mul"),
@@ -131,7 +136,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "rpow": lambda a, b: _pow(b, a),
     "float_power": lambda a, b: _pow(floating(a), b),
     "square": lambda x: x * x,
-    "reciprocal": lambda x: 1.0 / x,
+    "reciprocal": _reciprocal,
     "neg": unary("neg"),
     "negative": unary("neg"),
     "positive": same,

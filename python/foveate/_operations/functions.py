@@ -182,7 +182,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "expm1": expm1,
     "log": unary("log"),
     "log2": unary("log2"),
-    "log10": lambda x: _native.unary("log", x) * (1 / math.log(10)),
+    "log10": lambda x: _scaled(1 / math.log(10))(_native.unary("log", x)),
     "log1p": log1p,
     "sqrt": unary("sqrt"),
     "rsqrt": unary("rsqrt"),
