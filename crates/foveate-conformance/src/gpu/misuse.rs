@@ -1,18 +1,18 @@
 //! Calls that a GPU cannot run: one clear error each, and nothing corrupted. By every family of kernels that it runs.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+#[path = "../../../foveate-cuda/tests/refusing/mod.rs"]
+mod refusing;
+
+use std::sync::Arc;
 
 use foveate_cuda::{
     CudaErrorKind, CudaOptions, CudaPlan, DeviceForward, DeviceOperands, DeviceTensor, Engine,
 };
-use foveate_gpu::abi::Address;
-use foveate_gpu::driver::{Allocation, Allocator};
-use foveate_gpu::{GpuError, GpuErrorKind};
+use foveate_gpu::GpuErrorKind;
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr};
 use foveate_problem::Spec;
 use foveate_tensor::DType;
+use refusing::Refusing;
 
 use crate::gpu::checks::{Outcome, expect_refusal, on_gpu};
 use crate::gpu::tensors::{Tensors, causal, dims, families};
@@ -141,31 +141,6 @@ fn out_of_range(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     Ok(Ok(()))
 }
 
-/// Gives memory of the engine's own pool so many times, and says then that there is none.
-#[derive(Debug)]
-struct Refusing {
-    engine: Arc<Engine>,
-    parts: Mutex<HashMap<Address, Allocation>>,
-    left: AtomicUsize,
-}
-
-// SAFETY: the engine's own pool gives the memory, which is kept for as long as the allocator is there.
-unsafe impl Allocator for Refusing {
-    fn allocate(&self, bytes: usize, _: usize) -> Result<Address, GpuError> {
-        let one = |left: usize| left.checked_sub(1);
-        if self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one).is_err() {
-            return Err(GpuErrorKind::OutOfMemory { bytes, free: 0, total: 0 }.into());
-        }
-        let memory = self.engine.queue().pool().take(bytes + 256)?;
-        let address = memory.address().next_multiple_of(256);
-        self.parts.lock().unwrap_or_else(PoisonError::into_inner).insert(address, memory);
-        Ok(address)
-    }
-
-    // What was given is not given again before all work on it is done.
-    unsafe fn free(&self, _: Address, _: usize, _: usize) {}
-}
-
 /// Both passes of a masked problem, each allocation refused in turn.
 fn refused(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
     let dims = dims(4, 300);
@@ -175,9 +150,7 @@ fn refused(engine: &Arc<Engine>, options: &CudaOptions) -> Outcome {
         tensors.clear()?;
         for (of, results) in [("forward", 4..6), ("backward", 6..9)] {
             for allowed in 0.. {
-                let (parts, left) = (Mutex::default(), AtomicUsize::new(allowed));
-                let refusing = Refusing { engine: engine.clone(), parts, left };
-                let queue = engine.new_queue()?.with_allocator(Arc::new(refusing));
+                let queue = engine.new_queue()?.with_allocator(Refusing::after(allowed, engine));
                 let done = match of {
                     "forward" => plan.forward_on(&queue, &tensors.forward()),
                     _ => plan.backward_on(&queue, &tensors.backward()),

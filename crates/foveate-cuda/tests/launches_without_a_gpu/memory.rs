@@ -1,5 +1,8 @@
 //! Whose memory passes take, how long it is kept, and that nobody waits for it.
 
+#[path = "../refusing/mod.rs"]
+mod refusing;
+
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,6 +19,7 @@ use foveate_gpu::driver::{Allocation, Allocator, Graph};
 use foveate_gpu::{GpuError, GpuErrorKind};
 use foveate_mods::{Buffer, MaskMod, ScoreMod, expr, masks};
 use foveate_problem::{Dims, Spec};
+use refusing::Refusing;
 
 use super::{DIMS, PLAIN, Tensors, inside, launches, names, of_documents, plan};
 
@@ -381,31 +385,6 @@ fn memory_is_taken_and_given_back_without_locks_that_other_calls_need() {
     held("other lengths");
 }
 
-/// Gives memory of the engine's own pool so many times, and says then that there is none.
-#[derive(Debug)]
-struct Refusing {
-    parts: Mutex<HashMap<Address, Allocation>>,
-    left: AtomicUsize,
-}
-
-// SAFETY: the engine's own pool gives the memory, which is kept until it is taken back.
-unsafe impl Allocator for Refusing {
-    fn allocate(&self, bytes: usize, _: usize) -> Result<Address, GpuError> {
-        let one = |left: usize| left.checked_sub(1);
-        if self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one).is_err() {
-            return Err(GpuErrorKind::OutOfMemory { bytes, free: 0, total: 0 }.into());
-        }
-        let memory = Engine::get(0).unwrap().queue().pool().take(bytes + 256)?;
-        let address = memory.address().next_multiple_of(256);
-        self.parts.lock().unwrap().insert(address, memory);
-        Ok(address)
-    }
-
-    unsafe fn free(&self, address: Address, _: usize, _: usize) {
-        self.parts.lock().unwrap().remove(&address);
-    }
-}
-
 type Pass<'a> = &'a dyn Fn(&Queue) -> Result<(), CudaError>;
 
 /// Kernels that write only what the engine keeps for itself.
@@ -456,8 +435,8 @@ fn without_memory_for_lists_bits_or_sums_destinations_are_as_they_were() {
             tensors.blocks.iter().for_each(|block| block.fill(0x5A).unwrap());
             launches();
             let refused = (0..).take_while(|&left| {
-                let refusing = Refusing { parts: Mutex::default(), left: left.into() };
-                let queue = engine.new_queue().unwrap().with_allocator(Arc::new(refusing));
+                let refusing = Refusing::after(left, &engine);
+                let queue = engine.new_queue().unwrap().with_allocator(refusing);
                 let Err(said) = pass(&queue) else { return false };
                 assert!(matches!(said.gpu(), Some(GpuErrorKind::OutOfMemory { .. })), "{said}");
                 let queued = launches();
