@@ -332,6 +332,21 @@ fn ranks_that_are_killed_before_the_first_save_begin_again_by_resume() {
     assert!(reached("run") == reached("straight"), "{said}");
 }
 
+/// Processes that are nobody's children any more: none trains on after a test that failed.
+#[cfg(target_os = "linux")]
+struct Left(Vec<u32>);
+
+#[cfg(target_os = "linux")]
+impl Drop for Left {
+    fn drop(&mut self) {
+        for &id in &self.0 {
+            if status(id).is_some_and(|(_, state)| state != 'Z') {
+                let _ = Command::new("kill").args(["-KILL", &id.to_string()]).status();
+            }
+        }
+    }
+}
+
 /// The processes that `parent` has started and that run.
 #[cfg(target_os = "linux")]
 fn children(parent: u32) -> Vec<u32> {
@@ -359,17 +374,19 @@ fn ranks_whose_launch_is_killed_save_and_end() {
     let launch = [&["launch", "--ranks", "2", "--", "train", "recipe.toml"][..], &endless].concat();
     let mut launcher = place.command(&launch).stderr(Stdio::null()).spawn().unwrap();
     let log = place.path("run/metrics.jsonl");
+    let began = Instant::now();
     while std::fs::read_to_string(&log).map_or(0, |t| t.matches("\"step\"").count()) < 3 {
         assert_eq!(launcher.try_wait().unwrap(), None, "it ended before it was killed");
+        assert!(began.elapsed() < Duration::from_secs(60), "ranks do not begin");
         std::thread::sleep(Duration::from_millis(5));
     }
-    let ranks = children(launcher.id());
-    assert_eq!(ranks.len(), 2);
+    let ranks = Left(children(launcher.id()));
+    assert_eq!(ranks.0.len(), 2);
     launcher.kill().unwrap();
     launcher.wait().unwrap();
     let began = Instant::now();
     // Whoever inherits a process may leave it a zombie.
-    while ranks.iter().any(|&rank| status(rank).is_some_and(|(_, state)| state != 'Z')) {
+    while ranks.0.iter().any(|&rank| status(rank).is_some_and(|(_, state)| state != 'Z')) {
         assert!(began.elapsed() < Duration::from_secs(60), "ranks train on");
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -525,9 +525,9 @@ impl Recipe {
         let mut recipe = Self::read(path, overrides)?;
         let file = path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let machine = recipe.mesh.locate_machine(file.parent().unwrap_or(Path::new("")));
-        machine.map_err(|(key, why)| {
+        machine.map_err(|why| {
             let place = path.display().to_string();
-            TrainError::recipe(place, format!("{key} {why}")).of_overrides(overrides)
+            TrainError::recipe(place, format!("mesh.machine {why}")).of_overrides(overrides)
         })?;
         Ok(recipe)
     }

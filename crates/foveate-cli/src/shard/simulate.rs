@@ -1,8 +1,8 @@
 //! `foveate shard simulate`: how long a step of a recipe would take on a mesh of a machine.
 //!
 //! Blocks of a step are those of the dry run on a rank's part; what they take follows from the
-//! machine's rates. Transfers are those of the plan of attention and of the step that is proven. Ranks with one place on `context` do the same
-//! at the same time, so one of them stands for all.
+//! machine's rates. Transfers are those of the plan of attention and of the step that is proven. Ranks with one place
+//! on `context` do the same at the same time, so one of them stands for all.
 
 mod attention;
 mod run;

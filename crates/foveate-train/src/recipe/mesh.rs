@@ -163,14 +163,14 @@ impl MeshSection {
 
     /// Finds the file of a machine from the `folder` of the recipe, and reads it: whatever the mesh, a name that is
     /// wrong is told at once.
-    pub(super) fn locate_machine(&mut self, folder: &Path) -> Result<(), (String, String)> {
+    pub(super) fn locate_machine(&mut self, folder: &Path) -> Result<(), String> {
         let Some(name) = &mut self.machine else { return Ok(()) };
         if Machine::text_of(name).is_none()
             && let Some(file) = folder.join(&*name).to_str()
         {
             *name = file.to_owned();
         }
-        machine(name).map(drop).map_err(|why| ("mesh.machine".to_owned(), why))
+        machine(name).map(drop)
     }
 
     /// How parameters are cut over the ranks of `mesh`.
