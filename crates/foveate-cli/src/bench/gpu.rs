@@ -1,6 +1,6 @@
 //! `foveate bench gpu`: how fast attention runs on a GPU, beside what PyTorch makes of it.
 //!
-//! A case is run warm between device events until its time is spent, and its median is reported;
+//! A case is run warm between device events, the host ahead, until its time is spent, and its median is reported;
 //! the rate counts the operations on pairs that the mask lets through. Clock and power of the GPU
 //! while it runs stand beside it, where NVML tells them. The peers are timed by
 //! `benches/gpu_peers.py` on the same cases and the same data; its report is joined here, and
@@ -33,6 +33,8 @@ use floor::{Floor, Limit};
 
 /// How many elements of a result are compared with a peer's.
 const SAMPLES: usize = 16;
+/// Runs that are timed without a pause.
+const AT_ONCE: usize = 5;
 
 #[derive(Debug, ClapArgs)]
 pub struct Args {
@@ -385,13 +387,11 @@ fn time(
     budget: Duration,
     watched: Option<&gpu::driver::Device>,
 ) -> Result<(Vec<f64>, Option<Conditions>), Failure> {
-    for _ in 0..3 {
-        prepared.time()?;
-    }
+    prepared.times(2)?;
     let watch = watched.map(Watch::begin).transpose()?;
     let (began, mut times) = (Instant::now(), Vec::new());
     while times.len() < 5 || (began.elapsed() < budget && times.len() < 200) {
-        times.push(prepared.time()?);
+        times.extend(prepared.times(AT_ONCE)?);
     }
     Ok((times, watch.map(Watch::end).transpose()?))
 }

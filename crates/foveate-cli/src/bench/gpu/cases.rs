@@ -480,15 +480,23 @@ impl Prepared {
         self.plan.tune(arrangement, self.backward, CANDIDATES, tell)
     }
 
-    /// Runs the pass once and gives its milliseconds of device time.
-    pub fn time(&self) -> Result<f64, Failure> {
-        let device = self.engine.device();
-        let (begin, end) = (Event::new(device)?, Event::new(device)?);
-        begin.record(self.engine.queue().stream())?;
+    /// Milliseconds of device time of `runs` runs that follow one another without a pause. One that is not timed goes
+    /// before: while it runs the host queues the others, so that its own part is not measured.
+    pub fn times(&self, runs: usize) -> Result<Vec<f64>, Failure> {
+        let stream = self.engine.queue().stream();
+        let mark = || {
+            let event = Event::new(self.engine.device())?;
+            event.record(stream)?;
+            Ok::<_, Failure>(event)
+        };
         self.run()?;
-        end.record(self.engine.queue().stream())?;
-        end.wait(self.plan.options().timeout, "a case of the benchmark")?;
-        Ok(f64::from(end.ms_since(&begin)?))
+        let mut marks = vec![mark()?];
+        for _ in 0..runs {
+            self.run()?;
+            marks.push(mark()?);
+        }
+        marks[runs].wait(self.plan.options().timeout, "a case of the benchmark")?;
+        marks.windows(2).map(|m| Ok(f64::from(m[1].ms_since(&m[0])?))).collect()
     }
 
     /// A few elements of the result (out, or dq) all over it: what a peer's are compared with.
