@@ -71,10 +71,8 @@ def hopper():
     """Columns are peers, rows sizes and cases: a bar spans the head dims 64 and 128 at length 8192."""
     found = {}
     for which, heading in (
-        ("forward", "## Beside the peers"),
-        ("backward", "## The backward beside the peers"),
-        ("forward", "## Beside FlexAttention"),
-        ("backward", "### The backward beside it"),
+        ("forward", "## Beside the peers, the host ahead"),
+        ("backward", "### The backward, the host ahead"),
     ):
         head, rows = table("hopper.md", heading)
         for case, *cells in rows:
