@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use foveate::DType;
 use foveate::tensor::count::Count;
-use foveate_nn::{Blocks, Model, ParameterState, Rule};
+use foveate_nn::{Blocks, Model, MomentDtype, ParameterState, Precision, Rule};
 use serde::Serialize;
 
 use super::super::Anew;
@@ -144,8 +145,7 @@ pub(super) fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
         ("train.z_loss", old.z_loss != new.z_loss),
         ("optimizer.kind", saved.optimizer.kind != recipe.optimizer.kind),
         ("optimizer.groups", frozen(&saved) != frozen(recipe)),
-        // What is kept is not rounded in the middle of a run.
-        ("precision.state", narrowness(recipe) > narrowness(&saved)),
+        ("precision.state", !keeps(kept(recipe), kept(&saved))),
     ];
     match differs.iter().find(|(_, differs)| *differs) {
         Some((key, _)) => {
@@ -153,6 +153,7 @@ pub(super) fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
                 "[model]" => difference("model", &saved.model, &recipe.model),
                 "[attention]" => difference("attention", &saved.attention, &recipe.attention),
                 "[data]" => difference("data", &data, &recipe.data),
+                "precision.state" => difference("precision", &saved.precision, &recipe.precision),
                 _ => None,
             };
             let field = field.map_or(String::new(), |field| format!(": {field}"));
@@ -206,16 +207,17 @@ fn frozen(recipe: &Recipe) -> Vec<(&str, bool)> {
     groups.iter().filter(|_| any).map(|group| (group.names.as_str(), group.frozen)).collect()
 }
 
-/// States of a larger number keep less of what one of a smaller number keeps.
-fn narrowness(recipe: &Recipe) -> u8 {
-    match recipe.precision.state {
-        None | Some(ParameterState::F32 | ParameterState::Exact | ParameterState::HostMoments) => 0,
-        // What is kept from step to step is all of it.
-        Some(ParameterState::Bf16Gradients) => 0,
-        Some(ParameterState::Bf16Moments) => 1,
-        Some(ParameterState::Int8Moments) => 2,
-        Some(ParameterState::Bf16) => 3,
-    }
+/// What a recipe keeps of each parameter. What it keeps where it names no state, on a CPU or a GPU, is exact.
+fn kept(recipe: &Recipe) -> Precision {
+    recipe.precision.state.unwrap_or(ParameterState::Exact).into()
+}
+
+/// Whether `new` keeps masters and moments of `old` without rounding them: neither of bf16 moments and moments of
+/// 8 bits has the numbers of the other.
+fn keeps(new: Precision, old: Precision) -> bool {
+    let has_masters = |of: Precision| of.weights == DType::F32 || of.remainders;
+    (has_masters(new) || !has_masters(old))
+        && (new.moments == MomentDtype::F32 || new.moments == old.moments)
 }
 
 #[cfg(test)]
@@ -233,25 +235,25 @@ mod tests {
             recipe.precision.state = state;
             recipe
         };
-        use ParameterState::{Bf16, Bf16Moments, Exact, F32, HostMoments, Int8Moments};
-        let states = [
-            (None, 0),
-            (Some(F32), 0),
-            (Some(Exact), 0),
-            (Some(HostMoments), 0),
-            (Some(Bf16Moments), 1),
-            (Some(Int8Moments), 2),
-            (Some(Bf16), 3),
-        ];
-        for (saved, kept) in states {
+        use ParameterState::{
+            Bf16, Bf16Gradients, Bf16Moments, Exact, F32, HostMoments, Int8Moments,
+        };
+        let all: Vec<_> =
+            std::iter::once(None).chain(ParameterState::ALL.into_iter().map(Some)).collect();
+        let exact = [None, Some(F32), Some(Exact), Some(Bf16Gradients), Some(HostMoments)];
+        for &saved in &all {
             std::fs::write(&path, recipe(saved).to_toml().unwrap()).unwrap();
-            for (new, keeps) in states {
+            for &new in &all {
+                let is_kept = new == saved
+                    || exact.contains(&new)
+                    || (saved, new) == (Some(Bf16), Some(Bf16Moments));
                 let refused = same_run(&recipe(new), &path).map_err(|e| e.to_string());
-                assert_eq!(refused.is_err(), keeps > kept, "{saved:?} to {new:?}: {refused:?}");
+                assert_eq!(refused.is_ok(), is_kept, "{saved:?} to {new:?}: {refused:?}");
             }
         }
-        std::fs::write(&path, recipe(None).to_toml().unwrap()).unwrap();
+        std::fs::write(&path, recipe(Some(Int8Moments)).to_toml().unwrap()).unwrap();
         let told = same_run(&recipe(Some(Bf16Moments)), &path).unwrap_err().to_string();
-        assert!(told.contains("precision.state is not what this run was started with"), "{told}");
+        let values = "precision.state was \"int8_moments\" and is \"bf16_moments\"; restore it";
+        assert!(told.contains(values), "{told}");
     }
 }
