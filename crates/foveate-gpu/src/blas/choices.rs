@@ -2,7 +2,9 @@
 //!
 //! The library orders its algorithms for a problem by an estimate of their time. Where products are
 //! tuned, the first [`CANDIDATES`] run when a problem is first queued, and the fastest computes it from
-//! there on. Times differ from run to run, and algorithms may differ in their bits, so a choice is kept:
+//! there on. The library names no more, but has more: large products are also tried with other tiles and
+//! clusters than it names, and what was fastest of all runs again on a GPU that is warm, since a card at
+//! its limit of power has another order. Times differ from run to run, and algorithms may differ in their bits, so a choice is kept:
 //! in the folder of compiled kernels for other processes, and by whoever asks for
 //! [`Choices::used`], such as a checkpoint. Its name has all that decides what the library offers.
 
@@ -15,6 +17,44 @@ use crate::cache::write_whole;
 
 /// Algorithms of a problem that are timed.
 pub const CANDIDATES: usize = 8;
+
+/// A problem is searched beyond those where it has so many times the operations from which on products are tuned.
+const SEARCHED: f64 = 200.0;
+
+/// An algorithm of a problem: one that the library names, or the same with another tile or cluster of thread blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variation {
+    /// In the library's order.
+    pub named: usize,
+    /// Its own where 0.
+    pub tile: u32,
+    /// Its own where 0.
+    pub cluster: u16,
+}
+
+impl Variation {
+    pub fn named(named: usize) -> Self {
+        Self { named, tile: 0, cluster: 0 }
+    }
+
+    pub fn is_named(self) -> bool {
+        self == Self::named(self.named)
+    }
+
+    /// As choices are kept: that of the library's order, where nothing is varied.
+    pub fn number(self) -> usize {
+        self.named | (self.tile as usize) << 4 | (self.cluster as usize) << 20
+    }
+
+    /// That of a number.
+    pub fn of(number: usize) -> Self {
+        Self {
+            named: number & 15,
+            tile: (number >> 4 & 0xffff) as u32,
+            cluster: (number >> 20 & 0xffff) as u16,
+        }
+    }
+}
 
 /// The file in the folder of compiled kernels: a line `NUMBER NAME` a problem.
 const FILE: &str = "products.txt";
@@ -49,6 +89,11 @@ impl Choices {
     pub fn name(&self, key: &Key, flops: f64) -> Option<String> {
         let worth = self.least_flops.is_some_and(|least| flops >= least);
         worth.then(|| format!("{}: {key}", self.identity))
+    }
+
+    /// Whether more than what the library names is tried for a problem that is tuned.
+    pub fn searches(&self, flops: f64) -> bool {
+        self.least_flops.is_some_and(|least| flops >= SEARCHED * least)
     }
 
     /// What is taken for a problem: as before, or what `choose` finds.
@@ -107,6 +152,18 @@ mod tests {
 
     fn take(choices: &mut Choices, name: &str, found: Result<usize, ()>) -> Result<usize, ()> {
         choices.take(name.to_owned(), || found)
+    }
+
+    #[test]
+    fn variations_have_numbers_and_those_that_the_library_names_its_own() {
+        assert_eq!(Variation::named(7).number(), 7);
+        for variation in [
+            Variation::named(0),
+            Variation { named: 7, tile: 1, cluster: 0 },
+            Variation { named: 3, tile: 0xffff, cluster: 16 },
+        ] {
+            assert_eq!(Variation::of(variation.number()), variation);
+        }
     }
 
     #[test]

@@ -52,7 +52,7 @@ use crate::library::Library;
 use crate::queue::Queue;
 use crate::sync::lock;
 use crate::tensor::DeviceTensor;
-use choices::{CANDIDATES, Choices};
+use choices::{CANDIDATES, Choices, Variation};
 use matrix::{Matrix, Order};
 use prepared::{Key, Prepared};
 use sys::Functions;
@@ -216,7 +216,8 @@ impl Engine {
 
     /// From here on, has the library's best kernels run when a product of `least_flops` operations or
     /// more is first queued, a few times each, and takes the fastest of them for all that are like it;
-    /// the caller waits for that. Products that add to c in place cannot be repeated, and take the
+    /// the caller waits for that. For a product of 200 times as many it also tries tiles and clusters of
+    /// thread blocks that the library does not name. Products that add to c in place cannot be repeated, and take the
     /// library's first where nothing like them was queued before.
     ///
     /// A choice is kept in the folder of compiled kernels, for other processes. `given` are choices of
@@ -228,8 +229,8 @@ impl Engine {
         }
     }
 
-    /// Which of the library's kernels compute products that were tuned, by number in the library's
-    /// order. A name has all that decides what the library offers: GPU, driver, version and problem.
+    /// Which of the library's kernels compute products that were tuned, by number: that of the library's
+    /// order, or one that says what is other than in a kernel which the library names. A name has all that decides what the library offers: GPU, driver, version and problem.
     pub fn product_choices(&self) -> BTreeMap<String, usize> {
         self.blas()
             .as_ref()
@@ -265,15 +266,15 @@ unsafe impl Sync for Blas {}
 
 /// Problems that are remembered; a training step has a few dozen.
 const MOST_PREPARED: usize = 1 << 12;
-/// Times that each kernel is timed, in turn with the others, so that all meet the same clock.
+/// Times that each kernel is timed.
 const ROUNDS: usize = 3;
 /// Of the time of the library's first choice: what is hardly faster is noise.
 const WORTH: f32 = 0.99;
-
-/// Calls of a kernel that are timed together: one where it takes a millisecond or more.
-fn calls(flops: f64) -> usize {
-    if flops < 1e12 { 2 } else { 1 }
-}
+/// Kernels of other tiles that are tried, and of other clusters: each is loaded for that.
+const MOST_BESIDE: usize = 40;
+/// Kernels beside the library's first that run once more on a GPU that is warm, and for how long at a time.
+const FINALISTS: usize = 8;
+const WARM_MS: f32 = 8.0;
 
 impl Blas {
     /// The library on `device`.
@@ -322,7 +323,7 @@ impl Blas {
             let places = [a, b, matmul.added(), matmul.c.start(), bias, workspace.address()];
             let scale = [matmul.alpha, matmul.beta].map(|x| x.to_bits().into());
             let name = format!("{matmul} ({key})");
-            Operation::of(&name, [&places[..], &scale, &[ready.chosen() as u64]].concat())
+            Operation::of(&name, [&places[..], &scale, &[ready.chosen().number() as u64]].concat())
         });
         // SAFETY: `key` is that of `matmul`, whose tensors lie in memory of this device, apart
         // where written (`Engine::matmul`); the workspace has the bytes that were asked for and
@@ -336,8 +337,10 @@ impl Blas {
         let mut choices = lock(&self.choices);
         let Some(name) = choices.name(key, matmul.flops()) else { return new(1) };
         let mut made = new(CANDIDATES)?;
-        let number = choices.take(name, || self.fastest(queue, key, matmul, &mut made))?;
-        made.choose(number);
+        let searches = choices.searches(matmul.flops());
+        let fastest = || self.fastest(queue, key, matmul, &mut made, searches);
+        let number = choices.take(name, fastest)?;
+        made.choose(self.handle, Variation::of(number));
         Ok(made)
     }
 
@@ -348,42 +351,113 @@ impl Blas {
         key: &Key,
         matmul: &Matmul,
         made: &mut Prepared,
+        searches: bool,
     ) -> Result<usize, GpuError> {
         let again = matmul.beta == 0.0 || matmul.add.is_some();
-        let kernels = made.kernels();
-        if kernels == 1 || !again || queue.stream().is_recording()? {
+        let named: Vec<_> = made.kernels().collect();
+        if named.len() == 1 || !again || queue.stream().is_recording()? {
             return Ok(0);
         }
+        let timing = Timing { blas: self, queue, key, matmul };
+        let calls = if matmul.flops() < 1e12 { 2 } else { 1 };
+        // In the first round kernels are loaded.
+        let mut found = timing.sorted(made, &named, [1, ROUNDS], calls)?;
+        if searches {
+            found = self.search(&timing, made, found)?;
+        }
+        let first = found.iter().find(|(_, number)| number.number() == 0);
+        let first = first.expect("it is always timed").0;
+        let (best, number) = found[0];
+        Ok(if best < WORTH * first { number.number() } else { 0 })
+    }
+
+    /// The fastest of `found`, which are in the order of their times, and of kernels beside these: other tiles of
+    /// the first two, then other clusters of the two that are first then. What is first last is found on a GPU
+    /// that is warm.
+    fn search(
+        &self,
+        timing: &Timing<'_>,
+        made: &mut Prepared,
+        mut found: Vec<(f32, Variation)>,
+    ) -> Result<Vec<(f32, Variation)>, GpuError> {
+        for is_tile in [true, false] {
+            let mut more = Vec::new();
+            for &(_, of) in &found[..found.len().min(2)] {
+                match is_tile {
+                    true => more.extend(
+                        made.tiles(of.named).into_iter().map(|tile| Variation { tile, ..of }),
+                    ),
+                    false => more.extend(sys::CLUSTERS.map(|cluster| Variation { cluster, ..of })),
+                }
+            }
+            let (mut left, handle) = (MOST_BESIDE, self.handle);
+            more.retain(|&variation| {
+                let is_tried = left > 0 && made.add(handle, variation);
+                left -= usize::from(is_tried);
+                is_tried
+            });
+            if !more.is_empty() {
+                found.extend(timing.sorted(made, &more, [1, 1], 1)?);
+                found.sort_by(|a, b| a.0.total_cmp(&b.0));
+            }
+        }
+        // Whatever else is there, the library's own first is what is compared with.
+        let (first, others): (Vec<_>, Vec<_>) =
+            found.into_iter().partition(|of| of.1.number() == 0);
+        let last: Vec<_> = first.iter().chain(others.iter().take(FINALISTS)).copied().collect();
+        let calls = (WARM_MS / last[0].0.max(0.001)).ceil().min(64.0) as usize;
+        let numbers: Vec<_> = last.into_iter().map(|of| of.1).collect();
+        timing.sorted(made, &numbers, [2, ROUNDS], calls)
+    }
+}
+
+/// What kernels of a problem take.
+struct Timing<'a> {
+    blas: &'a Blas,
+    queue: &'a Queue,
+    key: &'a Key,
+    matmul: &'a Matmul,
+}
+
+impl Timing<'_> {
+    /// Milliseconds of a call of each kernel, the fastest first: the median of `rounds`, behind `before` whose times
+    /// nobody reads, in which all kernels run in turn, so that all meet the same clock.
+    fn sorted(
+        &self,
+        made: &mut Prepared,
+        kernels: &[Variation],
+        [before, rounds]: [usize; 2],
+        calls: usize,
+    ) -> Result<Vec<(f32, Variation)>, GpuError> {
+        let Self { blas, queue, key, matmul } = *self;
         let factors = matmul.addresses(key.matrices[3].order == Order::Rows);
         let (device, mut spans) = (queue.stream().device(), Vec::new());
-        for number in (0..=ROUNDS).flat_map(|_| 0..kernels) {
-            made.choose(number);
+        for &kernel in (0..before + rounds).flat_map(|_| kernels) {
+            made.choose(blas.handle, kernel);
             let workspace = queue.pool().take(made.workspace_bytes())?;
             let [begin, end] = [Event::new(device)?, Event::new(device)?];
             begin.record(queue.stream())?;
-            for _ in 0..calls(matmul.flops()) {
+            for _ in 0..calls {
                 // SAFETY: as in `run`, whose operands these are; nothing of c is read.
-                unsafe { made.queue(self.handle, queue, matmul, factors, &workspace) }?;
+                unsafe { made.queue(blas.handle, queue, matmul, factors, &workspace) }?;
             }
             end.record(queue.stream())?;
             spans.push([begin, end]);
         }
         let [_, last] = spans.last().expect("each kernel is timed");
         last.wait(default_timeout(), "the time of a product")?;
-        let mut times = vec![Vec::new(); kernels];
-        // In the first round kernels are loaded.
-        for (number, [begin, end]) in spans.iter().enumerate().skip(kernels) {
-            times[number % kernels].push(end.ms_since(begin)?);
+        let mut times = vec![Vec::new(); kernels.len()];
+        for (number, [begin, end]) in spans.iter().enumerate().skip(before * kernels.len()) {
+            times[number % kernels.len()].push(end.ms_since(begin)? / calls as f32);
         }
-        let medians: Vec<f32> = times
-            .into_iter()
-            .map(|mut of_kernel| {
-                of_kernel.sort_by(f32::total_cmp);
-                of_kernel[of_kernel.len() / 2]
-            })
-            .collect();
-        let best = (0..medians.len()).min_by(|&a, &b| medians[a].total_cmp(&medians[b]));
-        Ok(best.filter(|&best| medians[best] < WORTH * medians[0]).unwrap_or(0))
+        let median = |mut of_kernel: Vec<f32>| {
+            of_kernel.sort_by(f32::total_cmp);
+            of_kernel[of_kernel.len() / 2]
+        };
+        let mut found: Vec<_> =
+            times.into_iter().map(median).zip(kernels.iter().copied()).collect();
+        found.sort_by(|a, b| a.0.total_cmp(&b.0));
+        Ok(found)
     }
 }
 

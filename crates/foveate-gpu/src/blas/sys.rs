@@ -2,6 +2,7 @@
 //! same in CUDA 12 and 13.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ops::RangeInclusive;
 use std::sync::OnceLock;
 
 use foveate_tensor::DType;
@@ -76,6 +77,19 @@ pub mod preference {
     pub const ALIGNMENTS: [i32; 4] = [5, 6, 7, 8];
 }
 
+/// Numbers of `cublasLtMatmulAlgoConfigAttributes_t`, and of `cublasLtMatmulAlgoCapAttributes_t`.
+pub mod algorithm {
+    /// u32, of `cublasLtMatmulTile_t`.
+    pub const TILE: i32 = 1;
+    /// u16, of `cublasLtClusterShape_t`.
+    pub const CLUSTER: i32 = 8;
+    /// The tiles that an algorithm has, u32 each.
+    pub const TILES: i32 = 6;
+}
+
+/// Numbers of `cublasLtClusterShape_t`, from one thread block to sixteen.
+pub const CLUSTERS: RangeInclusive<u16> = 2..=16;
+
 /// Of `cublasLtReductionScheme_t`: shares of the summed axis are added in the compute type.
 pub const REDUCE_IN_COMPUTE_TYPE: u32 = 2;
 
@@ -99,6 +113,12 @@ functions! {
     preference_destroy "cublasLtMatmulPreferenceDestroy" (Handle) -> Status;
     heuristic "cublasLtMatmulAlgoGetHeuristic" (Handle, Handle, Handle, Handle, Handle, Handle,
         Handle, c_int, *mut Heuristic, *mut c_int) -> Status;
+    algorithm_capability "cublasLtMatmulAlgoCapGetAttribute" (*const Algorithm, c_int, *mut c_void,
+        usize, *mut usize) -> Status;
+    algorithm_set "cublasLtMatmulAlgoConfigSetAttribute" (*mut Algorithm, c_int, *const c_void, usize)
+        -> Status;
+    algorithm_check "cublasLtMatmulAlgoCheck" (Handle, Handle, Handle, Handle, Handle, Handle,
+        *const Algorithm, *mut Heuristic) -> Status;
     matmul "cublasLtMatmul" (Handle, Handle, *const c_void, *const c_void, Handle, *const c_void,
         Handle, *const c_void, *const c_void, Handle, *mut c_void, Handle, *const Algorithm,
         *mut c_void, usize, Handle) -> Status;
