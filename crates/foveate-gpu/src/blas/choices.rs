@@ -9,10 +9,10 @@
 //! [`Choices::used`], such as a checkpoint. Its name has all that decides what the library offers.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::fs;
 use std::path::PathBuf;
 
-use super::prepared::Key;
 use crate::cache::write_whole;
 
 /// Algorithms of a problem that are timed.
@@ -86,7 +86,7 @@ impl Choices {
     }
 
     /// The name of a problem that is tuned.
-    pub fn name(&self, key: &Key, flops: f64) -> Option<String> {
+    pub fn name(&self, key: &impl Display, flops: f64) -> Option<String> {
         let worth = self.least_flops.is_some_and(|least| flops >= least);
         worth.then(|| format!("{}: {key}", self.identity))
     }

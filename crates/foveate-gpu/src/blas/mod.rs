@@ -270,8 +270,8 @@ const MOST_PREPARED: usize = 1 << 12;
 const ROUNDS: usize = 3;
 /// Of the time of the library's first choice: what is hardly faster is noise.
 const WORTH: f32 = 0.99;
-/// Kernels of other tiles that are tried, and of other clusters: each is loaded for that.
-const MOST_BESIDE: usize = 40;
+/// Kernels of other tiles that are tried, and of other clusters.
+const MOST_BESIDE: usize = 32;
 /// Kernels beside the library's first that run once more on a GPU that is warm, and for how long at a time.
 const FINALISTS: usize = 8;
 const WARM_MS: f32 = 8.0;
@@ -390,12 +390,10 @@ impl Blas {
                     false => more.extend(sys::CLUSTERS.map(|cluster| Variation { cluster, ..of })),
                 }
             }
-            let (mut left, handle) = (MOST_BESIDE, self.handle);
-            more.retain(|&variation| {
-                let is_tried = left > 0 && made.add(handle, variation);
-                left -= usize::from(is_tried);
-                is_tried
-            });
+            more.retain(|&variation| made.add(self.handle, variation));
+            // Each is loaded to be timed: some of all kinds, where there are too many.
+            let every = more.len().div_ceil(MOST_BESIDE).max(1);
+            let more: Vec<_> = more.into_iter().step_by(every).collect();
             if !more.is_empty() {
                 found.extend(timing.sorted(made, &more, [1, 1], 1)?);
                 found.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -432,30 +430,42 @@ impl Timing<'_> {
         let Self { blas, queue, key, matmul } = *self;
         let factors = matmul.addresses(key.matrices[3].order == Order::Rows);
         let (device, mut spans) = (queue.stream().device(), Vec::new());
-        for &kernel in (0..before + rounds).flat_map(|_| kernels) {
-            made.choose(blas.handle, kernel);
+        let mut fails = vec![false; kernels.len()];
+        for (round, number) in
+            (0..before + rounds).flat_map(|r| (0..kernels.len()).map(move |n| (r, n)))
+        {
+            if fails[number] {
+                continue;
+            }
+            made.choose(blas.handle, kernels[number]);
             let workspace = queue.pool().take(made.workspace_bytes())?;
             let [begin, end] = [Event::new(device)?, Event::new(device)?];
             begin.record(queue.stream())?;
             for _ in 0..calls {
                 // SAFETY: as in `run`, whose operands these are; nothing of c is read.
-                unsafe { made.queue(blas.handle, queue, matmul, factors, &workspace) }?;
+                match unsafe { made.queue(blas.handle, queue, matmul, factors, &workspace) } {
+                    // What the library does not name it may still refuse.
+                    Err(_) if !kernels[number].is_named() => fails[number] = true,
+                    done => done?,
+                }
             }
             end.record(queue.stream())?;
-            spans.push([begin, end]);
+            spans.push((round, number, [begin, end]));
         }
-        let [_, last] = spans.last().expect("each kernel is timed");
-        last.wait(default_timeout(), "the time of a product")?;
+        if let Some((_, _, [_, last])) = spans.last() {
+            last.wait(default_timeout(), "the time of a product")?;
+        }
         let mut times = vec![Vec::new(); kernels.len()];
-        for (number, [begin, end]) in spans.iter().enumerate().skip(before * kernels.len()) {
-            times[number % kernels.len()].push(end.ms_since(begin)? / calls as f32);
+        for (_, number, [begin, end]) in spans.iter().filter(|of| of.0 >= before) {
+            times[*number].push(end.ms_since(begin)? / calls as f32);
         }
         let median = |mut of_kernel: Vec<f32>| {
             of_kernel.sort_by(f32::total_cmp);
             of_kernel[of_kernel.len() / 2]
         };
+        let whole = times.into_iter().zip(kernels).zip(fails).filter(|(_, fails)| !fails);
         let mut found: Vec<_> =
-            times.into_iter().map(median).zip(kernels.iter().copied()).collect();
+            whole.map(|((of_kernel, kernel), _)| (median(of_kernel), *kernel)).collect();
         found.sort_by(|a, b| a.0.total_cmp(&b.0));
         Ok(found)
     }

@@ -160,7 +160,8 @@ impl Prepared {
             check(handle, self.product.handle, a, b, c, d, &kernel.algorithm, &mut checked)
         };
         let bytes = checked.workspace_bytes;
-        let is_small = checked.waves > MOST_WAVES * self.kernels[0].1.waves;
+        let waves = self.kernels[0].1.waves;
+        let is_small = waves > 0.0 && checked.waves > MOST_WAVES * waves;
         if code != 0 || checked.status != 0 || bytes > MOST_WORKSPACE_BYTES || is_small {
             return false;
         }
