@@ -2,11 +2,11 @@
 //!
 //! The library orders its algorithms for a problem by an estimate of their time. Where products are
 //! tuned, the first [`CANDIDATES`] run when a problem is first queued, and the fastest computes it from
-//! there on. The library names no more, but has more: large products are also tried with other tiles and
-//! clusters than it names, and what was fastest of all runs again on a GPU that is warm, since a card at
-//! its limit of power has another order. Times differ from run to run, and algorithms may differ in their bits, so a choice is kept:
-//! in the folder of compiled kernels for other processes, and by whoever asks for
-//! [`Choices::used`], such as a checkpoint. Its name has all that decides what the library offers.
+//! there on. It names no more, but has more: the same with other tiles and other clusters of thread
+//! blocks, which are tried for large products. Times differ from run to run, and algorithms may differ
+//! in their bits, so a choice is kept: in the folder of compiled kernels for other processes, and by
+//! whoever asks for [`Choices::used`], such as a checkpoint. Its name has all that decides what the
+//! library offers.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

@@ -33,6 +33,7 @@
 mod choices;
 mod matrix;
 mod prepared;
+mod search;
 mod sys;
 
 use std::collections::{BTreeMap, HashMap};
@@ -45,7 +46,7 @@ use foveate_tensor::DType;
 use crate::access::Accesses;
 use crate::cache::Cache;
 use crate::driver::sys::Handle;
-use crate::driver::{Device, Event, Operation, default_timeout, operations};
+use crate::driver::{Device, Operation, operations};
 use crate::engine::Engine;
 use crate::error::GpuError;
 use crate::library::Library;
@@ -55,6 +56,7 @@ use crate::tensor::DeviceTensor;
 use choices::{CANDIDATES, Choices, Variation};
 use matrix::{Matrix, Order};
 use prepared::{Key, Prepared};
+use search::Search;
 use sys::Functions;
 
 /// `c = alpha · a · b + beta · c + bias`, for each entry of a batch; with `add` in place of the c that
@@ -230,7 +232,8 @@ impl Engine {
     }
 
     /// Which of the library's kernels compute products that were tuned, by number: that of the library's
-    /// order, or one that says what is other than in a kernel which the library names. A name has all that decides what the library offers: GPU, driver, version and problem.
+    /// order, or one that says what is other than in a kernel which the library names. A name has all that
+    /// decides what the library offers: GPU, driver, version and problem.
     pub fn product_choices(&self) -> BTreeMap<String, usize> {
         self.blas()
             .as_ref()
@@ -266,16 +269,6 @@ unsafe impl Sync for Blas {}
 
 /// Problems that are remembered; a training step has a few dozen.
 const MOST_PREPARED: usize = 1 << 12;
-/// Times that each kernel is timed.
-const ROUNDS: usize = 3;
-/// Of the time of the library's first choice: what is hardly faster is noise.
-const WORTH: f32 = 0.99;
-/// Kernels of other tiles that are tried, and of other clusters.
-const MOST_BESIDE: usize = 32;
-/// Kernels beside the library's first that run once more on a GPU that is warm, and for how long at a time.
-const FINALISTS: usize = 8;
-const WARM_MS: f32 = 8.0;
-
 impl Blas {
     /// The library on `device`.
     ///
@@ -338,136 +331,11 @@ impl Blas {
         let Some(name) = choices.name(key, matmul.flops()) else { return new(1) };
         let mut made = new(CANDIDATES)?;
         let searches = choices.searches(matmul.flops());
-        let fastest = || self.fastest(queue, key, matmul, &mut made, searches);
+        let search = Search { handle: self.handle, queue, key, matmul };
+        let fastest = || search.fastest(&mut made, searches);
         let number = choices.take(name, fastest)?;
         made.choose(self.handle, Variation::of(number));
         Ok(made)
-    }
-
-    /// The number of the kernel that takes the least time, which leaves c as one call does.
-    fn fastest(
-        &self,
-        queue: &Queue,
-        key: &Key,
-        matmul: &Matmul,
-        made: &mut Prepared,
-        searches: bool,
-    ) -> Result<usize, GpuError> {
-        let again = matmul.beta == 0.0 || matmul.add.is_some();
-        let named: Vec<_> = made.kernels().collect();
-        if named.len() == 1 || !again || queue.stream().is_recording()? {
-            return Ok(0);
-        }
-        let timing = Timing { blas: self, queue, key, matmul };
-        let calls = if matmul.flops() < 1e12 { 2 } else { 1 };
-        // In the first round kernels are loaded.
-        let mut found = timing.sorted(made, &named, [1, ROUNDS], calls)?;
-        if searches {
-            found = self.search(&timing, made, found)?;
-        }
-        let first = found.iter().find(|(_, number)| number.number() == 0);
-        let first = first.expect("it is always timed").0;
-        let (best, number) = found[0];
-        Ok(if best < WORTH * first { number.number() } else { 0 })
-    }
-
-    /// The fastest of `found`, which are in the order of their times, and of kernels beside these: other tiles of
-    /// the first two, then other clusters of the two that are first then. What is first last is found on a GPU
-    /// that is warm.
-    fn search(
-        &self,
-        timing: &Timing<'_>,
-        made: &mut Prepared,
-        mut found: Vec<(f32, Variation)>,
-    ) -> Result<Vec<(f32, Variation)>, GpuError> {
-        for is_tile in [true, false] {
-            let mut more = Vec::new();
-            for &(_, of) in &found[..found.len().min(2)] {
-                match is_tile {
-                    true => more.extend(
-                        made.tiles(of.named).into_iter().map(|tile| Variation { tile, ..of }),
-                    ),
-                    false => more.extend(sys::CLUSTERS.map(|cluster| Variation { cluster, ..of })),
-                }
-            }
-            more.retain(|&variation| made.add(self.handle, variation));
-            // Each is loaded to be timed: some of all kinds, where there are too many.
-            let every = more.len().div_ceil(MOST_BESIDE).max(1);
-            let more: Vec<_> = more.into_iter().step_by(every).collect();
-            if !more.is_empty() {
-                found.extend(timing.sorted(made, &more, [1, 1], 1)?);
-                found.sort_by(|a, b| a.0.total_cmp(&b.0));
-            }
-        }
-        // Whatever else is there, the library's own first is what is compared with.
-        let (first, others): (Vec<_>, Vec<_>) =
-            found.into_iter().partition(|of| of.1.number() == 0);
-        let last: Vec<_> = first.iter().chain(others.iter().take(FINALISTS)).copied().collect();
-        let calls = (WARM_MS / last[0].0.max(0.001)).ceil().min(64.0) as usize;
-        let numbers: Vec<_> = last.into_iter().map(|of| of.1).collect();
-        timing.sorted(made, &numbers, [2, ROUNDS], calls)
-    }
-}
-
-/// What kernels of a problem take.
-struct Timing<'a> {
-    blas: &'a Blas,
-    queue: &'a Queue,
-    key: &'a Key,
-    matmul: &'a Matmul,
-}
-
-impl Timing<'_> {
-    /// Milliseconds of a call of each kernel, the fastest first: the median of `rounds`, behind `before` whose times
-    /// nobody reads, in which all kernels run in turn, so that all meet the same clock.
-    fn sorted(
-        &self,
-        made: &mut Prepared,
-        kernels: &[Variation],
-        [before, rounds]: [usize; 2],
-        calls: usize,
-    ) -> Result<Vec<(f32, Variation)>, GpuError> {
-        let Self { blas, queue, key, matmul } = *self;
-        let factors = matmul.addresses(key.matrices[3].order == Order::Rows);
-        let (device, mut spans) = (queue.stream().device(), Vec::new());
-        let mut fails = vec![false; kernels.len()];
-        for (round, number) in
-            (0..before + rounds).flat_map(|r| (0..kernels.len()).map(move |n| (r, n)))
-        {
-            if fails[number] {
-                continue;
-            }
-            made.choose(blas.handle, kernels[number]);
-            let workspace = queue.pool().take(made.workspace_bytes())?;
-            let [begin, end] = [Event::new(device)?, Event::new(device)?];
-            begin.record(queue.stream())?;
-            for _ in 0..calls {
-                // SAFETY: as in `run`, whose operands these are; nothing of c is read.
-                match unsafe { made.queue(blas.handle, queue, matmul, factors, &workspace) } {
-                    // What the library does not name it may still refuse.
-                    Err(_) if !kernels[number].is_named() => fails[number] = true,
-                    done => done?,
-                }
-            }
-            end.record(queue.stream())?;
-            spans.push((round, number, [begin, end]));
-        }
-        if let Some((_, _, [_, last])) = spans.last() {
-            last.wait(default_timeout(), "the time of a product")?;
-        }
-        let mut times = vec![Vec::new(); kernels.len()];
-        for (_, number, [begin, end]) in spans.iter().filter(|of| of.0 >= before) {
-            times[*number].push(end.ms_since(begin)? / calls as f32);
-        }
-        let median = |mut of_kernel: Vec<f32>| {
-            of_kernel.sort_by(f32::total_cmp);
-            of_kernel[of_kernel.len() / 2]
-        };
-        let whole = times.into_iter().zip(kernels).zip(fails).filter(|(_, fails)| !fails);
-        let mut found: Vec<_> =
-            whole.map(|((of_kernel, kernel), _)| (median(of_kernel), *kernel)).collect();
-        found.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Ok(found)
     }
 }
 
