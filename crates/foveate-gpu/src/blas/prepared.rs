@@ -174,7 +174,8 @@ impl Prepared {
     pub fn tiles(&self, named: usize) -> Vec<u32> {
         let algorithm = &self.kernels[named].1.algorithm;
         let ask = |into: &mut [u32]| {
-            let (place, room) = (into.as_mut_ptr().cast(), size_of_val(into));
+            let room = size_of_val(into);
+            let place = if room == 0 { ptr::null_mut() } else { into.as_mut_ptr().cast() };
             let (of, mut bytes) = (sys::algorithm::TILES, 0);
             // SAFETY: so many bytes may be written, and none where it is asked how many there are.
             let code = unsafe {

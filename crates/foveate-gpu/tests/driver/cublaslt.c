@@ -1,10 +1,10 @@
 /* cuBLASLt for tests, without a GPU: products in double, at once, of what the driver for tests
  * calls device memory. It takes what the real one takes and no more, so a wrong descriptor is a
  * wrong result or a refusal. BLAS: its version. KERNELS: how many it has for any problem, of which
- * number FASTEST takes a third of the others' time; where VARIED is set, with tile 21 and cluster 3
- * it takes a fourth. Each has tiles 20 to 23, of which 22 does
- * not do and 23 is refused when it is queued, and clusters up to 4. Compiled
- * with -DWRONG it leaves out the last term of long sums, with -DOLD_BLAS it has no cublasLtMatmul. */
+ * number FASTEST takes a third of the others' time; where VARIED is set, it takes a fourth with tile
+ * 21 and cluster 3. Each has tiles 20 to 23, of which 22 does not do and 23 is refused when it is
+ * queued, and clusters up to 4. Compiled with -DWRONG it leaves out the last term of long sums, with
+ * -DOLD_BLAS it has no cublasLtMatmul. */
 #include <stdlib.h>
 #include "numbers.h"
 
