@@ -174,7 +174,8 @@ fn a_tuned_product_runs_its_fastest_kernel_and_is_timed_once() {
 #[test]
 fn a_large_product_is_searched_beyond_the_kernels_that_the_library_names() {
     let name = "a_large_product_is_searched_beyond_the_kernels_that_the_library_names";
-    let varied = [("KERNELS", "8"), ("FASTEST", "5"), ("VARIED", "1")];
+    let search = ("FOVEATE_SEARCH_PRODUCTS", "1");
+    let varied = [("KERNELS", "8"), ("FASTEST", "5"), ("VARIED", "1"), search];
     if !inside(name, &["cublaslt"], &[], &varied) {
         return;
     }
@@ -197,6 +198,23 @@ fn a_large_product_is_searched_beyond_the_kernels_that_the_library_names() {
     memory.read_at(2048, &mut bytes, TIMEOUT).unwrap();
     let expected: f32 = (0..16).map(|k| numbers[k] * numbers[256 + 16 * k]).sum();
     assert_eq!(f32::from_le_bytes(bytes), expected);
+}
+
+#[test]
+fn a_large_product_is_not_searched_unless_that_is_asked_for() {
+    let name = "a_large_product_is_not_searched_unless_that_is_asked_for";
+    let varied = [("KERNELS", "8"), ("FASTEST", "5"), ("VARIED", "1")];
+    if !inside(name, &["cublaslt"], &[], &varied) {
+        return;
+    }
+    let engine = Engine::get(0).unwrap();
+    let memory = engine.queue().pool().take(3072).unwrap();
+    let square =
+        |i: u64| DeviceTensor::contiguous(memory.address() + 1024 * i, DType::F32, [1, 16, 16]);
+    engine.tune_products(2.0 * 4096.0 / 200.0, &BTreeMap::new());
+    let matmul = Matmul::new(square(0), square(1), square(2));
+    assert_eq!(waits(|| engine.matmul(engine.queue(), &matmul).unwrap()), 1);
+    assert_eq!(engine.product_choices().into_values().collect::<Vec<_>>(), [5]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! The library orders its algorithms for a problem by an estimate of their time. Where products are
 //! tuned, the first [`CANDIDATES`] run when a problem is first queued, and the fastest computes it from
 //! there on. It names no more, but has more: the same with other tiles and other clusters of thread
-//! blocks, which are tried for large products. Times differ from run to run, and algorithms may differ
+//! blocks, which are tried for large products where [`SEARCH_VARIABLE`] is set. Times differ from run to run, and algorithms may differ
 //! in their bits, so a choice is kept: in the folder of compiled kernels for other processes, and by
 //! whoever asks for [`Choices::used`], such as a checkpoint. Its name has all that decides what the
 //! library offers.
@@ -20,6 +20,9 @@ pub const CANDIDATES: usize = 8;
 
 /// A problem is searched beyond those where it has so many times the operations from which on products are tuned.
 const SEARCHED: f64 = 200.0;
+
+/// Set and not empty, large products are searched.
+const SEARCH_VARIABLE: &str = "FOVEATE_SEARCH_PRODUCTS";
 
 /// An algorithm of a problem: one that the library names, or the same with another tile or cluster of thread blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +69,8 @@ pub struct Choices {
     identity: String,
     /// Operations from which on a product is worth it; none are tuned before somebody asks.
     least_flops: Option<f64>,
+    /// Whether large products are searched.
+    searched: bool,
     folder: Option<PathBuf>,
     /// Chosen before.
     given: BTreeMap<String, usize>,
@@ -76,7 +81,8 @@ impl Choices {
     /// None, for a library on a device; what is chosen is kept in `folder`.
     pub fn new(identity: String, folder: Option<PathBuf>) -> Self {
         let (least_flops, given, used) = Default::default();
-        Self { identity, least_flops, folder, given, used }
+        let searched = std::env::var_os(SEARCH_VARIABLE).is_some_and(|value| !value.is_empty());
+        Self { identity, least_flops, searched, folder, given, used }
     }
 
     /// Tunes products of `least_flops` operations or more from here on, but those of `given`.
@@ -93,7 +99,7 @@ impl Choices {
 
     /// Whether more than what the library names is tried for a problem that is tuned.
     pub fn searches(&self, flops: f64) -> bool {
-        self.least_flops.is_some_and(|least| flops >= SEARCHED * least)
+        self.searched && self.least_flops.is_some_and(|least| flops >= SEARCHED * least)
     }
 
     /// What is taken for a problem: as before, or what `choose` finds.
