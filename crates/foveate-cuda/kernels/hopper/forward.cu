@@ -21,7 +21,8 @@
 // is plain arithmetic (FV_OVERLAP). `waiting`: both products come first. It evaluates the mask, may
 // call anything, and finishes the tile before when a new one begins. A consumer passes over a step whose keys
 // none of its rows sees: it has only the product P V of the step before, if that one was no such step. Where the
-// mask has bits (FV_MASK_BITS), a load and a selection for each score take the place of its evaluation, in either piece.
+// mask has bits (FV_MASK_BITS), a load and a selection for each score take the place of its evaluation, in either
+// piece.
 //
 // Softmax as in the portable family: see portable/forward.cu.
 
@@ -30,7 +31,7 @@ struct Softmax {
     float row_max[2], reference_max[2], row_sum[2];        // row_max and row_sum: of this lane's columns
     float scale;                                           // on the sums of products
     float unit, headroom;                                  // RESCALE_THRESHOLD as a score
-    bool unscaled;                                         // scores are sums of products, so is row_max, but not with FV_SCALE_BLOCKS
+    bool unscaled;              // scores are sums of products, so is row_max, but not with FV_SCALE_BLOCKS
 
     __device__ explicit Softmax(float scale) { set_scale(scale); }
 
@@ -42,7 +43,9 @@ struct Softmax {
     }
 
     // What `weigh` multiplies the scores of a block by.
-    __device__ float scale_of(const KeyScales& scales, int block) const { return FV_SCORE ? 1.f : scale * scales.score[block]; }
+    __device__ float scale_of(const KeyScales& scales, int block) const {
+        return FV_SCORE ? 1.f : scale * scales.score[block];
+    }
 
     __device__ void clear() {
         #pragma unroll
@@ -58,7 +61,9 @@ struct Softmax {
     }
     // A score function may give -1e30 to a whole row. Then score - row_max is exact, but the difference of the
     // products with `unit` has their rounding error.
-    __device__ static bool is_large(float highest) { return FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity(); }
+    __device__ static bool is_large(float highest) {
+        return FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity();
+    }
 
     // Turns scores into weights. Returns whether out is to be multiplied by `rescale` first.
     __device__ bool weigh(float (&s)[N][4], float (&rescale)[2], const KeyScales& scales) {
@@ -86,7 +91,8 @@ struct Softmax {
                 // Before the first visible key there is nothing to rescale.
                 const float before = reference_max[half], reference_before = reference(half);
                 reference_max[half] = max_or_nan(before, quad_max(highest[half]) + headroom);
-                const float exponent = is_large(before) ? (before - reference_max[half]) * unit : reference_before - reference(half);
+                const float exponent =
+                    is_large(before) ? (before - reference_max[half]) * unit : reference_before - reference(half);
                 rescale[half] = before == -infinity() ? 1.f : exp2_score(exponent);
                 row_sum[half] *= rescale[half];
             }
@@ -107,7 +113,8 @@ struct Softmax {
         }
         #pragma unroll
         for (int block = 0; block < KEY_BLOCKS; ++block) {
-            const float value = scales.value[block], of_block[2] = {shift[0] + value, shift[1] + value}, inverse = exp2_score(-value);
+            const float value = scales.value[block], inverse = exp2_score(-value);
+            const float of_block[2] = {shift[0] + value, shift[1] + value};
             float sum[2] = {};
             add_weights(s, block, unit * scale_of(scales, block), of_block, sum);
             #pragma unroll
@@ -117,7 +124,8 @@ struct Softmax {
     }
 
     // Turns the scores of a block into weights, and adds them up.
-    __device__ static void add_weights(float (&s)[N][4], int block, float unit, const float (&shift)[2], float (&sum)[2]) {
+    __device__ static void add_weights(float (&s)[N][4], int block, float unit, const float (&shift)[2],
+                                       float (&sum)[2]) {
         #pragma unroll
         for (int j = 0; j < N_BLOCK * 4; ++j) {
             const int half = j % 4 / 2;
@@ -130,9 +138,10 @@ struct Softmax {
     // The largest of this lane's scores in a row of a block.
     __device__ static float largest_score(const float (&all)[N][4], int half, int block) {
         const float (*const s)[4] = all + block * N_BLOCK;
-        float largest[2] = {max_or_nan(s[0][half * 2], s[0][half * 2 + 1]), max_or_nan(s[1][half * 2], s[1][half * 2 + 1])};
+        auto of_pair = [&](int n) { return max_or_nan(s[n][half * 2], s[n][half * 2 + 1]); };
+        float largest[2] = {of_pair(0), of_pair(1)};
         #pragma unroll
-        for (int n = 2; n < N_BLOCK; ++n) largest[n % 2] = max_or_nan(largest[n % 2], max_or_nan(s[n][half * 2], s[n][half * 2 + 1]));
+        for (int n = 2; n < N_BLOCK; ++n) largest[n % 2] = max_or_nan(largest[n % 2], of_pair(n));
         return max_or_nan(largest[0], largest[1]);
     }
 };
@@ -164,8 +173,8 @@ __device__ float nonfinite_probe(const float (&out)[N_OUT][4]) {
     return probe[0] + probe[1] + probe[2] + probe[3];
 }
 
-// Where a lane's scores of a step are, and what a score function needs of that beside the products. Found before these have
-// started: from smem and from memory it comes too late after them.
+// Where a lane's scores of a step are, and what a score function needs of that beside the products. Found before these
+// have started: from smem and from memory it comes too late after them.
 struct ScorePlace {
     Place place;
     int query, key;             // of the lane's first score
@@ -173,13 +182,15 @@ struct ScorePlace {
     PlaceReads reads;
 
     __device__ ScorePlace(const Mods& mods, const ItemRows& rows, int key0)
-        : place(rows.place()), query(rows.query()), key(key0 + threadIdx.x % 4 * 2), distance(to_float(Int(query - key))),
+        : place(rows.place()), query(rows.query()), key(key0 + threadIdx.x % 4 * 2),
+          distance(to_float(Int(query - key))),
           reads(fv_place_reads(mods, place)) {}
 };
 
 // Scores of this lane from accumulators, in place: rows and columns as of m16n8.
 template <bool EVALUATES>
-__device__ void score(float (&s)[N][4], float scale, const KeyScales& scales, const Mods& mods, const ScorePlace& at, int k_len, bool unscaled) {
+__device__ void score(float (&s)[N][4], float scale, const KeyScales& scales, const Mods& mods, const ScorePlace& at,
+                      int k_len, bool unscaled) {
     auto of = [&](int n, int i, float x) {
         const int query_step = i / 2 * 8, key_step = n * 8 + i % 2;
         const float distance = at.distance + float(query_step - key_step);
@@ -239,14 +250,16 @@ __device__ void drop(float (&s)[N][4], const Mods& mods, const ItemRows& rows, i
 }
 
 // Writes the rows of a finished item: out, lse and max_score. Returns whether out has a non-finite element.
-__device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows& rows, const Softmax& softmax, const float (&out)[N_OUT][4]) {
+__device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows& rows, const Softmax& softmax,
+                       const float (&out)[N_OUT][4]) {
     const int lane = threadIdx.x % 32, query0 = rows.query0(), head = rows.item->head;
     const Sequence& sequence = rows.item->sequence;
     const int left = sequence.q_len - query0;
     const float scale = FV_DTYPE == 3 ? softmax.scale : p.scale;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float largest = quad_max(softmax.row_max[half]), highest = softmax.unscaled && !FV_SCALE_BLOCKS ? largest * scale : largest;
+        const float largest = quad_max(softmax.row_max[half]);
+        const float highest = softmax.unscaled && !FV_SCALE_BLOCKS ? largest * scale : largest;
         const float above = Softmax::is_large(softmax.reference_max[half])
                           ? fmaf(softmax.reference_max[half] - largest, softmax.unit, -LARGEST_EXPONENT)
                           : fmaf(-largest, softmax.unit, softmax.reference(half));
@@ -264,7 +277,9 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
                 u32 chunk[4];
                 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    chunk[i] = n + i < N_OUT ? narrow2<FV_OUT_DTYPE>(out[n + i][half * 2] * target.factor, out[n + i][half * 2 + 1] * target.factor) : 0;
+                    chunk[i] = n + i < N_OUT ? narrow2<FV_OUT_DTYPE>(out[n + i][half * 2] * target.factor,
+                                                                     out[n + i][half * 2 + 1] * target.factor)
+                                             : 0;
                 exchange_in_quad(chunk);
                 const int column = (n + lane % 4) * 8;
                 if (exists && (FV_DV % 32 == 0 || column < FV_DV))
@@ -272,7 +287,8 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
             }
         } else if (exists) {
             #pragma unroll
-            for (int n = 0; n < N_OUT; ++n) store_out(target, n * 8 + lane % 4 * 2, out[n][half * 2], out[n][half * 2 + 1]);
+            for (int n = 0; n < N_OUT; ++n)
+                store_out(target, n * 8 + lane % 4 * 2, out[n][half * 2], out[n][half * 2 + 1]);
         }
     }
     return __any_sync(~0u, nonfinite_probe(out) != 0.f);
@@ -291,13 +307,15 @@ __device__ void recompute_by_keys(const ForwardParams& p, const PersistentParams
 // Recomputes the rows of a warp whose out is not finite though their row_sum is, of all items of the CTA. At the
 // end, because a call within the main loop would cost every product the uniform registers of its operands.
 // `number` is the CTA's last item.
-__device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, const PersistentParams& persistent, const Mods& mods, u32 number, int first) {
+__device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, const PersistentParams& persistent,
+                                                      const Mods& mods, u32 number, int first) {
     #pragma unroll 1
     for (;; number = persistent.taken[1 + number]) {
         const WorkItem work = WorkItem::number(p, number);
         const Tile tile = p.tiles[work.tile];
         const Sequence sequence = p.sequences[tile.sequence];
-        const int list = sequence.first_row + tile.tile + work.head * p.lists.head_stride, runs = FV_MASK ? p.lists.counts[list] : 0;
+        const int list = sequence.first_row + tile.tile + work.head * p.lists.head_stride;
+        const int runs = FV_MASK ? p.lists.counts[list] : 0;
         const Run last = runs > 0 ? p.lists.runs[i64(list) * p.lists.capacity + runs - 1] : Run{};
         const RowSteps steps = {LiveKeys(p, sequence, tile.tile, work.head, runs, last)};
         const int query0 = tile.tile * FV_BM + first, rows = min(16, sequence.q_len - query0);
@@ -307,8 +325,10 @@ __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, co
             const OutElem* out = static_cast<const OutElem*>(p.out.data) + p.out.at(sequence.q_batch, work.head, at);
             const float row_sum = p.lse.data[sequence.q_batch * p.lse.batch + work.head * p.lse.head + at * p.lse.row];
             float probe = 0.f;
-            for (int column = threadIdx.x % 32; column < FV_DV; column += 32) probe = fmaf(widen<FV_OUT_DTYPE>(out[column * p.out.elem]), 0.f, probe);
-            if (__any_sync(~0u, probe != 0.f) && row_sum < infinity()) recompute_by_keys(p, persistent, mods, sequence, steps, work.head, query0 + row);
+            for (int column = threadIdx.x % 32; column < FV_DV; column += 32)
+                probe = fmaf(widen<FV_OUT_DTYPE>(out[column * p.out.elem]), 0.f, probe);
+            if (__any_sync(~0u, probe != 0.f) && row_sum < infinity())
+                recompute_by_keys(p, persistent, mods, sequence, steps, work.head, query0 + row);
         }
         if (number == blockIdx.x) return;
     }
@@ -380,7 +400,8 @@ __device__ void schedule(const ForwardParams& p, const PersistentParams& persist
         item.head = work.head;
         item.tile = tile.tile;
         if (threadIdx.x % 32 < sizeof(Sequence) / 4)
-            reinterpret_cast<int*>(&item.sequence)[threadIdx.x % 32] = reinterpret_cast<const int*>(&sequence)[threadIdx.x % 32];
+            reinterpret_cast<int*>(&item.sequence)[threadIdx.x % 32] =
+                reinterpret_cast<const int*>(&sequence)[threadIdx.x % 32];
         item.runs = runs;
         item.last_run = last_run;
         item.stop = 0;
@@ -405,8 +426,8 @@ struct Copies {
     char* const shared;
     const Barriers barriers;
 
-    // Calls `each(item, key, kind, slot)` for the live tiles of keys of all items: the first key, the kind of step, and the
-    // slot of its mask bits where it has some.
+    // Calls `each(item, key, kind, slot)` for the live tiles of keys of all items: the first key, the kind of step, and
+    // the slot of its mask bits where it has some.
     template <typename F>
     __device__ void for_each_tile(F each) const {
         Ring<ITEMS> ring;
@@ -458,8 +479,11 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
 #if FV_SCALE_BLOCKS
         if (scales.read(persistent, item, key)) kind |= Step::ODD;
 #endif
-        keys.copy(item.sequence, group, key, copies.base + AT_K + k.stage * K_BYTES, barriers.k_full(k.stage), leads,
-                  [&] { announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live, slot}, K_BYTES); });
+        const u32 keys_at = copies.base + AT_K + k.stage * K_BYTES;
+        keys.copy(item.sequence, group, key, keys_at, barriers.k_full(k.stage), leads, [&] {
+            announce({key, live < FV_BN ? kind | Cells::all(Cells::EVALUATES) << Step::CELLS : kind, live, slot},
+                     K_BYTES);
+        });
         k.advance();
         if (!(kind & Step::FIRST)) return;
         #pragma unroll 1
@@ -476,8 +500,9 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
                 full.arrive_expecting(Q_BYTES);
                 #pragma unroll
                 for (int i = 0; i < panels(FV_D); ++i)
-                    copy_panel(target + i * 64 * PANEL_ROW, map_q, full, i * PANEL_COLUMNS, item.sequence.q_start + query,
-                               item.head % FV_GROUP * persistent.q_head, group * persistent.q_group, item.sequence.q_batch * persistent.q_batch);
+                    copy_panel(target + i * 64 * PANEL_ROW, map_q, full, i * PANEL_COLUMNS,
+                               item.sequence.q_start + query, item.head % FV_GROUP * persistent.q_head,
+                               group * persistent.q_group, item.sequence.q_batch * persistent.q_batch);
             }
         }
         q.advance();
@@ -508,8 +533,8 @@ __device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
             begin();
             #pragma unroll
             for (int i = 0; i < VALUE_PANELS; ++i)
-                copy_panel(target + i * FV_DVP * VALUE_KEYS, map_v, full, first + i * VALUE_KEYS, 0, group * persistent.v_head,
-                           item.sequence.k_batch * persistent.v_batch);
+                copy_panel(target + i * FV_DVP * VALUE_KEYS, map_v, full, first + i * VALUE_KEYS, 0,
+                           group * persistent.v_head, item.sequence.k_batch * persistent.v_batch);
         } else {
             values.copy(item.sequence, group, key, target, full, leads, begin);
         }
@@ -519,8 +544,9 @@ __device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods, const __grid_constant__ PersistentParams persistent,
-           const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v) {
+fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods,
+           const __grid_constant__ PersistentParams persistent, const __grid_constant__ TensorMap map_q,
+           const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
     const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
@@ -548,7 +574,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     const bool leads = threadIdx.x % 128 == 0;
     // Consumers take turns in starting products.
     auto await_turn = [&] { if constexpr (CONSUMERS > 1) named_sync(Named::TURN + consumer, 256); };
-    auto pass_turn = [&] { if constexpr (CONSUMERS > 1) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256); };
+    auto pass_turn = [&] {
+        if constexpr (CONSUMERS > 1) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256);
+    };
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_arrive(Named::TURN, 256);
 
     Ring<FV_STAGES> k;
@@ -607,7 +635,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         };
         // With a score the turn is awaited in either piece of code: one of them has read the place before.
         if constexpr (!FV_SCORE) begin();
-        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST) && !has_odd_scores()) {
+        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST) &&
+            !has_odd_scores()) {
             const ScorePlace at(mods, rows, step.key);
             if constexpr (FV_SCORE) begin();
             product_fence();
@@ -680,7 +709,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
 #endif
                 const ScorePlace at(mods, rows, step.key);
                 const int k_len = rows.item->sequence.k_len;
-                if (cell & Cells::EVALUATES && !has_bits) score<true>(s, scale(), scales, mods, at, k_len, softmax.unscaled);
+                if (cell & Cells::EVALUATES && !has_bits)
+                    score<true>(s, scale(), scales, mods, at, k_len, softmax.unscaled);
                 else score<false>(s, scale(), scales, mods, at, k_len, softmax.unscaled);
                 if (has_bits) bits.hide(s);
                 rescales = softmax.weigh(s, rescale, scales);

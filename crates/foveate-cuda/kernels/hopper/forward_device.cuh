@@ -12,21 +12,23 @@ constexpr int N_OUT = FV_DVP / 8;                          // 8 columns of out
 constexpr int ROW_K = panels(FV_D) * PANEL_ROW, ROW_V = panels(FV_DV) * PANEL_ROW;
 constexpr int Q_BYTES = 64 * ROW_K;                        // of a consumer
 constexpr int K_BYTES = FV_BN * ROW_K;
-// Of e4m3 wgmma takes operands along the summed axis only, so V comes transposed (transpose_values.cu): a panel is all of its
-// columns, as rows, by so many keys.
+// Of e4m3 wgmma takes operands along the summed axis only, so V comes transposed (transpose_values.cu): a panel is all
+// of its columns, as rows, by so many keys.
 constexpr int VALUE_KEYS = FV_BN % 128 == 0 ? 128 : 64, VALUE_PANELS = FV_BN / VALUE_KEYS;
 constexpr int V_BYTES = FV_DTYPE == 3 ? FV_DVP * FV_BN : FV_BN * ROW_V;
 constexpr int END_BYTES = 1024, SMEM_LIMIT = 232448;
 // Two tiles of queries where there is room: the next one lands while this one is at work.
 constexpr int Q_STAGES = 2 * CONSUMERS * Q_BYTES + FV_STAGES * (K_BYTES + V_BYTES) + END_BYTES <= SMEM_LIMIT ? 2 : 1;
-constexpr int ITEMS = 3;                                   // the item that is finished, the one at work, and those taken ahead
-constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES, AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
-// Of e4m3 with scales of blocks: rows of a block are a multiple of so many, so that a consumer's queries have one scale, and
-// a tile's keys these. Two places for each stage of K, since the scales are read after K was released.
+constexpr int ITEMS = 3;                    // the item that is finished, the one at work, and those taken ahead
+constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES;
+constexpr int AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
+// Of e4m3 with scales of blocks: rows of a block are a multiple of so many, so that a consumer's queries have one
+// scale, and a tile's keys these. Two places for each stage of K, since the scales are read after K was released.
 constexpr int BLOCK_UNIT = 64, KEY_BLOCKS = FV_SCALE_BLOCKS ? FV_BN / BLOCK_UNIT : 1, N_BLOCK = N / KEY_BLOCKS;
 constexpr int SCALE_PLACES = FV_SCALE_BLOCKS ? 2 * FV_STAGES : 0;
 constexpr int ITEM_BYTES = FV_SCALE_BLOCKS ? 96 : FV_DTYPE == 3 || FV_MASK_BITS ? 80 : 64;
-constexpr int AT_STEPS = AT_ITEMS + ITEM_BYTES * ITEMS, AT_SCALES = AT_STEPS + 16 * FV_STAGES, AT_BARRIERS = AT_SCALES + 32 * SCALE_PLACES;
+constexpr int AT_STEPS = AT_ITEMS + ITEM_BYTES * ITEMS, AT_SCALES = AT_STEPS + 16 * FV_STAGES;
+constexpr int AT_BARRIERS = AT_SCALES + 32 * SCALE_PLACES;
 constexpr int SHARED_BYTES = AT_ITEMS + END_BYTES;
 extern "C" __device__ const int fv_shared_bytes = SHARED_BYTES;
 
@@ -34,8 +36,8 @@ static_assert(FV_DTYPE != 2, "wgmma sums 16-bit and e4m3 operands in f32; f32 op
 static_assert(FV_BM == 64 * CONSUMERS && FV_WARPS % 4 == 0, "a consumer owns 64 rows");
 static_assert(FV_BN % (FV_DTYPE == 3 ? 64 : 16) == 0 && FV_BN <= 256, "keys of a product");
 
-// As exponents of 2: P is at most 2^8, and 2^(8 - RESCALE_THRESHOLD) or more is the largest of a row so far. Of e4m3 that is
-// fine from 2^-6 up: a row uses what room there is.
+// As exponents of 2: P is at most 2^8, and 2^(8 - RESCALE_THRESHOLD) or more is the largest of a row so far. Of e4m3
+// that is fine from 2^-6 up: a row uses what room there is.
 constexpr float LARGEST_EXPONENT = 8.f, RESCALE_THRESHOLD = FV_DTYPE == 3 ? 1.f : 8.f;
 constexpr float LARGE_SCORE = 4096.f;                      // see Softmax::is_large
 // A score function stands twice, in either kind of step.
@@ -44,7 +46,8 @@ constexpr bool SCORES_IN_LOOP = is_long(N * 4, 2 * SCORE_INSTRUCTIONS);
 // Registers that the roles have after they were dealt out again; those of the launch are 65536 / THREADS.
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 1 ? 56 : CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 256 : CONSUMERS == 2 ? 232 : 160;
-static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1), "more registers than there are");
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1),
+              "more registers than there are");
 
 // What the scores and the out of an item are multiplied by, with FV_SCALE_BLOCKS beside what a step's are (KeyScales).
 struct ItemScales {
@@ -70,11 +73,12 @@ struct Item {
 };
 static_assert(sizeof(Item) <= ITEM_BYTES, "a place of the ring");
 
-// The cells of a tile of queries by keys: a consumer's queries by all of the keys. Two bits for each consumer, in one number
-// for all of them.
+// The cells of a tile of queries by keys: a consumer's queries by all of the keys. Two bits for each consumer, in one
+// number for all of them.
 struct Cells {
     static constexpr u32 LIVE = 1;       // the consumer multiplies
-    static constexpr u32 EVALUATES = 2;  // the mask cuts it, or the end of the sequence does: by mask bits or by evaluation
+    // The mask cuts it, or the end of the sequence does: by mask bits or by evaluation.
+    static constexpr u32 EVALUATES = 2;
     static constexpr int BITS = 2, ALL_BITS = CONSUMERS * BITS;
     // Of a run in memory, where a tile of one cell is live and has one bit.
     static constexpr int RUN_BITS = CONSUMERS == 1 ? 1 : ALL_BITS;
@@ -106,7 +110,9 @@ struct Step {
     static constexpr int CELLS = 3 + FV_MASK_BITS;
 
     // What a consumer makes of it.
-    __device__ static u32 cell(u32 kind, int consumer) { return kind >> (CELLS + consumer * Cells::BITS) & ((1 << Cells::BITS) - 1); }
+    __device__ static u32 cell(u32 kind, int consumer) {
+        return kind >> (CELLS + consumer * Cells::BITS) & ((1 << Cells::BITS) - 1);
+    }
 };
 
 // Named barriers, of which 0 is __syncthreads: the turn of each consumer, and among each consumer's own threads.
@@ -124,10 +130,16 @@ struct Barriers {
     __device__ CopyBarrier k_empty(int stage) const { return at(FV_STAGES + stage); }
     __device__ CopyBarrier v_full(int stage) const { return at(2 * FV_STAGES + stage); }
     __device__ CopyBarrier v_empty(int stage) const { return at(3 * FV_STAGES + stage); }
-    __device__ CopyBarrier q_full(int stage, int consumer) const { return at(4 * FV_STAGES + stage * CONSUMERS + consumer); }
-    __device__ CopyBarrier q_empty(int stage, int consumer) const { return at(4 * FV_STAGES + (Q_STAGES + stage) * CONSUMERS + consumer); }
+    __device__ CopyBarrier q_full(int stage, int consumer) const {
+        return at(4 * FV_STAGES + stage * CONSUMERS + consumer);
+    }
+    __device__ CopyBarrier q_empty(int stage, int consumer) const {
+        return at(4 * FV_STAGES + (Q_STAGES + stage) * CONSUMERS + consumer);
+    }
     __device__ CopyBarrier item_full(int place) const { return at(4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + place); }
-    __device__ CopyBarrier item_empty(int place) const { return at(4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + ITEMS + place); }
+    __device__ CopyBarrier item_empty(int place) const {
+        return at(4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + ITEMS + place);
+    }
 
     __device__ void init() const {
         for (int s = 0; s < FV_STAGES; ++s) {
@@ -169,7 +181,8 @@ struct LiveKeys {
     int tile, first;                    // the current run: the tile of the current step, and its first one
     u32 cells;
 
-    __device__ LiveKeys(const ForwardParams& p, const Sequence& sequence, int own_tile, int head, int count, const Run& last) {
+    __device__ LiveKeys(const ForwardParams& p, const Sequence& sequence, int own_tile, int head, int count,
+                        const Run& last) {
         left = count;
         tile = first = 0;
         if constexpr (FV_MASK) {
@@ -227,7 +240,8 @@ struct RowSteps {
 __device__ void start_qk(float (&s)[N][4], Operand queries, Operand keys) {
     #pragma unroll
     for (int k = 0; k < FV_DP / MMA_K; ++k)
-        multiply_async(s, queries + (k / 4 * 64 * PANEL_ROW + k % 4 * 32), keys + (k / 4 * FV_BN * PANEL_ROW + k % 4 * 32), k > 0);
+        multiply_async(s, queries + (k / 4 * 64 * PANEL_ROW + k % 4 * 32),
+                       keys + (k / 4 * FV_BN * PANEL_ROW + k % 4 * 32), k > 0);
 }
 
 // V of a stage.
@@ -242,12 +256,13 @@ __device__ void start_pv(float (&out)[N_OUT][4], const u32 (&weights)[FV_BN / MM
     #pragma unroll
     for (int k = 0; k < FV_BN / MMA_K; ++k) {
         const int key = k * MMA_K;
-        multiply_async(out, weights[k], values + (FV_DTYPE == 3 ? key / VALUE_KEYS * VALUE_KEYS * FV_DVP + key % VALUE_KEYS : key * PANEL_ROW));
+        const int along = key / VALUE_KEYS * VALUE_KEYS * FV_DVP + key % VALUE_KEYS;
+        multiply_async(out, weights[k], values + (FV_DTYPE == 3 ? along : key * PANEL_ROW));
     }
 }
 
-// Weights as the operand of P V. A thread's four e4m3 of it are sums of two neighbouring accumulators: keys 2c, 2c + 1, 8 + 2c
-// and 9 + 2c of 16 for lane c of a quad. V has its keys in this order.
+// Weights as the operand of P V. A thread's four e4m3 of it are sums of two neighbouring accumulators: keys 2c, 2c + 1,
+// 8 + 2c and 9 + 2c of 16 for lane c of a quad. V has its keys in this order.
 __device__ void narrow_weights(u32 (&weights)[FV_BN / MMA_K][4], const float (&s)[N][4]) {
     #pragma unroll
     for (int i = 0; i < FV_BN / MMA_K * 4; ++i) {

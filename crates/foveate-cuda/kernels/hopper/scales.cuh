@@ -1,8 +1,8 @@
 // Scales of e4m3 operands in fv_forward on Hopper.
 //
 // Of a scale for each head the scheduler makes one factor on an item's scores and one on its out. With FV_SCALE_BLOCKS
-// blocks of queries and of keys have scales of their own, multiples of 64 rows: a consumer's queries have one, the keys of
-// a tile KEY_BLOCKS. Nothing is multiplied number by number for them:
+// blocks of queries and of keys have scales of their own, multiples of 64 rows: a consumer's queries have one, the keys
+// of a tile KEY_BLOCKS. Nothing is multiplied number by number for them:
 //
 //     weight = 2^(s * unit[block] + value[block] - reference)     reference >= the largest exponent of the row so far
 //     row_sum += 2^-value[block] * sum of the block's weights
@@ -11,8 +11,8 @@
 // multiplied by. So a weight is rounded to e4m3 as the part that it has in out, and one row's weights use the range of
 // e4m3 however far V's scales are apart.
 //
-// That takes scales that are neither 0, negative nor huge. Where others are, the step is ODD: its scores and weights are
-// multiplied number by number by what `unit` and `value` do not hold.
+// That takes scales that are neither 0, negative nor huge. Where others are, the step is ODD: its scores and weights
+// are multiplied number by number by what `unit` and `value` do not hold.
 
 // Scales that factors are made of: the product of two of them is a normal number.
 __device__ inline bool is_usual(float scale) { return scale > 1e-18f && scale < 1e18f; }
@@ -37,12 +37,14 @@ struct KeyedScales {
     int b, head, query;
 
     __device__ float of_score(int key) const {
-        return p.scale * scale_at(persistent.q_scale, b, head, query) * scale_at(persistent.k_scale, b, head / FV_GROUP, key);
+        return p.scale * scale_at(persistent.q_scale, b, head, query) *
+               scale_at(persistent.k_scale, b, head / FV_GROUP, key);
     }
     __device__ float of_value(int key) const { return scale_at(persistent.v_scale, b, head / FV_GROUP, key); }
 };
 
-__device__ inline ItemScales item_scales(const ForwardParams& p, const PersistentParams& persistent, const Sequence& sequence, int head, int tile) {
+__device__ inline ItemScales item_scales(const ForwardParams& p, const PersistentParams& persistent,
+                                         const Sequence& sequence, int head, int tile) {
     ItemScales scales;
     const int head_kv = head / FV_GROUP;
     #pragma unroll
@@ -70,7 +72,8 @@ struct KeyScales {
         bool is_odd = false;
         #pragma unroll
         for (int block = 0; block < KEY_BLOCKS; ++block) {
-            const float of_keys = scale_of_block(persistent.k_scale, item, key, block), ratio = value_ratio(persistent, item, key, block);
+            const float of_keys = scale_of_block(persistent.k_scale, item, key, block);
+            const float ratio = value_ratio(persistent, item, key, block);
             const bool is_factor = FV_SCORE || is_usual(of_keys);
             score[block] = is_factor ? of_keys : 1.f;
             value[block] = exponent(ratio);
@@ -80,7 +83,8 @@ struct KeyScales {
     }
 
     // Multiplies the scores of an ODD step, or of an item whose own factor is no usual one, by what Softmax does not.
-    __device__ static void complete_scores(float (&s)[N][4], const PersistentParams& persistent, const Item& item, int consumer, int key) {
+    __device__ static void complete_scores(float (&s)[N][4], const PersistentParams& persistent, const Item& item,
+                                           int consumer, int key) {
         const float of_item = item.scales.scores[consumer];
         multiply(s, [&](int block) {
             const float of_keys = scale_of_block(persistent.k_scale, item, key, block);
@@ -89,7 +93,8 @@ struct KeyScales {
     }
 
     // Multiplies the weights of an ODD step by what `value` does not hold.
-    __device__ static void complete_weights(float (&s)[N][4], const PersistentParams& persistent, const Item& item, int key) {
+    __device__ static void complete_weights(float (&s)[N][4], const PersistentParams& persistent, const Item& item,
+                                            int key) {
         multiply(s, [&](int block) {
             const float ratio = value_ratio(persistent, item, key, block);
             return ratio * exp2_score(-exponent(ratio));
@@ -99,13 +104,16 @@ struct KeyScales {
 private:
     // Of the block's keys of a tile from `key` on.
     __device__ static float scale_of_block(const ScaleView& view, const Item& item, int key, int block) {
-        return scale_at(view, item.sequence.b, item.head / FV_GROUP, min(key + block * BLOCK_UNIT, item.sequence.k_len - 1));
+        const int at = min(key + block * BLOCK_UNIT, item.sequence.k_len - 1);
+        return scale_at(view, item.sequence.b, item.head / FV_GROUP, at);
     }
     __device__ static float value_ratio(const PersistentParams& persistent, const Item& item, int key, int block) {
         return __fdividef(scale_of_block(persistent.v_scale, item, key, block), item.scales.out);
     }
     // Of the size of a ratio, as far as weights have room for it.
-    __device__ static float exponent(float ratio) { return fminf(fmaxf(__log2f(fabsf(ratio)), -MOST_EXPONENT), MOST_EXPONENT); }
+    __device__ static float exponent(float ratio) {
+        return fminf(fmaxf(__log2f(fabsf(ratio)), -MOST_EXPONENT), MOST_EXPONENT);
+    }
 
     template <typename F>
     __device__ static void multiply(float (&s)[N][4], F factor_of) {

@@ -227,8 +227,8 @@ impl Class {
         }
     }
 
-    /// Whether partial tiles of `kernel` on Hopper read bits of the mask. Not in rows where a query sees many keys: where
-    /// few tiles are partial they take no time, and bits of many have no room.
+    /// Whether partial tiles of `kernel` on Hopper read bits of the mask. Not in rows where a query sees many keys:
+    /// where few tiles are partial they take no time, and bits of many have no room.
     pub(crate) fn has_mask_bits(&self, kernel: Kernel, sizes: &Sizes) -> bool {
         let from = self.mask_bits_from(kernel).filter(|_| !sizes.are_long());
         self.mask && from.is_some_and(|from| self.mask_steps >= from)

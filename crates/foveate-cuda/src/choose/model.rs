@@ -160,7 +160,8 @@ fn backward_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
     time + group_sums_us(profile, config, sizes)
 }
 
-/// Microseconds of adding up the gradients of keys that query heads have of their own: they are written and read in f32.
+/// Microseconds of adding up the gradients of keys that query heads have of their own: they are written and read in
+/// f32.
 fn group_sums_us(profile: &Profile, config: &Config, sizes: &Sizes) -> f64 {
     if !config.split_gqa {
         return 0.0;

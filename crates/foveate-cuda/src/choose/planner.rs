@@ -260,23 +260,7 @@ pub fn choose(
             }),
         }
     }
-    if asked.is_of_hopper() && asked.allows(Family::Portable) {
-        let what = match asked.overlap {
-            Some(true) => "overlap of its own",
-            _ if asked.consumers.is_some() => "consumers",
-            _ if asked.split_gqa == Some(true) => "gradients of keys for each query head",
-            _ if asked.mask_bits == Some(true) => "mask bits",
-            _ => "fixed order for dq",
-        };
-        let reason = format!("portable: it has no {what}; leave the option out");
-        let config = class.config(kernel, Tiles::portable(64, 64, 4, 1));
-        refused.push(Refused { config, refusal: Refusal::Family { reason } });
-    }
-    if let Some(family) = asked.family.filter(|family| !family.has(kernel)) {
-        let reason = format!("{}: it has no such kernel", family.name());
-        let config = class.config(kernel, Tiles { family, ..HOPPER_TILES });
-        refused.push(Refused { config, refusal: Refusal::Family { reason } });
-    }
+    refused.extend(refused_by_options(class, kernel, &asked));
     for tiles in all {
         let config = Config { pack_gqa, ..class.config(kernel, tiles) };
         match Resources::on(&config, profile) {
@@ -335,6 +319,32 @@ pub fn choose(
     };
     let mask = told_of_mask(class, sizes, &chosen.config, &asked);
     Ok(Choice { chosen, origin, copied, mask, others: fitting, refused })
+}
+
+/// What the options leave out, of a family at once: one that has not what they ask for, and the one that they ask for
+/// where it has no such kernel.
+fn refused_by_options(class: &Class, kernel: Kernel, asked: &TileOptions) -> Vec<Refused> {
+    let of = |tiles, reason| Refused {
+        config: class.config(kernel, tiles),
+        refusal: Refusal::Family { reason },
+    };
+    let mut refused = Vec::new();
+    if asked.is_of_hopper() && asked.allows(Family::Portable) {
+        let what = match asked.overlap {
+            Some(true) => "overlap of its own",
+            _ if asked.consumers.is_some() => "consumers",
+            _ if asked.split_gqa == Some(true) => "gradients of keys for each query head",
+            _ if asked.mask_bits == Some(true) => "mask bits",
+            _ => "fixed order for dq",
+        };
+        let reason = format!("portable: it has no {what}; leave the option out");
+        refused.push(of(Tiles::portable(64, 64, 4, 1), reason));
+    }
+    if let Some(family) = asked.family.filter(|family| !family.has(kernel)) {
+        let reason = format!("{}: it has no such kernel", family.name());
+        refused.push(of(Tiles { family, ..HOPPER_TILES }, reason));
+    }
+    refused
 }
 
 /// How partial tiles of a kernel of the Hopper family get the mask, and why.

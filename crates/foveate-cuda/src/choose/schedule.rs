@@ -229,8 +229,8 @@ pub(crate) fn run_capacity(longest: usize, rows: usize) -> usize {
     longest.min(capacity.clamp(8, 256)).max(1)
 }
 
-/// Bytes that the mask bits of all rows may take: a row of 8,192 queries that is partial everywhere takes 8 MiB, and memory
-/// that estimates leave free is not taken.
+/// Bytes that the mask bits of all rows may take: a row of 8,192 queries that is partial everywhere takes 8 MiB, and
+/// memory that estimates leave free is not taken.
 const MASK_BYTES: usize = 16 << 20;
 
 /// Bytes of the mask bits of a tile, whole words of each of the threads that own its side on `axis`, and how many

@@ -87,11 +87,11 @@ const HOPPER: &[Known] = &[
     (192, Tiles::hopper(2, 112, 2)),
     (256, Tiles::hopper(2, 80, 2)),
 ];
-/// Where a query sees so many keys that the device is at its limit of power ([`Sizes::LONG`]): wider tiles raise and rescale
-/// less often. With a score of [`FEW_STEPS`] from 4,096 keys on.
+/// Where a query sees so many keys that the device is at its limit of power ([`Sizes::LONG`]): wider tiles raise and
+/// rescale less often. With a score of [`FEW_STEPS`] from 4,096 keys on.
 const HOPPER_LONG: Tiles = Tiles::hopper(2, 176, 2);
-/// A score that takes no longer has the wider tiles of long rows sooner: ALiBi and relative biases take 9, a soft cap 41, which
-/// lost 5 % with them.
+/// A score that takes no longer has the wider tiles of long rows sooner: ALiBi and relative biases take 9, a soft cap
+/// 41, which lost 5 % with them.
 const FEW_STEPS: usize = 16;
 /// At head dims of 81 to 96 where a query sees 4,096 keys or more: three consumers of fewer keys take turns.
 /// Shorter rows were not measured, and at 80 it spills.
