@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Trains on ranks that share GPUs and holds them to one rank; part of gpu-bundle/ as shard.py.
 
-    shard.py FOVEATE FOLDER
+    shard.py FOVEATE FOLDER [PART,PART]
 
 Runs the command FOVEATE in FOLDER, on texts made here: five steps of meshes up to eight ranks, threads of a
 process that take the GPUs there are in turn, in every state of the parameters; losses and weights beside one
 rank's, repeats bit for bit, a run that goes on in another mesh, and runs of two processes of which one is
-killed or stopped. One line a check, ending in `passed`, FAILED or the reason why it was skipped; fails when
-one fails. Without a GPU it says so and passes. `shard.py FOVEATE FOLDER pairs` makes those checks alone that
-take two GPUs: by NCCL, and processes that die.
+killed or stopped. So many checks as WORKERS says run at a time (6). One line a check, ending in `passed`, FAILED
+or the reason why it was skipped; fails when one fails. Without a GPU it says so and passes. Parts are `meshes`,
+`contexts` (ranks that share rows) and `others` (what carries parameters, runs that go on or die), all unless some
+are named; `pairs` makes those checks alone that take two GPUs: by NCCL, and processes that die.
 """
 
 import hashlib
@@ -259,43 +260,52 @@ def pairs(place):
         list(pool.map(lambda check: check(), checks))
 
 
-def main(foveate, folder, most="99"):
-    if subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True).stdout.find('"arch"') < 0:
-        print("shard declined: no GPU")
-        return 0
-    place = Place(foveate, folder)
-    if most == "pairs":
-        if gpus(place) < 2:
-            print("shard declined: one GPU")
-            return 0
-        pairs(place)
-        return status()
-    most = int(most)
-    began = time.monotonic()
+def meshes():
+    """All that `beside_one_rank` is asked, by a name of its own each: the quick ones first."""
     cases = [(state, *MESHES[i % len(MESHES)]) for i, state in enumerate(STATES)]
     in_backward = ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")
     cases.append(("exact", 2, in_backward))
     cases.append(("exact", 4, ("mesh.replicate=2", *in_backward)))
     cases.append(("f32", 2, ("mesh.transfers=host",)))
     cases += TENSOR
-    cases.append(("exact", 2, ("mesh.tensor=2", "optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")))
+    cases.append(("exact", 2, ("mesh.tensor=2", *in_backward)))
     # Inputs of layers in the memory of the host, where parameters are gathered and where the stream is cut.
     cases.append(("exact", 2, ("train.offload=layer_inputs", "train.recompute=full")))
     cases.append(("host_moments", 2, ("mesh.tensor=2", "train.offload=layer_inputs", "train.recompute=mlp")))
     cases += [("exact", *mesh) for i, mesh in enumerate(MESHES) if i != 1]
-    for number, (state, ranks, sets) in enumerate(cases[:most]):
-        beside_one_rank(place, number, state, ranks, sets)
-        print(f"  {time.monotonic() - began:.0f} s", flush=True)
-    for number, (ranks, state, program, sets) in enumerate(CONTEXTS[:most]):
-        beside_one_rank(place, f"context-{number}", state, ranks, sets, program)
-        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+    found = [(number, state, ranks, sets, "documents") for number, (state, ranks, sets) in enumerate(cases)]
+    contexts = enumerate(CONTEXTS)
+    return found + [(f"context-{n}", state, ranks, sets, program) for n, (ranks, state, program, sets) in contexts]
+
+
+def others(place):
+    """What is checked beside meshes: ways of carrying, a run that goes on in another mesh, processes that die."""
+    checks = [lambda: processes_that_die(place), lambda: resumed(place)]
+    checks += [lambda mesh=mesh: carried(place, mesh) for mesh in ("mesh.shard=2", "mesh.tensor=2")]
     if gpus(place) > 1:
         sets = ("mesh.context=2", "mesh.strategy=exchange:2")
-        beside_one_rank(place, "context-nccl", "exact", 2, sets, "bias", processes=True)
-    for mesh in ("mesh.shard=2", "mesh.tensor=2"):
-        carried(place, mesh)
-    resumed(place)
-    processes_that_die(place)
+        checks.append(lambda: beside_one_rank(place, "context-nccl", "exact", 2, sets, "bias", processes=True))
+    return checks
+
+
+def main(foveate, folder, parts="meshes,contexts,others"):
+    if subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True).stdout.find('"arch"') < 0:
+        print("shard declined: no GPU")
+        return 0
+    place, parts = Place(foveate, folder), parts.split(",")
+    if parts == ["pairs"]:
+        if gpus(place) < 2:
+            print("shard declined: one GPU")
+            return 0
+        pairs(place)
+        return status()
+    # Nothing is timed but how long ranks take to notice a death, which is seconds.
+    checks = others(place) if "others" in parts else []
+    for number, *mesh in meshes():
+        if ("contexts" if str(number).startswith("context") else "meshes") in parts:
+            checks.append(lambda number=number, mesh=mesh: beside_one_rank(place, number, *mesh))
+    with ThreadPoolExecutor(int(os.environ.get("WORKERS", 6))) as pool:
+        list(pool.map(lambda check: check(), checks))
     return status()
 
 
