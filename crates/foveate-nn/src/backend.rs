@@ -121,7 +121,7 @@ pub struct KvCache<'a, A> {
 }
 
 /// Attention over ranks on the device of `B`.
-pub type ContextOf<B> = Box<dyn DeviceContext<B, <B as Blocks>::Array>>;
+pub type ContextOf<B> = Box<dyn DeviceContext<B, <B as Blocks>::Array, <B as Blocks>::Batch>>;
 
 /// Sums over ranks with the same parameters, on the device of `B`.
 pub type ReplicaSumsOf<B> = Box<dyn ReplicaSums<B, <B as Blocks>::Array>>;

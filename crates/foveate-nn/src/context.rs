@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::backend::{Blocks, ContextOf, PackedHeads, Part, PartMut};
-use crate::device_context::{ContextCall, ContextForward, ContextPlan, DeviceContext};
+use crate::device_context::{ContextCall, ContextForward, ContextPlan, DeviceContext, Projection};
 use crate::error::NnError;
 use crate::plans::Programs;
 
@@ -76,7 +76,7 @@ pub struct ContextLayer<'a> {
 /// Attention over several ranks, by the device or by the host.
 pub(crate) struct Context<'a, B: Blocks> {
     pub attention: &'a mut dyn ContextAttention,
-    device: Option<&'a mut (dyn DeviceContext<B, B::Array> + 'static)>,
+    device: Option<&'a mut (dyn DeviceContext<B, B::Array, B::Batch> + 'static)>,
     /// The program of each layer.
     programs: &'a [usize],
 }
@@ -108,6 +108,20 @@ impl<'a, B: Blocks> Context<'a, B> {
         self.programs[layer]
     }
 
+    /// [`DeviceContext::project`]; false where the host computes.
+    pub fn project(
+        &mut self,
+        blocks: &mut B,
+        call: &ContextCall<'_, B::Array>,
+        projection: &Projection<'_, B::Array, B::Batch>,
+        qkv: &mut B::Array,
+    ) -> Result<bool, NnError> {
+        match &mut self.device {
+            Some(device) => device.project(blocks, call, projection, qkv),
+            None => Ok(false),
+        }
+    }
+
     pub fn forward(
         &mut self,
         blocks: &mut B,
@@ -129,6 +143,7 @@ impl<'a, B: Blocks> Context<'a, B> {
         blocks.fill(PartMut { array: out, place: of_out, accumulate: false }, &values)
     }
 
+    /// Behind it [`Self::returned`] is called, before anything reads `d_qkv`.
     pub fn backward(
         &mut self,
         blocks: &mut B,
@@ -157,6 +172,14 @@ impl<'a, B: Blocks> Context<'a, B> {
             blocks.fill(d_learned, &sums)?;
         }
         blocks.fill(PartMut { array: d_qkv, place: of_qkv, accumulate: false }, &values)
+    }
+
+    /// Makes the `d_qkv` of [`Self::backward`] whole.
+    pub fn returned(&mut self, blocks: &mut B, d_qkv: &mut B::Array) -> Result<(), NnError> {
+        match &mut self.device {
+            Some(device) => device.returned(blocks, d_qkv),
+            None => Ok(()),
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::array::{PackedHeads, Part, PartMut};
+use crate::array::{LinearShape, PackedHeads, Part, PartMut, Turn};
 use crate::error::NnError;
 use crate::program::AttentionProgram;
 
@@ -55,9 +55,9 @@ pub struct KeyStage {
     pub queries: Range<usize>,
 }
 
-/// Attention over several ranks by the blocks `B` of a device, on its arrays `A`. Every rank that shares
-/// the rows calls the same methods in the same order.
-pub trait DeviceContext<B, A>: Send {
+/// Attention over several ranks by the blocks `B` of a device, on its arrays `A` and of its batches `T`. Every rank
+/// that shares the rows calls the same methods in the same order.
+pub trait DeviceContext<B, A, T>: Send {
     /// Takes the plan of the batches that come next, `heads` being the packed projection of the rank's
     /// tokens. The same one costs nothing.
     ///
@@ -70,6 +70,19 @@ pub trait DeviceContext<B, A>: Send {
         heads: PackedHeads,
         plan: &Arc<ContextPlan>,
     ) -> Result<(), NnError>;
+
+    /// Computes the packed projection that attention of a layer reads, keys and values first where that lets them
+    /// travel while queries are computed; false where it does not, and nothing is done. [`Self::forward`] comes next.
+    ///
+    /// # Errors
+    /// Those of [`Self::forward`].
+    fn project(
+        &mut self,
+        blocks: &mut B,
+        call: &ContextCall<'_, A>,
+        projection: &Projection<'_, A, T>,
+        qkv: &mut A,
+    ) -> Result<bool, NnError>;
 
     /// Attention of a layer: see [`crate::Blocks::attention`]. What the backward pass needs of other ranks is kept in
     /// `call.slot`, where it replaces what was there.
@@ -86,7 +99,7 @@ pub trait DeviceContext<B, A>: Send {
     ) -> Result<(), NnError>;
 
     /// Its gradients: see [`crate::Blocks::attention_backward`]. Those of learned buffers are of this rank's
-    /// queries.
+    /// queries. What of `d_qkv` other ranks have a part in comes with [`Self::returned`], which is called next.
     ///
     /// # Errors
     /// Those of [`Self::forward`].
@@ -99,6 +112,13 @@ pub trait DeviceContext<B, A>: Send {
         d_qkv: &mut A,
         d_learned: PartMut<'_, A>,
     ) -> Result<(), NnError>;
+
+    /// What is queued next finds all of the gradients of the last [`Self::backward`] in its `d_qkv`; what was queued
+    /// since runs while those of other ranks arrive.
+    ///
+    /// # Errors
+    /// Those of [`Self::forward`].
+    fn returned(&mut self, blocks: &mut B, d_qkv: &mut A) -> Result<(), NnError>;
 }
 
 /// Which attention of a step is asked for, on arrays of a device.
@@ -112,6 +132,22 @@ pub struct ContextCall<'a, A> {
     pub heads: PackedHeads,
     /// The layer's values of its learned buffers, one after another.
     pub learned: Part<'a, A>,
+}
+
+/// The packed projection of a layer: `x · weightᵀ`, plus the bias where there is one, whose query and key heads turn
+/// where they do.
+#[derive(Debug)]
+pub struct Projection<'a, A, T> {
+    /// Of the product.
+    pub shape: LinearShape,
+    /// The normalised stream.
+    pub x: &'a A,
+    /// Of queries, keys and values, in this order.
+    pub weight: Part<'a, A>,
+    /// The same for every token.
+    pub bias: Option<Part<'a, A>>,
+    /// How the heads turn.
+    pub turn: Option<Turn<'a, T>>,
 }
 
 /// What a forward pass read and wrote.

@@ -106,7 +106,7 @@ pub use config::{
 pub use context::{ContextAttention, ContextLayer};
 pub use cpu::{Cpu, CpuBatch, CpuPlan, CpuTotals};
 pub use device_context::{
-    ContextCall, ContextForward, ContextMoves, ContextPlan, DeviceContext, KeyStage,
+    ContextCall, ContextForward, ContextMoves, ContextPlan, DeviceContext, KeyStage, Projection,
 };
 pub use dry::{Dry, DryArray, NotedArray, NotedBlock};
 pub use error::{NnError, NnErrorKind};

@@ -15,7 +15,7 @@ use crate::backend::{
 };
 use crate::config::ModelConfig;
 use crate::context::Context;
-use crate::device_context::{ContextCall, ContextForward};
+use crate::device_context::{ContextCall, ContextForward, Projection};
 use crate::error::NnError;
 use crate::held::{Held, Target};
 use crate::parameters::{LayerPlaces, ParameterLayout};
@@ -189,16 +189,20 @@ impl<'a, B: Blocks> Step<'a, B> {
         let (norm, places) = (self.config.norm(), self.places(layer));
         let weight = part(self.weights, &places.norm);
         self.blocks.rms_norm(x, weight, norm, &mut tape.inverse, &mut ws.normed)?;
-        let (shape, weight) = (self.qkv_shape(), part(self.weights, &places.qkv));
-        let has_bias = self.config.architecture.qkv_bias;
-        let bias = has_bias.then(|| part(self.weights, &places.qkv_bias));
-        self.product_of_all(shape, &ws.normed, weight, bias, &mut ws.whole, &mut tape.qkv)?;
-        let qkv = self.turned(layer, tape, &mut ws.heads, false)?;
+        let call = self.context_call(layer, ws.kept.attention.of(layer));
+        let qkv = match self.keys_first(layer, call.as_ref(), &ws.normed, &mut tape.qkv)? {
+            true => Turned::InTape,
+            false => {
+                let product = self.projection(layer, &ws.normed);
+                let Projection { shape, x, weight, bias, .. } = product;
+                self.product_of_all(shape, x, weight, bias, &mut ws.whole, &mut tape.qkv)?;
+                self.turned(layer, tape, &mut ws.heads, false)?
+            }
+        };
         let (qkv, out, lse) = match qkv {
             Turned::InTape => (&tape.qkv, &mut tape.out, &mut tape.lse),
             Turned::Apart => (&ws.heads, &mut tape.out, &mut tape.lse),
         };
-        let call = self.context_call(layer, ws.kept.attention.of(layer));
         if let Some((context, call)) = self.context.as_mut().zip(call) {
             return context.forward(self.blocks, call, qkv, out, lse);
         }
@@ -208,6 +212,40 @@ impl<'a, B: Blocks> Step<'a, B> {
             KvCache { keys, values, position: cache.position }
         });
         self.blocks.attention(attention, qkv, cache, out, lse)
+    }
+
+    /// Whether a device that moves keys between ranks has computed all that attention of a layer reads, keys first:
+    /// where a head's norm or tokens of other ranks stand between, it does not.
+    fn keys_first(
+        &mut self,
+        layer: usize,
+        call: Option<&ContextCall<'_, B::Array>>,
+        normed: &B::Array,
+        qkv: &mut B::Array,
+    ) -> Result<bool, NnError> {
+        if self.config.architecture.head_norms || self.stream.is_some() {
+            return Ok(false);
+        }
+        let projection = self.projection(layer, normed);
+        match self.context.as_mut().zip(call) {
+            Some((context, call)) => context.project(self.blocks, call, &projection, qkv),
+            None => Ok(false),
+        }
+    }
+
+    fn projection<'x>(&self, layer: usize, x: &'x B::Array) -> Projection<'x, B::Array, B::Batch>
+    where
+        'a: 'x,
+    {
+        let places = self.places(layer);
+        let has_bias = self.config.architecture.qkv_bias;
+        Projection {
+            shape: self.qkv_shape(),
+            x,
+            weight: self.part(&places.qkv),
+            bias: has_bias.then(|| self.part(&places.qkv_bias)),
+            turn: self.turn(layer),
+        }
     }
 
     /// What attention reads, of the packed projection in `tape`: its heads normalised, into `heads`,
@@ -398,23 +436,26 @@ impl<'a, B: Blocks> Step<'a, B> {
         let x = &ws.inputs[layer % ws.inputs.len()];
         let norm = self.norm_forward(x, &places.norm, &tape.inverse);
         self.gather_ahead(norm.again(), &mut ws.normed, &mut ws.d_whole)?;
-        let blocks = &mut *self.blocks;
-        if let Some(d_weight) = gradients.part(self.layout, &places.o) {
-            blocks.linear_backward_weight(output, d_output, &tape.out, d_weight)?;
-        }
         let d_learned = gradients.of(&places.learned);
         let (d_out, d_qkv) = (&ws.d_attention, &mut ws.d_qkv);
+        let AttentionTape { out, lse, .. } = &*tape;
         match self.context.as_mut().zip(call) {
             Some((context, call)) => {
-                let AttentionTape { out, lse, .. } = &*tape;
                 let forward = ContextForward { qkv, out, lse };
-                context.backward(blocks, call, forward, d_out, d_qkv, d_learned)?;
+                context.backward(self.blocks, call, forward, d_out, d_qkv, d_learned)?;
             }
             None => {
-                let (attention, AttentionTape { out, lse, .. }) = (self.attention(layer), &*tape);
-                let blocks = &mut *self.blocks;
-                blocks.attention_backward(attention, qkv, out, lse, d_out, d_qkv, d_learned)?;
+                let attention = self.attention(layer);
+                self.blocks
+                    .attention_backward(attention, qkv, out, lse, d_out, d_qkv, d_learned)?;
             }
+        }
+        // Gradients of keys travel meanwhile, where other ranks have some.
+        if let Some(d_weight) = gradients.part(self.layout, &places.o) {
+            self.blocks.linear_backward_weight(output, d_output, out, d_weight)?;
+        }
+        if let Some(context) = &mut self.context {
+            context.returned(self.blocks, &mut ws.d_qkv)?;
         }
         let turn = self.turn(layer);
         if architecture.head_norms {

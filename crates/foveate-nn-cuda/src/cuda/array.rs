@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use foveate::Layout;
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, HostArray, default_timeout};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
@@ -221,13 +222,29 @@ pub(super) fn rows_of(matrix: &DeviceTensor<2>, first: usize, count: usize) -> D
     DeviceTensor::contiguous(address, matrix.dtype, [count, width])
 }
 
-/// The matrix as products take it.
+/// The matrix as products take it, or some of the columns of one.
 pub(super) fn batched(matrix: &DeviceTensor<2>) -> DeviceTensor<3> {
-    let [rows, width] = matrix.layout.shape;
-    DeviceTensor::contiguous(matrix.start(), matrix.dtype, [1, rows, width])
+    let ([rows, width], [stride, elem]) = (matrix.layout.shape, matrix.layout.strides);
+    let strides = [rows * stride, stride, elem];
+    let layout = Layout::strided([1, rows, width], strides, matrix.layout.offset);
+    DeviceTensor { address: matrix.address, dtype: matrix.dtype, layout }
 }
 
 /// f64 numbers in memory of their own.
 pub(super) fn numbers<'a>(memory: &Allocation, len: &'a [usize; 1]) -> DeviceArray<'a> {
     DeviceArray::new(memory.address(), ElementType::F64, len)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn some_columns_of_a_matrix_are_a_factor_where_they_lie() {
+        let columns = Layout::strided([5, 3], [8, 1], 2);
+        let some = DeviceTensor { address: 512, dtype: DType::BF16, layout: columns };
+        let factor = batched(&some);
+        assert_eq!((factor.start(), factor.layout.shape), (516, [1, 5, 3]));
+        assert_eq!(factor.layout.strides[1..], [8, 1]);
+    }
 }

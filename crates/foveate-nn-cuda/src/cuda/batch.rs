@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use foveate_gpu::abi::Address;
 use foveate_gpu::driver::{Allocation, Pool};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, GpuError};
-use foveate_nn::{Batch, LabelledTokens, RopeTable};
+use foveate_nn::{Batch, LabelledTokens, RopePairing, RopeTable};
 use foveate_tensor::DType;
 
 use crate::embedding::TokenOrder;
+use crate::rope::{Pairing, Turn};
 
 /// Bytes that each array of a batch starts at a multiple of.
 const ALIGN: usize = 256;
@@ -90,6 +91,18 @@ impl Rotations {
     pub fn tensor(&self) -> DeviceTensor<2> {
         let [positions, pairs] = self.of.shape();
         DeviceTensor::contiguous(self.memory.address(), DType::F32, [positions, 2 * pairs])
+    }
+}
+
+/// How heads turn by the positions of a batch, as kernels take it.
+pub(super) fn turn_of<'a>(turn: &foveate_nn::Turn<'a, CudaBatch>) -> Turn<'a> {
+    Turn {
+        positions: turn.batch.positions(),
+        table: turn.batch.tables[turn.table].tensor(),
+        pairing: match turn.pairing {
+            RopePairing::HalfSplit => Pairing::Halves,
+            RopePairing::Interleaved => Pairing::Neighbours,
+        },
     }
 }
 

@@ -14,15 +14,15 @@ use foveate_nn::{
     Batch, BlockTime, Blocks, Carrier, ContextOf, HeldBytes, KvCache, LayerAttention, LinearShape,
     LossGradients, LossOperands, Moment, MomentDtype, Moments, NnError, NnErrorKind, Norm,
     NormForward, OptimizerStep, PackedHeads, Part, PartMut, PassIdentity, PassWork, Peers,
-    PlanBytes, Precision, Recording, ReplicaSumsOf, RopePairing, RopeTable, Rotation, Sharing,
-    Span, StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
+    PlanBytes, Precision, Recording, ReplicaSumsOf, RopeTable, Rotation, Sharing, Span,
+    StreamTransfers, SumOverRanks, Sums, TensorSharing, Transfers, VocabularyPart, Weights,
 };
 use foveate_tensor::DType;
 
 use super::CudaStateMemory;
 use super::array::{CudaArray, Memory, Place, batched};
 use super::attention::AttentionPlan;
-use super::batch::{CudaBatch, Rotations};
+use super::batch::{CudaBatch, Rotations, turn_of};
 use super::bus::Way;
 use super::clock::Timed;
 use super::totals::CudaTotals;
@@ -32,22 +32,11 @@ use crate::gated::{Activation, Gated, GatedBackward};
 use crate::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use crate::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use crate::pause::Pause;
-use crate::rope::{Pairing, Rope, Turn};
+use crate::rope::Rope;
 use crate::vectors::{AddRows, ColumnSums};
 
 fn heads_of(heads: PackedHeads) -> Heads {
     Heads { queries: heads.heads_q, keys: heads.heads_kv, dim: heads.dim }
-}
-
-fn turn_of<'a>(turn: &nn::Turn<'a, CudaBatch>) -> Turn<'a> {
-    Turn {
-        positions: turn.batch.positions(),
-        table: turn.batch.tables[turn.table].tensor(),
-        pairing: match turn.pairing {
-            RopePairing::HalfSplit => Pairing::Halves,
-            RopePairing::Interleaved => Pairing::Neighbours,
-        },
-    }
 }
 
 fn activation_of(activation: NnActivation) -> Activation {

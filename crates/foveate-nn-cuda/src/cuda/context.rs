@@ -16,18 +16,22 @@ use std::sync::Arc;
 use foveate::Layout;
 use foveate_gpu::DeviceTensor;
 use foveate_gpu::abi::Address;
+use foveate_gpu::blas::Matmul;
 use foveate_gpu::driver::{Event, Stream};
 use foveate_nn::{
     AttentionProgram, Carrier, ContextCall, ContextForward, ContextMoves, ContextOf, ContextPlan,
-    DeviceContext, LearnedBuffer, NnError, PackedHeads, PartMut, Peers,
+    DeviceContext, LearnedBuffer, LinearShape, NnError, PackedHeads, Part, PartMut, Peers,
+    Projection,
 };
 use foveate_tensor::DType;
 
-use super::array::CudaArray;
+use super::array::{CudaArray, Place, batched};
 use super::attention::{AttentionPlan, Learned};
+use super::batch::{CudaBatch, turn_of};
 use super::clock::Timed;
 use super::sharing::{Span, Spans, Way, mark};
 use super::{Cuda, failed};
+use crate::rope::Rope;
 use heads::Heads;
 use keys::Keys;
 
@@ -124,7 +128,7 @@ impl Drop for Moving {
     }
 }
 
-impl DeviceContext<Cuda, CudaArray> for CudaContext {
+impl DeviceContext<Cuda, CudaArray, CudaBatch> for CudaContext {
     fn plan(
         &mut self,
         blocks: &mut Cuda,
@@ -174,6 +178,26 @@ impl DeviceContext<Cuda, CudaArray> for CudaContext {
         Ok(())
     }
 
+    fn project(
+        &mut self,
+        blocks: &mut Cuda,
+        call: &ContextCall<'_, CudaArray>,
+        projection: &Projection<'_, CudaArray, CudaBatch>,
+        qkv: &mut CudaArray,
+    ) -> Result<bool, NnError> {
+        let (moving, planned) = (&mut self.moving, self.planned.as_mut().expect("it is planned"));
+        let Moves::Keys(keys) = &mut planned.moves else { return Ok(false) };
+        if !keys.travel() {
+            return Ok(false);
+        }
+        let PackedHeads { heads_q, heads_kv, dim, .. } = call.heads;
+        let (queries, all) = (heads_q * dim, call.heads.width());
+        blocks.project(projection, (heads_kv, dim), queries..all, qkv)?;
+        blocks.timed(Timed::Attention, |blocks| keys.send(blocks, moving, call.slot, qkv))?;
+        blocks.project(projection, (heads_q, dim), 0..queries, qkv)?;
+        Ok(true)
+    }
+
     fn forward(
         &mut self,
         blocks: &mut Cuda,
@@ -214,10 +238,46 @@ impl DeviceContext<Cuda, CudaArray> for CudaContext {
                 Moves::Keys(keys) => {
                     keys.backward(blocks, moving, &with, &forward, d_out, d_qkv)?
                 }
-                Moves::Heads(heads) => heads.backward(blocks, moving, &with, d_out, d_qkv)?,
+                Moves::Heads(heads) => heads.backward(blocks, moving, &with, d_out)?,
             }
             blocks.add_learned(gradients, &d_learned)
         })
+    }
+
+    fn returned(&mut self, blocks: &mut Cuda, d_qkv: &mut CudaArray) -> Result<(), NnError> {
+        let (moving, planned) = (&mut self.moving, self.planned.as_mut().expect("it is planned"));
+        blocks.timed(Timed::AttentionBackward, |blocks| match &mut planned.moves {
+            Moves::Keys(keys) => keys.returned(blocks, moving, d_qkv),
+            Moves::Heads(heads) => heads.returned(blocks, moving, d_qkv),
+        })
+    }
+}
+
+impl Cuda {
+    /// Some columns of a projection, of which the first are heads that turn: so many, each of so many columns.
+    fn project(
+        &mut self,
+        of: &Projection<'_, CudaArray, CudaBatch>,
+        (heads, dim): (usize, usize),
+        place: Range<usize>,
+        qkv: &CudaArray,
+    ) -> Result<(), NnError> {
+        let LinearShape { tokens, inputs, outputs } = of.shape;
+        let rows = |part: &Part<'_, CudaArray>, width: usize| {
+            let first = part.place.start;
+            first + place.start * width..first + place.end * width
+        };
+        let weight = Part { place: rows(&of.weight, inputs), ..of.weight.again() };
+        let shape = [tokens, place.len()];
+        let y = columns(qkv.vector().start(), qkv.dtype, shape, outputs, place.start);
+        let (x, weight) = (batched(&of.x.rows(inputs)), weight.matrix(inputs).transposed());
+        let bias = of.bias.as_ref();
+        let bias = bias.map(|bias| Part { place: rows(bias, 1), ..bias.again() }.vector());
+        let product = Matmul { bias, ..Matmul::new(x, weight, batched(&y)) };
+        self.timed(Timed::Linear, |this| this.product(&product))?;
+        let Some(turn) = &of.turn else { return Ok(()) };
+        let rope = Rope { qkv: y, heads, dim, turn: turn_of(turn), back: false };
+        self.run_timed(Timed::Rope, &rope)
     }
 }
 

@@ -29,7 +29,12 @@ pub(super) struct Heads {
     /// Of all tokens, as they lie.
     positions: Words,
     kept: Vec<Kept>,
+    /// Gradients of all tokens, and those of this rank's tokens from others, while they return.
+    returning: Option<(Allocation, Staged)>,
 }
+
+/// Of each rank, where its heads of this rank's tokens lie side by side.
+type Staged = Vec<(Address, Option<Allocation>)>;
 
 /// What a forward pass keeps of all tokens: the packed projection of this rank's heads, and attention.
 #[derive(Default)]
@@ -77,7 +82,16 @@ impl Heads {
         let words = Words::upload(blocks.queue.pool(), arrays).map_err(|e| failed(&e))?;
         let [documents, positions] = words;
         let (rank, of_ranks) = (plan.rank, of_ranks.to_vec());
-        Ok(Self { heads, rank, of_ranks, tokens, documents, positions, kept: Vec::new() })
+        Ok(Self {
+            heads,
+            rank,
+            of_ranks,
+            tokens,
+            documents,
+            positions,
+            kept: Vec::new(),
+            returning: None,
+        })
     }
 
     /// The packed projection of all tokens, of this rank's heads.
@@ -117,8 +131,9 @@ impl Heads {
             let plan = self.plan(pass);
             plan.forward(&blocks.queue, operands, &pass.learned, to, lse)?;
         }
-        let (from, to) = (all_out.vector().start(), out.vector().start());
-        self.give_back(blocks, moving, [from, to], Moved::queries(dtype))?;
+        let of = Moved::queries(dtype);
+        let staged = self.give_back(blocks, moving, all_out.vector().start(), of)?;
+        self.given_back(blocks, moving, &staged, out.vector().start(), of)?;
         self.kept[pass.slot] = kept;
         Ok(())
     }
@@ -129,7 +144,6 @@ impl Heads {
         moving: &mut Moving,
         pass: &Pass<'_>,
         d_out: &CudaArray,
-        d_qkv: &mut CudaArray,
     ) -> Result<(), NnError> {
         let (own, dtype) = (self.own_heads(), d_out.dtype());
         let (all, q_width) = (own.rows * own.len, own.heads_q * own.dim);
@@ -150,8 +164,22 @@ impl Heads {
             let plan = self.plan(pass);
             plan.backward(&blocks.queue, operands, &pass.learned, of_rows, gradients)?;
         }
-        let (from, to) = (all_d_qkv.address(), d_qkv.vector().start());
-        self.give_back(blocks, moving, [from, to], Moved::packed(dtype))
+        let of = Moved::packed(dtype);
+        let staged = self.give_back(blocks, moving, all_d_qkv.address(), of)?;
+        self.returning = Some((all_d_qkv, staged));
+        Ok(())
+    }
+
+    /// Waits for gradients of this rank's tokens that others have, and puts all in their places.
+    pub fn returned(
+        &mut self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        d_qkv: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let (_all, staged) = self.returning.take().expect("a backward pass has begun");
+        let of = Moved::packed(d_qkv.dtype());
+        self.given_back(blocks, moving, &staged, d_qkv.vector().start(), of)
     }
 
     fn plan(&self, pass: &Pass<'_>) -> super::AttentionPlan {
@@ -197,17 +225,30 @@ impl Heads {
         moving.end(blocks)
     }
 
-    /// All tokens of this rank's heads to the ranks whose tokens they are.
+    /// Begins to give all tokens of this rank's heads, which are at `from`, to the ranks whose tokens they are, and
+    /// says where what others give arrives.
     fn give_back(
         &self,
         blocks: &mut Cuda,
         moving: &mut Moving,
-        [from, to]: [Address; 2],
+        from: Address,
         of: Moved,
-    ) -> Result<(), NnError> {
+    ) -> Result<Staged, NnError> {
         let staged = self.staged(blocks, from, of)?;
         let [of_ranks, of_all] = self.spans(&staged, from, of);
         moving.begin(blocks.queue.stream(), of_all, &of_ranks)?;
+        Ok(staged)
+    }
+
+    /// Waits for what [`Self::give_back`] began, and puts this rank's tokens of all heads side by side at `to`.
+    fn given_back(
+        &self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        staged: &Staged,
+        to: Address,
+        of: Moved,
+    ) -> Result<(), NnError> {
         moving.end(blocks)?;
         for (rank, (apart, _)) in staged.iter().enumerate() {
             for [to, from] in self.pairs(rank, [to, *apart], of) {
@@ -218,12 +259,7 @@ impl Heads {
     }
 
     /// Of each rank, where its heads of this rank's tokens lie side by side: for itself among `all` tokens.
-    fn staged(
-        &self,
-        blocks: &Cuda,
-        all: Address,
-        of: Moved,
-    ) -> Result<Vec<(Address, Option<Allocation>)>, NnError> {
+    fn staged(&self, blocks: &Cuda, all: Address, of: Moved) -> Result<Staged, NnError> {
         let PackedHeads { rows, len, .. } = self.heads;
         let staged = |rank: usize| {
             if rank == self.rank {
@@ -273,12 +309,7 @@ impl Heads {
 
     /// By rank, its heads of this rank's tokens where they are staged, and this rank's heads of its tokens
     /// among `all`.
-    fn spans(
-        &self,
-        staged: &[(Address, Option<Allocation>)],
-        all: Address,
-        of: Moved,
-    ) -> [Spans; 2] {
+    fn spans(&self, staged: &Staged, all: Address, of: Moved) -> [Spans; 2] {
         let PackedHeads { rows, len, .. } = self.heads;
         let others = |rank: usize| if rank == self.rank { 0..0 } else { 0..rows };
         let of_ranks = staged.iter().enumerate().map(|(rank, (address, _))| {

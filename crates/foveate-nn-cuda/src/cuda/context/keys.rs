@@ -37,6 +37,10 @@ pub(super) struct Keys {
     sources: Words,
     /// By slot, keys and values, `[rows, keys, 2 · heads_kv · dim]`.
     kept: Vec<CudaArray>,
+    /// The slot whose keys were sent before its forward pass.
+    sent: Option<usize>,
+    /// Gradients of keys, in f32, and behind them those that return, while they do.
+    returning: Option<Allocation>,
 }
 
 impl Keys {
@@ -86,21 +90,27 @@ impl Keys {
             positions: [queries, keys],
             sources,
             kept: Vec::new(),
+            sent: None,
+            returning: None,
         })
     }
 
-    pub fn forward(
+    /// Whether any rank sends something.
+    pub fn travel(&self) -> bool {
+        self.moves.contains(&true)
+    }
+
+    /// Begins to send the keys of a packed projection to the queries which see them.
+    pub fn send(
         &mut self,
         blocks: &mut Cuda,
         moving: &mut Moving,
-        pass: &Pass<'_>,
+        slot: usize,
         qkv: &CudaArray,
-        out: &mut CudaArray,
-        lse: &mut CudaArray,
     ) -> Result<(), NnError> {
         let PackedHeads { rows, len, .. } = self.heads;
         let (width, dtype, all) = (self.width(), qkv.dtype(), self.rows.len());
-        let kept = fit(&mut self.kept, pass.slot);
+        let kept = fit(&mut self.kept, slot);
         blocks.resize("keys of all ranks", kept, dtype, rows * all * width)?;
         let (keys, packed_width) = (kept.vector().start(), self.heads.width());
         for row in 0..rows {
@@ -127,6 +137,24 @@ impl Keys {
             let incoming = spans(&self.rows.receives[stage]);
             moving.begin(blocks.queue.stream(), outgoing, &incoming)?;
         }
+        self.sent = Some(slot);
+        Ok(())
+    }
+
+    pub fn forward(
+        &mut self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        pass: &Pass<'_>,
+        qkv: &CudaArray,
+        out: &mut CudaArray,
+        lse: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        if self.sent != Some(pass.slot) {
+            self.send(blocks, moving, pass.slot, qkv)?;
+        }
+        self.sent = None;
+        let (dtype, keys) = (qkv.dtype(), self.kept[pass.slot].vector().start());
         let mut sums = self.sums(blocks, dtype)?;
         let to = (out.vector().start(), lse.vector().start());
         for (stage, &moves) in self.moves.iter().enumerate() {
@@ -157,7 +185,7 @@ impl Keys {
         d_out: &CudaArray,
         d_qkv: &mut CudaArray,
     ) -> Result<(), NnError> {
-        let PackedHeads { rows, len, heads_q, dim, .. } = self.heads;
+        let rows = self.heads.rows;
         let (width, dtype, all) = (self.width(), forward.qkv.dtype(), self.rows.len());
         let (places, returned) = self.rows.returned_to(rows);
         let keys = self.kept[pass.slot].vector().start();
@@ -177,19 +205,36 @@ impl Keys {
             let gradients = [dq, dk, dv];
             plan.backward(&blocks.queue, [q, k, v], &pass.learned, of_rows, gradients)?;
         }
-        if self.moves.contains(&true) {
+        if self.travel() {
             let at = RowsAt::new(d_keys.address(), width, DType::F32);
             let spans =
                 |of: &[Vec<_>]| -> Spans { of.iter().map(|pieces| at.spans(pieces)).collect() };
             let outgoing = spans(&self.rows.returns(rows));
             moving.begin(blocks.queue.stream(), outgoing, &spans(&places))?;
+        }
+        self.returning = Some(d_keys);
+        Ok(())
+    }
+
+    /// Waits for gradients of own keys that others have, and sums them.
+    pub fn returned(
+        &mut self,
+        blocks: &mut Cuda,
+        moving: &mut Moving,
+        d_qkv: &mut CudaArray,
+    ) -> Result<(), NnError> {
+        let d_keys = self.returning.take().expect("a backward pass has begun");
+        if self.travel() {
             moving.end(blocks)?;
         }
         if self.is_needed() {
-            let all = [rows * all + returned, width];
+            let PackedHeads { rows, len, heads_q, dim, .. } = self.heads;
+            let width = self.width();
+            let (_, returned) = self.rows.returned_to(rows);
+            let all = [rows * self.rows.len() + returned, width];
             let from = DeviceTensor::contiguous(d_keys.address(), DType::F32, all);
             let (address, stride) = (d_qkv.vector().start(), self.heads.width());
-            let to = columns(address, dtype, [rows * len, width], stride, heads_q * dim);
+            let to = columns(address, d_qkv.dtype(), [rows * len, width], stride, heads_q * dim);
             blocks.run(&SumKeys { from, sources: self.sources.array(), to })?;
         }
         Ok(())
