@@ -56,17 +56,20 @@ impl Run<'_> {
         step.machine.moving_seconds(JOIN, bytes)
     }
 
-    /// Attention forward, stage by stage.
-    pub(super) fn attention(&mut self, name: &str) {
-        let (step, plan) = (self.step, self.step.proven.plan());
-        let stages = plan.ranks[0].stages.len();
-        let arrive: Vec<Option<TaskId>> = (0..stages)
-            .map(|stage| {
-                self.exchange(format!("{name}: keys of stage {stage}"), |rank| {
-                    pairs(&plan.ranks[rank].stages[stage].receives)
-                })
+    /// Sends the keys of each stage to the ranks whose queries see them.
+    pub(super) fn keys(&mut self, name: &str) -> Vec<Option<TaskId>> {
+        let plan = self.step.proven.plan();
+        let arrive = |stage: usize| {
+            self.exchange(format!("{name}: keys of stage {stage}"), |rank| {
+                pairs(&plan.ranks[rank].stages[stage].receives)
             })
-            .collect();
+        };
+        (0..plan.ranks[0].stages.len()).map(arrive).collect()
+    }
+
+    /// Attention forward, stage by stage, each behind its keys.
+    pub(super) fn attention(&mut self, name: &str, arrive: &[Option<TaskId>]) {
+        let step = self.step;
         for rank in self.ranks() {
             let all: u64 = step.tiles[rank].iter().sum();
             let seconds = self.attention_seconds(rank, false);
@@ -87,7 +90,8 @@ impl Run<'_> {
         self.swap_back(name);
     }
 
-    pub(super) fn attention_backward(&mut self, name: &str) {
+    /// Attention backward; what returns of gradients is on its way.
+    pub(super) fn attention_backward(&mut self, name: &str) -> Option<TaskId> {
         let plan = self.step.proven.plan();
         self.swap_back(name);
         for rank in self.ranks() {
@@ -95,10 +99,9 @@ impl Run<'_> {
             let after = std::mem::take(&mut self.before[rank]);
             self.before[rank] = vec![self.compute(rank, name, seconds, after)];
         }
-        let returned = self.exchange(format!("{name}: gradients of keys"), |rank| {
+        self.exchange(format!("{name}: gradients of keys"), |rank| {
             pairs(&plan.ranks[rank].returned)
-        });
-        self.all_after(returned);
+        })
     }
 
     /// With heads for tokens, results and their gradients move as queries do.

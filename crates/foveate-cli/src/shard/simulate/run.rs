@@ -162,11 +162,34 @@ impl Run<'_> {
     fn layer(&mut self, name: &str, pass: Pass, needs: &[TaskId]) {
         let each = self.step.seconds_per_weight(pass, false);
         for product in Product::ALL {
-            self.product(name, product, each, needs);
-            if product == Product::Qkv {
-                self.attention(&format!("{name}: attention"));
+            match product {
+                Product::Qkv => self.attend(name, "attention", each, needs),
+                _ => self.product(name, product, each, needs),
             }
         }
+    }
+
+    /// The product before attention, and attention, which is called `what`.
+    fn attend(&mut self, name: &str, what: &str, each: f64, needs: &[TaskId]) {
+        let (config, attention) = (self.step.config, format!("{name}: {what}"));
+        let arrive = match self.step.keys_first() {
+            true => {
+                let queries = config.attention_width() as f64 / config.qkv_width() as f64;
+                let seconds = each * Product::Qkv.weight(config);
+                let parts = [("keys, values", 1.0 - queries), ("queries", queries)];
+                let [keys, queries] =
+                    parts.map(|(of, share)| (format!("{name}: {of}"), seconds * share));
+                self.products(&keys.0, keys.1, [None, None], needs);
+                let arrive = self.keys(&attention);
+                self.products(&queries.0, queries.1, [None, None], needs);
+                arrive
+            }
+            false => {
+                self.product(name, Product::Qkv, each, needs);
+                self.keys(&attention)
+            }
+        };
+        self.attention(&attention, &arrive);
     }
 
     /// A product, and what moves for it.
@@ -180,25 +203,26 @@ impl Run<'_> {
         let (name, again) = (format!("layer {layer} backward"), self.step.again(layer));
         let each = self.step.seconds_per_weight(pass, true);
         for &product in Product::again(again) {
-            self.product(&format!("{name}, again"), product, each, needs);
-            if product == Product::Qkv {
-                self.attention(&format!("{name}: attention again"));
+            let again = format!("{name}, again");
+            match product {
+                Product::Qkv => self.attend(&again, "attention", each, needs),
+                _ => self.product(&again, product, each, needs),
             }
         }
-        self.gradients(&name, [Product::Down, Product::GateUp], each, needs, |_| {});
+        self.gradients(&name, [Product::Down, Product::GateUp], each, needs, |_| None);
         let attention = |run: &mut Self| run.attention_backward(&format!("{name}: attention"));
         self.gradients(&name, [Product::Out, Product::Qkv], each, needs, attention);
     }
 
     /// From the gradient behind the second of two products of a layer to that before the first. `between` are
-    /// the blocks between them.
+    /// the blocks between them; what it begins goes on while the gradient of the second's weight is computed.
     fn gradients(
         &mut self,
         name: &str,
         [last, first]: [Product; 2],
         each: f64,
         needs: &[TaskId],
-        between: impl FnOnce(&mut Self),
+        between: impl FnOnce(&mut Self) -> Option<TaskId>,
     ) {
         let product = |of: Product, what: &str| {
             (
@@ -212,8 +236,9 @@ impl Run<'_> {
         self.products(&of_input.0, of_input.1, [Some(Moves::Beside), None], needs);
         // The normalised stream that gradients of the first's weights read.
         let ahead = self.stream_of_all(&format!("{name}: stream again"));
+        let moves = between(self);
         self.products(&of_weight.0, of_weight.1, [None, None], needs);
-        between(self);
+        self.all_after(moves);
         for (before, ahead) in self.before.iter_mut().zip(ahead) {
             before.extend(ahead);
         }
