@@ -109,7 +109,7 @@ impl OverRanks {
             let held = proven.proof().bytes.iter().map(|bytes| bytes.held).max().unwrap_or(0);
             let layers = training.recompute.kept_attention(model.config().num_hidden_layers);
             memory.attention += held * layers as u64;
-            of_keys = edges_of_keys(recipe, proven.plan(), model.config().num_hidden_layers)?;
+            of_keys = edges_of_keys(recipe, proven.plan(), model.config())?;
             cuts = Some(proven.plan().sharding.clone());
         }
         let mut edges = edges_of_step(recipe, &model, mesh, cuts)?;
@@ -313,7 +313,12 @@ fn of_edge(
 
 /// The transfers of attention over `context`, of a batch of rows of one document, by the rank that
 /// receives the most.
-fn edges_of_keys(recipe: &Recipe, plan: &ShardPlan, layers: usize) -> Result<Vec<Edge>, Failure> {
+fn edges_of_keys(
+    recipe: &Recipe,
+    plan: &ShardPlan,
+    config: &ModelConfig,
+) -> Result<Vec<Edge>, Failure> {
+    let layers = config.num_hidden_layers;
     let layout = |name| {
         let array = arrays::by_name(name).expect("it is listed");
         let layout = array.layout_in(&plan.sharding, ElementType::F32);
@@ -346,7 +351,12 @@ fn edges_of_keys(recipe: &Recipe, plan: &ShardPlan, layers: usize) -> Result<Vec
     let mut edges = Vec::new();
     for stage in 0..stages {
         let bytes = most(&|rank| sum(&rank.stages[stage].receives));
-        let beside = (stage > 0).then_some("attention on the keys before");
+        let beside = match (plan::keys_first(plan, config), stage > 0) {
+            (true, true) => Some("queries and attention on the keys before"),
+            (true, false) => Some("queries"),
+            (false, true) => Some("attention on the keys before"),
+            (false, false) => None,
+        };
         let name = if stages > 1 { format!("{what}, stage {stage}") } else { what.to_owned() };
         edges.push(edge(name, [layout("k")?, read.to_owned()], bytes, layers + again, beside));
     }
@@ -378,7 +388,7 @@ fn edges_of_keys(recipe: &Recipe, plan: &ShardPlan, layers: usize) -> Result<Vec
         [read.to_owned(), layout("dk")?],
         bytes,
         layers,
-        None,
+        Some("the gradient of o's weight"),
     ));
     edges.retain(|edge| edge.bytes > 0);
     Ok(edges)

@@ -258,13 +258,15 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
         context["edges"].as_array().unwrap().iter().filter(|e| e["kind"] == "exchange").collect();
     let bytes = |e: &serde_json::Value| e["bytes"].as_u64().unwrap();
     assert_eq!(keys.len(), 3, "{context}");
-    assert_eq!(keys[0]["on_gpus"], "attention on the keys before");
+    let beside: Vec<_> = keys.iter().map(|edge| edge["on_gpus"].as_str().unwrap()).collect();
+    let of_stage = "queries and attention on the keys before";
+    assert_eq!(beside, [of_stage, of_stage, "the gradient of o's weight"]);
     // Keys and values of two heads of 32, and a position.
     assert_eq!((bytes(keys[0]) + bytes(keys[1])) % (2 * 2 * 32 * 4 + 4), 0, "{context}");
     assert_eq!((bytes(keys[2]) % (2 * 2 * 32 * 4), keys[2]["times"].as_u64()), (0, Some(4)));
     // What it keeps is in the memory that is told.
     let (_, text, _) = of("context=2", &["--set", "train.batch_rows=2"]);
-    assert!(text.contains("; waited for, on GPUs beside attention on the keys before"), "{text}");
+    assert!(text.contains("; waited for, on GPUs beside queries and attention on"), "{text}");
     let gather = json("context=4", &["--set", "mesh.strategy=gather"]);
     let exchange = json("context=4", &["--set", "mesh.strategy=exchange"]);
     assert!(memory(&gather) >= memory(&exchange), "{gather} {exchange}");

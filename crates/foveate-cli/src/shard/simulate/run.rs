@@ -7,6 +7,7 @@ use foveate_shard::step::{Edge, EdgeKind, StepPlan};
 
 use super::step::{Moves, Pass, Product, Step};
 use super::transfers::{Transfers, group_of};
+use crate::shard::plan::keys_first;
 
 /// Tasks of a step so far.
 pub(super) struct Run<'a> {
@@ -172,7 +173,7 @@ impl Run<'_> {
     /// The product before attention, and attention, which is called `what`.
     fn attend(&mut self, name: &str, what: &str, each: f64, needs: &[TaskId]) {
         let (config, attention) = (self.step.config, format!("{name}: {what}"));
-        let arrive = match self.step.keys_first() {
+        let arrive = match keys_first(self.step.proven.plan(), config) {
             true => {
                 let queries = config.attention_width() as f64 / config.qkv_width() as f64;
                 let seconds = each * Product::Qkv.weight(config);

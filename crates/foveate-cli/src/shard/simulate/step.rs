@@ -2,7 +2,7 @@
 
 use foveate_nn::{Account, ModelConfig, NotedBlock, ParameterState, Recomputation, Recompute};
 use foveate_shard::simulate::Machine;
-use foveate_shard::{MeshAxis, ProvenPlan, Strategy};
+use foveate_shard::{MeshAxis, ProvenPlan};
 
 /// Blocks of the stream between layers, whose tokens are cut over `tensor`.
 const STREAM_BLOCKS: [&str; 7] = [
@@ -107,13 +107,6 @@ impl Step<'_> {
 
     pub fn mesh(&self) -> &foveate_shard::Mesh {
         self.proven.plan().sharding.map().mesh()
-    }
-
-    /// Whether keys and values are computed before queries, and travel meanwhile.
-    pub fn keys_first(&self) -> bool {
-        self.tensor() == 1
-            && !self.config.architecture.head_norms
-            && self.proven.plan().strategy != Strategy::HeadsForTokens
     }
 
     fn seconds(&self, block: &NotedBlock) -> f64 {
