@@ -2,9 +2,10 @@
 //!
 //! Keys and values lie side by side in a packed projection, so a token's are one piece. A rank has an array of
 //! all that its queries see: its own, and what arrives, straight from where others have it, on a queue of its
-//! own. Attention of a stage waits for that stage's keys alone; the parts are joined in order of stage. The
-//! backward pass is one over all keys, with the logs of denominators over all of them. Gradients of keys return
-//! in f32, and the rank that holds the keys sums them in order of rank: the same mesh has the same bits.
+//! own: they leave before queries are computed. Attention of a stage waits for that stage's keys alone; the parts
+//! are joined in order of stage. The backward pass is one over all keys, with the logs of denominators over all of
+//! them. Gradients of keys return in f32, beside products that need nothing of them, and the rank that holds the
+//! keys sums them in order of rank: the same mesh has the same bits.
 
 mod heads;
 mod keys;
