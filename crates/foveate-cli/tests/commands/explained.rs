@@ -170,17 +170,22 @@ fn sizes_that_no_machine_holds_are_still_explained() {
     assert!(found["dense_forward_flops"].as_f64().unwrap() > 1e27, "{found}");
 }
 
+/// `foveate explain` of the tiny recipe over a mesh.
+fn explained_over(mesh: &str, more: &[&str]) -> (Option<i32>, String, String) {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    run(&[&["explain", "--recipe", recipe, "--mesh", mesh], more].concat())
+}
+
+/// What it says of the mesh.
+fn mesh_of(mesh: &str, sets: &[&str]) -> serde_json::Value {
+    let (code, out, err) = explained_over(mesh, &[sets, &["--json"]].concat());
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    serde_json::from_str::<serde_json::Value>(&out).unwrap()["mesh"].clone()
+}
+
 #[test]
 fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
-    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
-    let of = |mesh: &str, more: &[&str]| {
-        run(&[&["explain", "--recipe", recipe, "--mesh", mesh], more].concat())
-    };
-    let json = |mesh: &str, sets: &[&str]| {
-        let (code, out, err) = of(mesh, &[sets, &["--json"]].concat());
-        assert_eq!((code, err.as_str()), (Some(0), ""));
-        serde_json::from_str::<serde_json::Value>(&out).unwrap()["mesh"].clone()
-    };
+    let (of, json) = (explained_over, mesh_of);
     let count = |found: &serde_json::Value, kind: &str| {
         let edges = found["edges"].as_array().unwrap();
         edges.iter().filter(|edge| edge["kind"] == kind).count()
@@ -250,26 +255,6 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
     for (kind, more) in [("all-gather", 2 * 4), ("reduce-scatter", 4)] {
         assert_eq!(all(&again, kind), all(&tensor, kind) + more, "{again}");
     }
-    // Keys of two ranks: the later has half of the causal keys still to come, in two stages, and sends as
-    // many gradients back.
-    let context =
-        json("context=2", &["--set", "train.batch_rows=1", "--set", "mesh.strategy=exchange"]);
-    let keys: Vec<_> =
-        context["edges"].as_array().unwrap().iter().filter(|e| e["kind"] == "exchange").collect();
-    let bytes = |e: &serde_json::Value| e["bytes"].as_u64().unwrap();
-    assert_eq!(keys.len(), 3, "{context}");
-    let beside: Vec<_> = keys.iter().map(|edge| edge["on_gpus"].as_str().unwrap()).collect();
-    let of_stage = "queries and attention on the keys before";
-    assert_eq!(beside, [of_stage, of_stage, "the gradient of o's weight"]);
-    // Keys and values of two heads of 32, and a position.
-    assert_eq!((bytes(keys[0]) + bytes(keys[1])) % (2 * 2 * 32 * 4 + 4), 0, "{context}");
-    assert_eq!((bytes(keys[2]) % (2 * 2 * 32 * 4), keys[2]["times"].as_u64()), (0, Some(4)));
-    // What it keeps is in the memory that is told.
-    let (_, text, _) = of("context=2", &["--set", "train.batch_rows=2"]);
-    assert!(text.contains("; waited for, on GPUs beside queries and attention on"), "{text}");
-    let gather = json("context=4", &["--set", "mesh.strategy=gather"]);
-    let exchange = json("context=4", &["--set", "mesh.strategy=exchange"]);
-    assert!(memory(&gather) >= memory(&exchange), "{gather} {exchange}");
     // Fewer key/value heads than ranks: their gradients are summed, and said to be.
     let (_, text, _) = of("tensor=4", &[]);
     assert!(text.contains("copies of key/value heads"), "{text}");
@@ -281,6 +266,31 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
         let (code, _, err) = of(mesh, &[]);
         assert!(code != Some(0) && err.contains(said), "{mesh}: {err}");
     }
+}
+
+/// Keys of two ranks: the later has half of the causal keys still to come, in two stages, and sends as many gradients
+/// back.
+#[test]
+fn keys_over_context_are_explained_with_what_they_travel_beside() {
+    let context =
+        mesh_of("context=2", &["--set", "train.batch_rows=1", "--set", "mesh.strategy=exchange"]);
+    let keys: Vec<_> =
+        context["edges"].as_array().unwrap().iter().filter(|e| e["kind"] == "exchange").collect();
+    let bytes = |e: &serde_json::Value| e["bytes"].as_u64().unwrap();
+    assert_eq!(keys.len(), 3, "{context}");
+    let beside: Vec<_> = keys.iter().map(|edge| edge["on_gpus"].as_str().unwrap()).collect();
+    let of_stage = "queries and attention on the keys before";
+    assert_eq!(beside, [of_stage, of_stage, "the gradient of o's weight"]);
+    // Keys and values of two heads of 32, and a position.
+    assert_eq!((bytes(keys[0]) + bytes(keys[1])) % (2 * 2 * 32 * 4 + 4), 0, "{context}");
+    assert_eq!((bytes(keys[2]) % (2 * 2 * 32 * 4), keys[2]["times"].as_u64()), (0, Some(4)));
+    // What it keeps is in the memory that is told.
+    let (_, text, _) = explained_over("context=2", &["--set", "train.batch_rows=2"]);
+    assert!(text.contains("; waited for, on GPUs beside queries and attention on"), "{text}");
+    let gather = mesh_of("context=4", &["--set", "mesh.strategy=gather"]);
+    let exchange = mesh_of("context=4", &["--set", "mesh.strategy=exchange"]);
+    let memory = |found: &serde_json::Value| found["memory_bytes"].as_u64().unwrap();
+    assert!(memory(&gather) >= memory(&exchange), "{gather} {exchange}");
 }
 
 /// What moves between 16 ranks, two of each axis: edge, kind, layouts, bytes, how often, and what hides it.
