@@ -261,7 +261,7 @@ def pairs(place):
 
 
 def meshes():
-    """All that `beside_one_rank` is asked, by a name of its own each: the quick ones first."""
+    """What `beside_one_rank` is asked of meshes, each by a number of its own: the quick ones first."""
     cases = [(state, *MESHES[i % len(MESHES)]) for i, state in enumerate(STATES)]
     in_backward = ("optimizer.in_backward=true", "train.accumulate=1", "optimizer.clip_norm=0")
     cases.append(("exact", 2, in_backward))
@@ -273,9 +273,12 @@ def meshes():
     cases.append(("exact", 2, ("train.offload=layer_inputs", "train.recompute=full")))
     cases.append(("host_moments", 2, ("mesh.tensor=2", "train.offload=layer_inputs", "train.recompute=mlp")))
     cases += [("exact", *mesh) for i, mesh in enumerate(MESHES) if i != 1]
-    found = [(number, state, ranks, sets, "documents") for number, (state, ranks, sets) in enumerate(cases)]
-    contexts = enumerate(CONTEXTS)
-    return found + [(f"context-{n}", state, ranks, sets, program) for n, (ranks, state, program, sets) in contexts]
+    return [(number, state, ranks, sets) for number, (state, ranks, sets) in enumerate(cases)]
+
+
+def contexts():
+    """The same of ranks that share rows."""
+    return [(f"context-{n}", state, ranks, sets, program) for n, (ranks, state, program, sets) in enumerate(CONTEXTS)]
 
 
 def others(place):
@@ -289,10 +292,14 @@ def others(place):
 
 
 def main(foveate, folder, parts="meshes,contexts,others"):
+    parts = parts.split(",")
+    unknown = [part for part in parts if part not in ("meshes", "contexts", "others", "pairs")]
+    if unknown or ("pairs" in parts and len(parts) > 1):
+        sys.exit(f"shard.py: {','.join(parts)!r}; give meshes, contexts, others, or several of them, or pairs alone")
     if subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True).stdout.find('"arch"') < 0:
         print("shard declined: no GPU")
         return 0
-    place, parts = Place(foveate, folder), parts.split(",")
+    place = Place(foveate, folder)
     if parts == ["pairs"]:
         if gpus(place) < 2:
             print("shard declined: one GPU")
@@ -301,9 +308,8 @@ def main(foveate, folder, parts="meshes,contexts,others"):
         return status()
     # Nothing is timed but how long ranks take to notice a death, which is seconds.
     checks = others(place) if "others" in parts else []
-    for number, *mesh in meshes():
-        if ("contexts" if str(number).startswith("context") else "meshes") in parts:
-            checks.append(lambda number=number, mesh=mesh: beside_one_rank(place, number, *mesh))
+    cases = (contexts() if "contexts" in parts else []) + (meshes() if "meshes" in parts else [])
+    checks += [lambda case=case: beside_one_rank(place, *case) for case in cases]
     with ThreadPoolExecutor(int(os.environ.get("WORKERS", 6))) as pool:
         list(pool.map(lambda check: check(), checks))
     return status()
