@@ -176,6 +176,9 @@ def _attention(
         carried.append(("dropout_p", [torch.randint(2**63 - 1, (), device=query.device)], dropout_p))
     if parts is None:
         parts = tuple(_torch_flex._create_empty_block_mask(query, key).as_tuple())
+        # Its one tile, seen from the keys, is itself. What torch transposes it with would run in each call: forward
+        # graphs keep what a backward might read.
+        parts = (*parts[:6], *parts[2:4], *parts[8:])
         if mask is not None:
             parts = (*parts[:-1], lambda b, h, q_idx, kv_idx: mask(b, h, q_idx, kv_idx))
     if carried:
