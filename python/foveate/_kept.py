@@ -9,7 +9,6 @@ other functions of the kind. With any other instruction, a new one of Python's t
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dis
 import functools
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from . import _native
 from ._operations import OPERATIONS
@@ -42,11 +40,6 @@ _CALLS = frozenset("CALL CALL_FUNCTION CALL_FUNCTION_KW CALL_KW CALL_METHOD KW_N
 _ATTRIBUTES = frozenset(OPERATIONS) - {"item", "numel", "rand", "size"} | {"dtype", "ndim"}
 _ATTRIBUTES |= {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
-#: Functions of Python's own that only compute.
-_BUILTINS = (enumerate, range, zip)
-
-#: Values whose reads are followed at most.
-_MOST_READ = 64
 #: Traces that are kept at most.
 _MOST = 256
 _kept: dict[tuple[Any, ...], tuple[_native.Structure, list[int]]] = {}
@@ -86,7 +79,7 @@ class Reads:
             return None
         reads = Reads()
         reads.key += (kind, extents, torch.is_grad_enabled(), torch.get_default_dtype())
-        if not reads._value(function):
+        if not _native.reads(function, reads.key, reads.tensors, _globals_of):
             return None
         if len(reads.tensors) > 1:
             which = list(map(id, reads.tensors))
@@ -112,49 +105,3 @@ class Reads:
             with contextlib.suppress(RuntimeError, StopIteration):
                 _kept.pop(next(iter(_kept)), None)
         _kept[tuple(self.key)] = traced.structure(), list(map(which.index, captured))
-
-    def _value(self, value: Any) -> bool:
-        """Notes a value that is read; false where nothing can be said of it."""
-        kind = type(value)
-        if len(self.key) > _MOST_READ:
-            return False
-        if kind is Tensor or kind is Parameter:
-            if value.is_neg() or value.layout is not torch.strided:
-                return False
-            self.tensors.append(value)
-            self.key.append((value.dtype, value.shape, value.device, value.requires_grad))
-        elif kind is types.FunctionType:
-            return self._function(value)
-        elif kind is float:
-            self.key.append(value.hex())  # Tells -0.0 from 0.0.
-        elif kind is int or kind is bool or kind is str:
-            self.key += (kind, value)
-        elif kind is dict:
-            self.key += (len(value), *value)
-            return all(map(self._value, value.values()))
-        elif "_reads" in vars(kind):  # A mask, and no class made of it, which may compute something else.
-            self.key.append(len(value._reads))
-            return all(map(self._value, value._reads))
-        elif any(value is known for known in _BUILTINS):
-            self.key.append(value)
-        else:
-            return value is torch
-        return True
-
-    def _function(self, function: types.FunctionType) -> bool:
-        code, defaults = function.__code__, function.__defaults__ or ()
-        names = _globals_of(code)
-        if names is None or function.__kwdefaults__:
-            return False
-        self.key += (code, len(defaults))
-        try:
-            read = [cell.cell_contents for cell in function.__closure__ or ()]
-            read += [_global(function, name) for name in names]
-        except (ValueError, KeyError):
-            return False
-        return all(map(self._value, read)) and all(map(self._value, defaults))
-
-
-def _global(function: types.FunctionType, name: str) -> Any:
-    known = function.__globals__
-    return known[name] if name in known else vars(builtins)[name]

@@ -1,6 +1,7 @@
 """Traces that are kept: what a function reads is what it reads now, whether it was traced in this call or before."""
 
 import gc
+import types
 import weakref
 
 import pytest
@@ -57,6 +58,10 @@ def calls(other):
 
 def with_default(b, h, i, j, reach=7):
     return i - j < reach
+
+
+def within_width(b, h, i, j):
+    return i - j < width
 
 
 def of_a_global(b, h, i, j):
@@ -270,9 +275,18 @@ def local(b, h, i, j):
     return (lambda x: x >= j)(i)
 
 
+class Growing(dict):
+    """Globals that are others each time."""
+
+    def __getitem__(self, name):
+        self[name] = super().__getitem__(name) + 1
+        return super().__getitem__(name)
+
+
 @pytest.mark.parametrize("function", [
+    types.FunctionType(within_width.__code__, Growing(width=3)),
     counted([]), written(ids.clone()), Holder(), by_attribute(Holder()), by_torch, local, closure([1][0:1].pop), two(ids, FIRST.cpu().numpy()),
-], ids=["a call", "a write", "an object", "an attribute", "other of torch", "a function made", "a captured method", "numpy"])  # fmt: skip
+], ids=["globals of its own", "a call", "a write", "an object", "an attribute", "other of torch", "a function made", "a captured method", "numpy"])  # fmt: skip
 def test_code_that_may_do_more_than_compute_is_traced_in_each_call(function, traced):
     for n in (1, 2, 3):
         try:

@@ -3,10 +3,10 @@
 //! The package's Python sources are in `python/foveate`; `docs/python.md` is its manual. What users
 //! meet is there. Here is what has to be fast or close to memory: traced values and their operators
 //! (`value`, `expr`), what they become (`traced`), captured tensors (`capture`), borrowed operands
-//! (`tensor`), what a block mask was (`state`) and lists (`lists`), what a call asks for (`call`), plans that are kept by
-//! structure (`plan`, and `cuda` for device tensors) and the threads that run them (`threads`), and
-//! kernels that torch's dispatcher calls without Python (`dispatcher`). Nothing here is public: it
-//! changes with the Python sources.
+//! (`tensor`), what a function reads (`reads`), what a block mask was (`state`) and lists (`lists`), what a
+//! call asks for (`call`), plans that are kept by structure (`plan`, and `cuda` for device tensors) and the
+//! threads that run them (`threads`), and kernels that torch's dispatcher calls without Python
+//! (`dispatcher`). Nothing here is public: it changes with the Python sources.
 //!
 //! ```python
 //! from foveate import flex_attention
@@ -28,6 +28,7 @@ mod error;
 mod expr;
 mod lists;
 mod plan;
+mod reads;
 mod state;
 mod tensor;
 mod text;
@@ -52,6 +53,8 @@ mod _native {
     use crate::lists::Lists;
     #[pymodule_export]
     use crate::plan::{Plan, extents, kinds, plan, rows_fit};
+    #[pymodule_export]
+    use crate::reads::reads;
     #[pymodule_export]
     use crate::state::State;
     #[pymodule_export]
