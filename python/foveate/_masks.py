@@ -33,7 +33,8 @@ class Mask:
             ``[batch, len]``.
 
     Raises:
-        ValueError: The text is no mask, or names what is not given; raised where the mask is used.
+        ValueError: The text is no mask, names what is not given, or does not read what is; raised where the mask is
+            used.
     """
 
     #: ``_reads``: what the function is made of, as :mod:`foveate._kept` follows it.

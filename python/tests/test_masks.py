@@ -100,6 +100,8 @@ def test_one_mask_serves_all_lengths():
 @pytest.mark.parametrize("make, kind, words", [
     (lambda: Mask("causl"), ValueError, "causal"),
     (lambda: Mask("kv < n"), ValueError, "n"),
+    (lambda: Mask("causal", window=8), ValueError, "mask `causal`: `window` is given, and the mask does not read it$"),
+    (lambda: Mask("causal & document", doc=IDS, ids=IDS), ValueError, "`ids` is given, and"),
     (lambda: Mask("score > 0"), ValueError, "score"),
     (lambda: Mask("kv < n", n=2**40), ValueError, "32 bits"),
     (lambda: Mask("kv < n", n="x"), ValueError, "`n` must be a number or a tensor, got 'x'"),

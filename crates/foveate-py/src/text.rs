@@ -25,10 +25,7 @@ pub fn parse(
         let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
         PyValueError::new_err(format!("mask `{text}`: {what}"))
     };
-    let mut names = Names::new().heads(heads).positions(positions);
-    for (name, capture) in &tensors {
-        names = names.buffer_as(name, capture.get().buffer());
-    }
+    let mut scalars = Vec::new();
     for (name, number) in &numbers {
         let value = match value::number(number)? {
             Some(Number::Bool(v)) => ScalarValue::Bool(v),
@@ -45,9 +42,19 @@ pub fn parse(
                 return Err(wrong(&format!("`{name}` must be a number or a tensor, got {got}")));
             }
         };
-        names = names.scalar(name, value);
+        scalars.push((name, value));
     }
-    let mask = parse_mask(text, &names).map_err(|e| {
+    let names_but = |left_out: Option<&String>| {
+        let mut names = Names::new().heads(heads).positions(positions);
+        for (name, capture) in tensors.iter().filter(|(name, _)| Some(name) != left_out) {
+            names = names.buffer_as(name, capture.get().buffer());
+        }
+        for (name, value) in scalars.iter().filter(|(name, _)| Some(*name) != left_out) {
+            names = names.scalar(name.as_str(), *value);
+        }
+        names
+    };
+    let mask = parse_mask(text, &names_but(None)).map_err(|e| {
         let mut said = in_short(&e.to_string());
         for (name, capture) in &tensors {
             said =
@@ -55,6 +62,15 @@ pub fn parse(
         }
         wrong(&said)
     })?;
+    let in_words =
+        |name: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|w| w == name);
+    let given = tensors.iter().map(|(name, _)| name).chain(scalars.iter().map(|(name, _)| *name));
+    for name in given.filter(|name| !in_words(name)) {
+        // A named mask may read it, as `document` reads `doc`: the text cannot be parsed without it then.
+        if parse_mask(text, &names_but(Some(name))).is_ok() {
+            return Err(wrong(&format!("`{name}` is given, and the mask does not read it")));
+        }
+    }
     Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None, learns: false }))
 }
 
