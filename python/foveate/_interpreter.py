@@ -149,13 +149,15 @@ def _text(
     text: str,
     tensor_names: Sequence[str],
     tensors: Sequence[torch.Tensor],
+    bool_names: Sequence[str],
+    bools: Sequence[bool],
     integer_names: Sequence[str],
     integers: Sequence[int],
     float_names: Sequence[str],
     floats: Sequence[float],
 ) -> Any:
     captures = [(name, trace.capture(t)) for name, t in zip(tensor_names, tensors)]
-    numbers = [*zip(integer_names, integers), *zip(float_names, floats)]
+    numbers = [*zip(bool_names, bools), *zip(integer_names, integers), *zip(float_names, floats)]
     return _native.parse(text, captures, numbers, trace.extents[1], max(trace.extents[2:]))
 
 

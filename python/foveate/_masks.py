@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 from typing import Any, Callable
@@ -33,8 +34,8 @@ class Mask:
             ``[batch, len]``.
 
     Raises:
-        ValueError: The text is no mask, names what is not given, or does not read what is; raised where the mask is
-            used.
+        ValueError: A name is neither a tensor's nor a number's; or, raised where the mask is used, the text is no mask,
+            names what is not given, or does not read what is.
     """
 
     #: ``_reads``: what the function is made of, as :mod:`foveate._kept` follows it.
@@ -42,7 +43,7 @@ class Mask:
 
     def __init__(self, what: str | Callable[..., Any], **names: Tensor | float | int | bool) -> None:
         if isinstance(what, str):
-            self._what = what
+            self._what, names = what, {name: _named(what, name, given) for name, given in names.items()}
             self._function: Callable[..., Any] = lambda b, h, q, kv: _parsed(what, names)
             self._reads: tuple[Any, ...] = (what, names)
         elif callable(what) and not names:
@@ -178,6 +179,17 @@ class Mask:
         return Mask(text, q_ids=q_ids, k_ids=k_ids, q_end=q_len, k_end=k_len)
 
 
+def _named(text: str, name: str, given: Any) -> Any:
+    """What a text names, as the engine takes it: numbers of other libraries are Python's."""
+    if isinstance(given, Tensor) or type(given) in (bool, int, float):
+        return given
+    if isinstance(given, numbers.Integral):
+        return int(given)
+    if isinstance(given, numbers.Real):
+        return float(given)
+    raise ValueError(f"mask `{' '.join(text.split())}`: `{name}` must be a number or a tensor, got {shown(given)}")
+
+
 def _of_text(text: str, names: dict[str, Any]) -> Mask:
     return Mask(text, **names)
 
@@ -213,21 +225,14 @@ def _parsed(text: str, names: dict[str, Any]) -> Any:
         return _operator(text, names)
     trace = _trace.running()
     tensors = [(name, trace.capture(t, f"`{name}`")) for name, t in names.items() if isinstance(t, Tensor)]
-    numbers = [(name, n) for name, n in names.items() if not isinstance(n, Tensor)]
-    return _native.parse(text, tensors, numbers, trace.extents[1], max(trace.extents[2:]))
+    others = [(name, n) for name, n in names.items() if not isinstance(n, Tensor)]
+    return _native.parse(text, tensors, others, trace.extents[1], max(trace.extents[2:]))
 
 
 def _operator(text: str, names: dict[str, Any]) -> Any:
     """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it."""
-    tensors = {name: t for name, t in names.items() if isinstance(t, Tensor)}
-    floats = {name: n for name, n in names.items() if isinstance(n, float)}
-    integers = {name: int(n) for name, n in names.items() if name not in tensors and name not in floats}
-    return torch.ops.foveate.mask(
-        text,
-        list(tensors),
-        list(tensors.values()),
-        list(integers),
-        list(integers.values()),
-        list(floats),
-        list(floats.values()),
-    )
+    kinds: dict[Any, dict[str, Any]] = {Tensor: {}, bool: {}, int: {}, float: {}}
+    for name, given in names.items():
+        kind = next(kind for kind in kinds if isinstance(given, kind))
+        kinds[kind][name] = given
+    return torch.ops.foveate.mask(text, *(part for kind in kinds.values() for part in (list(kind), list(kind.values()))))

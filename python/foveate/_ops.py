@@ -120,8 +120,8 @@ for _schema, _run, _fake, _keys in (
     # What torch's operator has no place for travels in the graph of its mask, of which this is the result.
     ("argument(Tensor mask, str name, Tensor[] values, float number) -> Tensor", _argument, _argument_fake, ("CPU", "CUDA")),
     (
-        "mask(str text, str[] tensor_names, Tensor[] tensors, str[] integer_names, int[] integers, str[] float_names, "
-        "float[] floats) -> Tensor",
+        "mask(str text, str[] tensor_names, Tensor[] tensors, str[] bool_names, bool[] bools, str[] integer_names, "
+        "int[] integers, str[] float_names, float[] floats) -> Tensor",
         _mask,
         _mask_fake,
         ("CompositeExplicitAutograd",),  # Its arguments need not have a tensor among them.

@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from compiled import Backend, needs_compiler
@@ -317,7 +318,8 @@ def test_inductor_trains_a_model_without_a_graph_break():
 
 MASKS = {
     "by name": lambda ids: Mask.causal() & Mask.document(ids),
-    "in text with numbers": lambda ids: Mask("q >= kv && f32(q - kv) < far && q - kv < size", size=9, far=7.5),
+    "in text with numbers": lambda ids: Mask("q >= kv && f32(q - kv) < far && q - kv < size", size=9, far=np.float64(7.5)),
+    "in text with a truth value": lambda ids: Mask("causal && (kv < 9 || all)", all=False),
     "with a function": lambda ids: ~Mask(lambda b, h, i, j: ids[i] != ids[j]) | Mask.prefix(3),
     "of offsets": lambda ids: Mask.from_cu_seqlens(torch.tensor([0, 7, 20, 33])),
 }

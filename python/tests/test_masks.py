@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from reference import UNREAD, attention, close
@@ -43,6 +44,8 @@ CASES = {
     "document pair": (Mask.document(IDS[:L], BATCHED), IDS[:L, None] == BATCHED[:, None, None, :]),
     "cu_seqlens": (Mask.from_cu_seqlens(CU_Q, CU_K), (QI == KI) & (QI >= 0) & (KI >= 0)),
     "text": (Mask("causal & (document | kv < n)", doc=IDS, n=12), (I >= J) & ((IDS[:L, None] == IDS[None]) | (J < 12))),
+    "numbers of numpy": (Mask("causal & f32(kv) < n & q - kv < w", n=np.float32(11.5), w=np.int64(8)), (I >= J) & (J < 12) & (I - J < 8)),
+    "a truth value": (Mask("causal & (kv < 12 | all)", all=False), (I >= J) & (J < 12)),
     "text of heads": (Mask("q - kv < w[h]", w=torch.tensor([3, 9, 1, 70])), I - J < torch.tensor([3, 9, 1, 70])[:, None, None]),
     "two windows": (Mask.sliding_window(40) & ~Mask.sliding_window(9), (I - J < 40) & (I - J >= 9)),
     "either": (Mask.sliding_window(5) | Mask.chunked(8), ((I >= J) & (I - J < 5)) | (I // 8 == J // 8)),
@@ -104,6 +107,7 @@ def test_one_mask_serves_all_lengths():
     (lambda: Mask("causal & document", doc=IDS, ids=IDS), ValueError, "`ids` is given, and"),
     (lambda: Mask("score > 0"), ValueError, "score"),
     (lambda: Mask("kv < n", n=2**40), ValueError, "32 bits"),
+    (lambda: Mask("kv < n", n=np.ones(3)), ValueError, "mask `kv < n`: `n` must be a number or a tensor, got array"),
     (lambda: Mask("kv < n", n="x"), ValueError, "`n` must be a number or a tensor, got 'x'"),
     (lambda: Mask(3), TypeError, "text"),
     (lambda: Mask.causal() & 3, TypeError, "operand"),
