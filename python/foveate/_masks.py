@@ -185,6 +185,8 @@ def _named(text: str, name: str, given: Any) -> Any:
         return given
     if isinstance(given, numbers.Integral):
         return int(given)
+    if type(given).__module__ == "numpy" and type(given).__name__ in ("bool", "bool_"):
+        return bool(given)
     if isinstance(given, numbers.Real):
         return float(given)
     raise ValueError(f"mask `{' '.join(text.split())}`: `{name}` must be a number or a tensor, got {shown(given)}")
@@ -235,4 +237,5 @@ def _operator(text: str, names: dict[str, Any]) -> Any:
     for name, given in names.items():
         kind = next(kind for kind in kinds if isinstance(given, kind))
         kinds[kind][name] = given
-    return torch.ops.foveate.mask(text, *(part for kind in kinds.values() for part in (list(kind), list(kind.values()))))
+    by_kind = [part for kind in kinds.values() for part in (list(kind), list(kind.values()))]
+    return torch.ops.foveate.mask(text, *by_kind)

@@ -25,6 +25,15 @@ pub fn parse(
         let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
         PyValueError::new_err(format!("mask `{text}`: {what}"))
     };
+    // A coordinate comes before a captured buffer of its name; of numbers the text form says so itself.
+    for (name, _) in &tensors {
+        let as_number = Names::new().scalar(name.as_str(), ScalarValue::I32(0));
+        if parse_mask("kv >= 0", &as_number).is_err() {
+            return Err(wrong(&format!(
+                "the text form gives `{name}` a meaning; call the tensor something else"
+            )));
+        }
+    }
     let mut scalars = Vec::new();
     for (name, number) in &numbers {
         let value = match value::number(number)? {
