@@ -3,10 +3,10 @@
 //! The library orders its algorithms for a problem by an estimate of their time. Where products are
 //! tuned, the first [`CANDIDATES`] run when a problem is first queued, and the fastest computes it from
 //! there on. It names no more, but has more: the same with other tiles and other clusters of thread
-//! blocks, which are tried for large products where [`SEARCH_VARIABLE`] is set. Times differ from run to run, and algorithms may differ
-//! in their bits, so a choice is kept: in the folder of compiled kernels for other processes, and by
-//! whoever asks for [`Choices::used`], such as a checkpoint. Its name has all that decides what the
-//! library offers.
+//! blocks, which are tried for large products where [`SEARCH_VARIABLE`] is set. Times differ from run
+//! to run, and algorithms may differ in their bits, so a choice is kept: in the folder of compiled
+//! kernels for other processes, and by whoever asks for [`Choices::used`], such as a checkpoint. Its
+//! name has all that decides what the library offers.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

@@ -218,9 +218,10 @@ impl Engine {
 
     /// From here on, has the library's best kernels run when a product of `least_flops` operations or
     /// more is first queued, a few times each, and takes the fastest of them for all that are like it;
-    /// the caller waits for that. Of a product of 200 times as many it also tries, where `FOVEATE_SEARCH_PRODUCTS` is
-    /// set, kernels that the library does not name, with other tiles and clusters of thread blocks. Products that add to c in place cannot
-    /// be repeated, and take the library's first where nothing like them was queued before.
+    /// the caller waits for that. Of a product of 200 times as many it also tries, where
+    /// `FOVEATE_SEARCH_PRODUCTS` is set, kernels that the library does not name, with other tiles and
+    /// clusters of thread blocks. Products that add to c in place cannot be repeated, and take the
+    /// library's first where nothing like them was queued before.
     ///
     /// A choice is kept in the folder of compiled kernels, for other processes. `given` are choices of
     /// [`Engine::product_choices`] that come before these and are not timed.

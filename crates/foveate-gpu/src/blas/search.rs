@@ -114,7 +114,10 @@ impl Search<'_> {
                     // SAFETY: the operands are those of a product that is to be queued, and of which
                     // nothing of c is read; the workspace is of this queue's pool.
                     match unsafe { made.queue(handle, queue, matmul, factors, &workspace) } {
-                        Err(_) if !kernel.is_named() => is_refused[number] = true,
+                        Err(error) if !kernel.is_named() && sys::is_refusal(&error) => {
+                            is_refused[number] = true;
+                            break;
+                        }
                         done => done?,
                     }
                 }

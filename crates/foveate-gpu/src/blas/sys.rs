@@ -17,6 +17,17 @@ pub type Status = c_int;
 
 /// `CUBLAS_STATUS_NOT_SUPPORTED`.
 pub const NOT_SUPPORTED: Status = 15;
+/// `CUBLAS_STATUS_INVALID_VALUE`.
+const INVALID_VALUE: Status = 7;
+
+/// Whether the library refused an algorithm; a device that failed is something else.
+pub fn is_refusal(error: &GpuError) -> bool {
+    let code = match error.kind() {
+        GpuErrorKind::Library { code, .. } => *code,
+        _ => return false,
+    };
+    [NOT_SUPPORTED, INVALID_VALUE].contains(&code)
+}
 
 /// `cublasLtMatmulAlgo_t`.
 pub type Algorithm = [u64; 8];

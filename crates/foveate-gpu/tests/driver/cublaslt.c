@@ -91,7 +91,8 @@ int cublasLtMatmulAlgoCheck(void *h, Descriptor *o, Descriptor *a, Descriptor *b
                             const uint64_t *algorithm, Heuristic *found) {
     int64_t size[3];
     (void)h;
-    if (sizes(o->number, a->number, b->number, c->number, size) || sizes(o->number, a->number, b->number, d->number, size))
+    if (sizes(o->number, a->number, b->number, c->number, size) ||
+        sizes(o->number, a->number, b->number, d->number, size))
         return 7;
     if (algorithm[TILE_OF] == 22 || algorithm[CLUSTER_OF] > 4) return 15;
     memset(found, 0, sizeof *found), memcpy(found->algorithm, algorithm, sizeof found->algorithm);
