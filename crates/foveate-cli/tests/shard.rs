@@ -436,8 +436,8 @@ fn keys_travel_beside_products_as_in_a_step_on_gpus() {
     let [attention, returned, weight, next] = [
         "layer 3 backward: attention",
         "layer 3 backward: attention: gradients of keys",
-        "layer 3 backward: gradient of of weights, out",
-        "layer 3 backward: gradient of of weights, qkv",
+        "layer 3 backward: gradient of weights, out",
+        "layer 3 backward: gradient of weights, qkv",
     ]
     .map(|name| found(name)[0]);
     assert!(attention[1] <= returned[0] + 1e-3 && returned[0] < weight[1], "{returned:?}");

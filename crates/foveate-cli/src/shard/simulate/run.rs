@@ -231,9 +231,9 @@ impl Run<'_> {
                 each * of.weight(self.step.config),
             )
         };
-        let [of_input, of_weight] = ["before", "of weights,"].map(|what| product(last, what));
+        let [of_input, of_weight] = ["before", "weights,"].map(|what| product(last, what));
         let [weight_of_first, before_first] =
-            ["of weights,", "before"].map(|what| product(first, what));
+            ["weights,", "before"].map(|what| product(first, what));
         self.products(&of_input.0, of_input.1, [Some(Moves::Beside), None], needs);
         // The normalised stream that gradients of the first's weights read.
         let ahead = self.stream_of_all(&format!("{name}: stream again"));
