@@ -6,7 +6,7 @@
 Runs the command FOVEATE in FOLDER, on texts made here: five steps of meshes up to eight ranks, threads of a
 process that take the GPUs there are in turn, in every state of the parameters; losses and weights beside one
 rank's, repeats bit for bit, a run that goes on in another mesh, and runs of two processes of which one is
-killed or stopped. So many checks as WORKERS says run at a time (6). One line a check, ending in `passed`, FAILED
+killed or stopped. So many checks as AT_ONCE says run at a time (6). One line a check, ending in `passed`, FAILED
 or the reason why it was skipped; fails when one fails. Without a GPU it says so and passes. Parts are `meshes`,
 `contexts` (ranks that share rows) and `others` (what carries parameters, runs that go on or die), all unless some
 are named; `pairs` makes those checks alone that take two GPUs: by NCCL, and processes that die.
@@ -310,7 +310,7 @@ def main(foveate, folder, parts="meshes,contexts,others"):
     checks = others(place) if "others" in parts else []
     cases = (contexts() if "contexts" in parts else []) + (meshes() if "meshes" in parts else [])
     checks += [lambda case=case: beside_one_rank(place, *case) for case in cases]
-    with ThreadPoolExecutor(int(os.environ.get("WORKERS", 6))) as pool:
+    with ThreadPoolExecutor(int(os.environ.get("AT_ONCE", 6))) as pool:
         list(pool.map(lambda check: check(), checks))
     return status()
 
