@@ -16,9 +16,10 @@ Peers:
     cudnn-flex       cuDNN Frontend's flex_attention, masks as intervals of keys
 
 A peer that cannot run a case, or is not installed, is reported with its reason, not left out. One
-JSON object a line: case, peer, ms (median), min_ms, runs, tflops (by live pairs), sample (a few
-elements of the result, to compare with Foveate's), or `declined`. Every peer gets its operands in
-the order of axes that it documents; making them so is not timed.
+JSON object a line: case, peer, ms (median), min_ms, runs, ahead (whether the host was), tflops (by
+live pairs), sample (a few elements of the result, to compare with Foveate's), or `declined`. Every
+peer gets its operands in the order of axes that it documents; making them so is not timed. Forwards
+need no gradient, so a peer may leave out lse, which Foveate writes.
 
 Compiling FlexAttention and FlashAttention-4 takes seconds a case. `--prepare N`
 first lets N processes run each case once, so that what PyTorch and FlashAttention-4 compile is in
@@ -52,6 +53,8 @@ SAMPLES = 16
 CYCLES = 2.1e9
 # Runs that are timed without a pause.
 AT_ONCE = 5
+# Times that the device is made to wait longer where the host was not ahead.
+TRIES = 6
 
 
 class Declined(Exception):
@@ -59,32 +62,41 @@ class Declined(Exception):
 
 
 def median_ms(run, seconds: float):
-    """Median and minimum of single runs between device events, after a warm-up.
+    """Median and minimum of single runs between device events, after a warm-up; how many there were,
+    and whether the host was ahead of all of them.
 
     Runs follow one another without a pause, and the host queues them while the device waits or is
-    at those before: its own part is not measured, as in a training step.
+    at the one before, which is not timed: the host's part is not measured, as in a training step.
     """
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    began = time.monotonic()
-    run()
-    queued = time.monotonic() - began
-    torch.cuda.synchronize()
-    spare = max(0.0, 2 * queued - (time.monotonic() - began))
-    times, until = [], time.monotonic() + seconds
+    queued, took = [], []
+    for _ in range(3):
+        began = time.monotonic()
+        run()
+        queued.append(time.monotonic() - began)
+        torch.cuda.synchronize()
+        took.append(time.monotonic() - began)
+    queued, took = sorted(queued)[1], sorted(took)[1]
+    wait = 4 * queued + AT_ONCE * max(0.0, 2 * queued - took)
+    times, tries, until = [], 0, time.monotonic() + seconds
     while len(times) < 5 or (time.monotonic() < until and len(times) < 200):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(AT_ONCE + 1)]
-        torch.cuda._sleep(int(CYCLES * (4 * queued + AT_ONCE * spare)))
+        torch.cuda._sleep(int(CYCLES * wait))
         run()
         for event in events[:-1]:
             event.record()
             run()
         events[-1].record()
+        ahead = not events[0].query()
         events[-1].synchronize()
+        if not ahead and tries < TRIES:
+            wait, tries = 1.5 * wait, tries + 1
+            continue
         times += [begin.elapsed_time(end) for begin, end in zip(events, events[1:])]
     times.sort()
-    return times[len(times) // 2], times[0], len(times)
+    return times[len(times) // 2], times[0], len(times), tries < TRIES
 
 
 def part_of(package: str, module: str, name: str):
@@ -247,7 +259,7 @@ def measure(peer: str, case, seconds: float):
         result = torch.autograd.grad(out, q, d_out, retain_graph=True)[0]
         timed = lambda: torch.autograd.grad(out, learned, d_out, retain_graph=True)  # noqa: E731
     with torch.set_grad_enabled(backward):
-        median, least, runs = median_ms(timed, seconds)
+        median, least, runs, ahead = median_ms(timed, seconds)
     if order == "bshd":
         result = result.transpose(1, 2)
     at = mix(7, torch.arange(SAMPLES, device="cuda")) % result.numel()
@@ -256,6 +268,7 @@ def measure(peer: str, case, seconds: float):
         "ms": median,
         "min_ms": least,
         "runs": runs,
+        "ahead": ahead,
         "tflops": case["flops"] / median / 1e9,
         "sample": sample,
     }

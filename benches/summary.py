@@ -83,10 +83,8 @@ def hopper():
             for column, cell in zip(head[1:], cells, strict=True):
                 if "Foveate" in column or not cell:
                     continue
-                peer = column.removeprefix("to ").replace("Frontend flex", "Frontend")
-                ratios = re.findall(r"\(([\d.]+)\)", cell) or cell.split(",")
-                row = found.setdefault(f"{name}, to {peer}", {"forward": [], "backward": []})
-                row[which] += [float(ratio) for ratio in ratios]
+                row = found.setdefault(f"{name}, to {column}", {"forward": [], "backward": []})
+                row[which] += [float(ratio) for ratio in re.findall(r"\(([\d.]+)\)", cell)]
     plain = {"full": 0, "causal": 1}
     return sorted(found.items(), key=lambda row: plain.get(row[0].split(",")[0], 2))
 
@@ -133,7 +131,7 @@ def drawn() -> str:
     parts += body
     body, y = group("GPU: H200, bf16, Hopper kernels", "backward", hopper(), y + 24)
     parts += body
-    body, y = group("The same, portable kernels", "backward", list(gpu()), y + 24)
+    body, y = group("Portable kernels, calls one at a time, the host's part included", "backward", list(gpu()), y + 24)
     parts += body
     for tick in TICKS:
         x = across(tick)
