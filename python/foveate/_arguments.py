@@ -58,7 +58,9 @@ def number(name: str, given: Any) -> float:
     if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} gets no gradient, and this tensor requires one: give {name}.item(), or multiply an operand by it")
     try:
-        math.isfinite(given)
+        # Of a number that changes Dynamo knows that it is one, and nothing of its value.
+        if not isinstance(given, float):
+            math.isfinite(given)
         return float(given)
     except OverflowError:
         raise ValueError(f"{name} must be a number that a float holds, got {shown(given)}") from None

@@ -151,7 +151,7 @@ def check_return_lse(return_aux: AuxRequest | None) -> None:
 
 def checked_scale(scale: float) -> float:
     scale = number("scale", scale)
-    if not math.isfinite(scale):
+    if not abs(scale) < math.inf:
         raise ValueError(f"scale must be a finite number, got {scale}")
     return scale
 

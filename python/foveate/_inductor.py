@@ -85,9 +85,18 @@ def replace(graph: fx.Graph) -> None:
         except (_native.TraceError, ValueError, IndexError, TypeError) as reason:
             if LAYOUT in options:
                 raise RuntimeError(f"{options[LAYOUT]} cannot be compiled: {reason}") from reason
+            if _holds_ours(graph, node):
+                raise
             _leave(graph, node, options, str(reason))
     if found:
         graph.eliminate_dead_code()
+
+
+def _holds_ours(graph: fx.Graph, node: fx.Node) -> bool:
+    """Whether its mask or score holds operators that nothing but this pass reads, so that it cannot stay torch's."""
+    modules = (getattr(graph.owning_module, str(of.target), None) for of in node.all_input_nodes if of.op == "get_attr")
+    graphs = (module.graph for module in modules if isinstance(module, fx.GraphModule))
+    return any(str(inner.target).startswith("foveate.") for of in graphs for inner in of.nodes if inner.op == "call_function")
 
 
 def _leave(graph: fx.Graph, node: fx.Node, options: dict[str, Any], reason: str) -> None:

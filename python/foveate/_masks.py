@@ -163,8 +163,8 @@ class Mask:
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
         """Keys of the query's document, by the offsets of documents ``[n + 1]``, of queries and keys or of each.
-        Queries and keys past the last offset see nothing. The host reads the offsets, so on CUDA it waits for the
-        device; :func:`foveate.varlen` takes offsets without.
+        Queries and keys past the last offset see nothing; of offsets past a call's lengths those rows count that there
+        are. The host reads the offsets, so on CUDA it waits for the device; :func:`foveate.varlen` takes offsets without.
 
         Raises:
             ValueError: The offsets do not begin at 0, decrease, or differ in number.

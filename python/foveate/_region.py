@@ -161,7 +161,7 @@ def _attention(
     if _checks.autocasts(query):
         # Torch's operator does so itself from 2.11 on.
         query, key, value = _checks.autocast(query, key, value)
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not abs(scale) < math.inf:
         raise ValueError(f"scale must be a finite number, got {scale}")
     options[OURS] = True
     options["OUTPUT_LOGSUMEXP"] = wants_lse or sink is not None

@@ -190,6 +190,39 @@ def test_a_block_mask_of_ours_is_its_function_until_it_is_given_another():
     assert mods == ["kv <= q"]
 
 
+@pytest.mark.parametrize("named", ["foveate", "torch", "varlen"])
+def test_another_scale_is_taken_in_a_whole_graph(named):
+    def model(q, k, v, scale):
+        if named == "varlen":
+            packed = (x[0].transpose(0, 1) for x in (q, k, v))
+            return foveate.varlen(*packed, offsets, offsets, 24, 24, scale=scale)
+        attend = flex_attention if named == "foveate" else torch_flex.flex_attention
+        return attend(q, k, v, scale=scale)
+
+    offsets = torch.tensor([0, 10, 24], dtype=torch.int32)
+    inputs, backend = operands(1, 2, 2, 24, 24, 8, 8), Backend()
+    with foveate.enable():
+        compiled = backend.compile(model)
+        for scale in (0.1, 0.25, 0.3, 0.7):
+            gold, ours = model(*inputs, scale), compiled(*inputs, scale)
+            torch.testing.assert_close(ours, gold)
+            ours, gold = (torch.autograd.grad(out.sum(), inputs) for out in (ours, gold))
+            torch.testing.assert_close(ours, gold)
+    assert all(name.startswith("foveate.") for name in backend.operators), backend.operators
+
+
+@pytest.mark.parametrize("text, names, said", [
+    ("causall", {}, "did you mean `causal`"),
+    ("causal", {"n": 3}, "`n` is given, and the mask does not read it"),
+])
+def test_a_wrong_text_is_what_a_compilation_fails_with(text, names, said):
+    compiled = Backend().compile(lambda q, k, v: flex_attention(q, k, v, block_mask=Mask(text, **names)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Exception, match=said):
+            compiled(*operands(1, 2, 2, 24, 24, 8, 8))
+
+
 def test_lengths_batch_and_captured_values_compile_once():
     table = torch.randn(64)
 
