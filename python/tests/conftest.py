@@ -1,6 +1,8 @@
 """Runs tests on another device: ``pytest --device cuda python/tests/test_dot_product.py`` makes every tensor that says no
 device, and every generator, there. ``test_cuda*.py`` need no option. Tests marked ``cpu`` are of the CPU only."""
 
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cpu(why): holds of CPU tensors only")
     device = torch.device(config.getoption("--device"))
     if device.type == "cpu":
+        # Inductor's kernels for it are few: a pool of processes that import torch takes longer to start than these take
+        # to compile, and what tries the processor's instructions compiles as long as all of them.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         return
     if device.type != "cuda" or not torch.cuda.is_available():
         raise pytest.UsageError(f"--device {device}: torch finds no such device")
