@@ -21,12 +21,16 @@ pub struct Sources<'a> {
     pub d_lse: Option<TensorRef<'a, 3>>,
 }
 
-/// The lse of each row (`+∞` for an empty row, whose weights are then 0), its `delta`, and its
-/// [`row_weight_sums`].
+/// The lse of each row (`+∞` for an empty row, whose weights are then 0), its `delta`, and the factor of
+/// its weights: [`row_weight_sums`], and dropout's of entries that are kept.
+///
+/// Dropout's is in the weights before they are rounded for dv, as an eager program stores them: weights that are
+/// nearly equal may have twice the relative error on either side of a power of two. What multiplies the weights to
+/// `ds` is then divided by it: `delta` here, `dp` by leaving it as the product is.
 pub struct Statistics<'a> {
     lse: &'a [f32],
     delta: &'a [f32],
-    row_weight_sum: &'a [f32],
+    weight_factor: &'a [f32],
     /// First row of each query head of the wave.
     first: Vec<usize>,
 }
@@ -35,7 +39,7 @@ pub struct Statistics<'a> {
 struct Rows<'a> {
     b: usize,
     h: usize,
-    row_weight_sum: &'a [f32],
+    weight_factor: &'a mut [f32],
     lse: &'a mut [f32],
     delta: &'a mut [f32],
     d_sink: &'a mut f64,
@@ -55,20 +59,22 @@ impl<'a> Statistics<'a> {
         let mut parts = vec![0.0; heads.len()];
         let mut first = Vec::with_capacity(heads.len());
         let rows = buffer.len() / 3;
-        let (row_weight_sum, rest) = buffer.split_at_mut(rows);
+        let (weight_factor, rest) = buffer.split_at_mut(rows);
         let (lse, delta) = rest.split_at_mut(rows);
-        row_weight_sums::<T>(call, wave, operands, from.lse, row_weight_sum);
-        let (mut lse_left, mut delta_left, mut row) = (&mut *lse, &mut *delta, 0);
+        row_weight_sums::<T>(call, wave, operands, from.lse, weight_factor);
+        let mut left = [&mut *weight_factor, &mut *lse, &mut *delta];
+        let mut row = 0;
         let mut tasks = Vec::with_capacity(heads.len());
         for (&(b, h), d_sink) in heads.iter().zip(&mut parts) {
             let len = call.sequences[b].q_len;
-            let row_weight_sum = &row_weight_sum[row..row + len];
             first.push(row);
             row += len;
-            let (lse, delta);
-            (lse, lse_left) = lse_left.split_at_mut(len);
-            (delta, delta_left) = delta_left.split_at_mut(len);
-            tasks.push(Rows { b, h, row_weight_sum, lse, delta, d_sink });
+            let [weight_factor, lse, delta] = left.each_mut().map(|left| {
+                let (own, rest) = std::mem::take(left).split_at_mut(len);
+                *left = rest;
+                own
+            });
+            tasks.push(Rows { b, h, weight_factor, lse, delta, d_sink });
         }
         let dim_v = call.tiles.dim_v;
         let vectors = || {
@@ -81,20 +87,20 @@ impl<'a> Statistics<'a> {
         for ((_, h), part) in heads.into_iter().zip(parts) {
             d_sink[h] += part;
         }
-        Self { lse, delta, row_weight_sum, first }
+        Self { lse, delta, weight_factor, first }
     }
 
     /// The statistics of rows of a query head of the wave.
     pub fn of(&self, head: usize, rows: Range<usize>) -> RowStatistics<'_> {
         let all =
-            RowStatistics { lse: self.lse, delta: self.delta, row_weight_sum: self.row_weight_sum };
+            RowStatistics { lse: self.lse, delta: self.delta, weight_factor: self.weight_factor };
         all.of(self.first[head] + rows.start..self.first[head] + rows.end)
     }
 }
 
 impl Rows<'_> {
     fn compute(self, call: &Call<'_>, from: Sources<'_>, [out, d_out]: &mut [PoolBuffer<'_>; 2]) {
-        let Self { b, h, row_weight_sum, lse, delta, d_sink } = self;
+        let Self { b, h, weight_factor, lse, delta, d_sink } = self;
         let s = &call.sequences[b];
         let own = ..call.dims.dim_v;
         let scalar = |t: TensorRef<'_, 3>, at| t.get_f64(at) as f32;
@@ -110,8 +116,10 @@ impl Rows<'_> {
             let d_lse = from.d_lse.map_or(0.0, |t| scalar(t, at));
             delta[r] = simd::dot(out, d_out) - d_lse;
             if let Some(sink) = &call.sink {
-                *d_sink -= f64::from((sink[h] - lse[r]).exp() * row_weight_sum[r] * delta[r]);
+                *d_sink -= f64::from((sink[h] - lse[r]).exp() * weight_factor[r] * delta[r]);
             }
+            weight_factor[r] *= call.dropout_scale;
+            delta[r] /= call.dropout_scale;
         }
     }
 }

@@ -172,12 +172,9 @@ impl<'a> Worker<'a> {
             let keys = first..split.keys.end.min(first + tiles.chunk * tiles.kv);
             self.chunk::<T>(scratch, captures, &mut task, &keys);
             let GradAccumulators { dk, dv, clock, .. } = &mut scratch.acc;
-            let (dk, dv) = (&mut dk[..keys.len() * tiles.dim], &mut dv[..keys.len() * tiles.dim_v]);
-            // The constant factors of the products, once for each chunk.
+            let (dk, dv) = (&mut dk[..keys.len() * tiles.dim], &dv[..keys.len() * tiles.dim_v]);
+            // The constant factor of the products, once for each chunk.
             simd::scale(dk, call.scale);
-            if call.dropout_scale != 1.0 {
-                simd::scale(dv, call.dropout_scale);
-            }
             for (r, key) in keys.enumerate() {
                 let at = key - split.keys.start;
                 if let Some(into) = &mut task.dk {
@@ -387,8 +384,8 @@ impl GradAccumulators<'_> {
         }
         *nonzero_rows = nonzero_rows.start.min(subtile.start)..subtile.end;
         let ds = ds_tile.subtile::<T>(at);
-        // The scale of kept entries goes into the product, so that dropout only clears entries.
-        scores(ds, queries.d_out.a, keys.key_tile.v_t, dims.dim_v, call.dropout_scale);
+        // The scale of kept entries is in the statistics, so that dropout only clears entries.
+        scores(ds, queries.d_out.a, keys.key_tile.v_t, dims.dim_v, 1.0);
         clock.lap(Stage::Products);
         evaluator.apply_dropout(subtile.clone(), columns.clone(), ds, stride);
         clock.lap(Stage::Mods);

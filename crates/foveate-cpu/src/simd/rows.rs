@@ -44,7 +44,7 @@ for_each_level! {
 }
 for_each_level! {
     /// The softmax's weights and the gradient of its scores, in place: scores `p` become
-    /// `row_weight_sum·exp(p - lse)`, and gradients `d` of the weights become `p·(d - delta)`. Row
+    /// `weight_factor·exp(p - lse)`, and gradients `d` of the weights become `p·(d - delta)`. Row
     /// `r` is `[r * stride..][columns]` of both, for as many rows as `rows` has. A row whose lse is
     /// `+∞` becomes 0 in both, and so does an entry whose score is `-∞`, whatever lse, `d` and delta
     /// are: a masked entry takes nothing of values or rows that are non-finite.
@@ -76,21 +76,21 @@ pub const ZERO_WEIGHT: f32 = -127.0 / LOG2_E - 0.1;
 pub struct RowStatistics<'a> {
     /// `+∞` for an empty row.
     pub lse: &'a [f32],
-    /// `Σ d_out·out - d_lse`.
+    /// `Σ d_out·out - d_lse`, divided by the factor of entries that dropout keeps.
     pub delta: &'a [f32],
-    /// `1 / Σ exp(score - lse)` for rows whose lse is too large for its rounding not to matter;
-    /// 1 for all others.
-    pub row_weight_sum: &'a [f32],
+    /// What `exp(score - lse)` is multiplied by: the factor of entries that dropout keeps, and
+    /// `1 / Σ exp(score - lse)` of rows whose lse is too large for its rounding not to matter.
+    pub weight_factor: &'a [f32],
 }
 
 impl<'a> RowStatistics<'a> {
     /// The statistics of a range of rows.
     pub fn of(&self, rows: Range<usize>) -> Self {
-        let Self { lse, delta, row_weight_sum } = self;
+        let Self { lse, delta, weight_factor } = self;
         Self {
             lse: &lse[rows.clone()],
             delta: &delta[rows.clone()],
-            row_weight_sum: &row_weight_sum[rows],
+            weight_factor: &weight_factor[rows],
         }
     }
 }
@@ -337,14 +337,14 @@ fn softmax_backward_body<S: Simd>(
             d.fill(0.0);
             continue;
         }
-        let (lse, delta, row_weight_sum) =
-            (s.splat(lse), s.splat(rows.delta[r]), s.splat(rows.row_weight_sum[r]));
-        let plain = rows.row_weight_sum[r] == 1.0;
+        let (lse, delta, weight_factor) =
+            (s.splat(lse), s.splat(rows.delta[r]), s.splat(rows.weight_factor[r]));
+        let plain = rows.weight_factor[r] == 1.0;
         for (p, d) in groups_mut(p).iter_mut().zip(groups_mut(d)) {
             // The difference comes first: it is exact near the maximum, however large scores are.
             let score = s.load(p);
             let power = exp2(s, s.mul(s.sub(score, lse), log2_e));
-            let weight = if plain { power } else { s.mul(power, row_weight_sum) };
+            let weight = if plain { power } else { s.mul(power, weight_factor) };
             s.store(s.clear_masked(weight, score), p);
             s.store(s.clear_masked(s.mul(weight, s.sub(s.load(d), delta)), score), d);
         }
@@ -382,14 +382,14 @@ mod tests {
         let scores: Vec<f32> = (0..4 * stride).map(|i| ((i * 37) % 23) as f32 * 0.25).collect();
         let d_p: Vec<f32> = (0..4 * stride).map(|i| ((i * 11) % 17) as f32 * 0.5 - 4.0).collect();
         let (lse, delta) = ([2.0, f32::INFINITY, -95.0, 7.0], [1.5, 0.0, -2.0, 0.5]);
-        let row_weight_sum = [1.0, 1.0, 1.0, 0.25];
+        let weight_factor = [1.0, 1.0, 1.0, 0.25];
         for &level in Level::available() {
             let (mut p, mut d) = (scores.clone(), d_p.clone());
-            let rows = RowStatistics { lse: &lse, delta: &delta, row_weight_sum: &row_weight_sum };
+            let rows = RowStatistics { lse: &lse, delta: &delta, weight_factor: &weight_factor };
             softmax_backward_on(level, &mut p, &mut d, stride, columns.clone(), rows);
             for i in 0..4 * stride {
                 let (r, inside) = (i / stride, columns.contains(&(i % stride)));
-                let weight = f64::from(row_weight_sum[r]) * f64::from(scores[i] - lse[r]).exp();
+                let weight = f64::from(weight_factor[r]) * f64::from(scores[i] - lse[r]).exp();
                 let near = |got: f32, want: f64| {
                     // Above 2^127 what is not infinite is as large as can be.
                     let want = want.min(f64::from(2f32.powi(127)) * 1.5);
@@ -415,7 +415,7 @@ mod tests {
                 let score = |i| if hidden(i) { f32::NEG_INFINITY } else { 0.5 };
                 let mut p: Vec<f32> = (0..2 * LANES).map(score).collect();
                 let mut d: Vec<f32> = (0..2 * LANES).map(|i| odd[i % 4]).collect();
-                let rows = RowStatistics { lse: &[lse], delta: &[delta], row_weight_sum: &[0.5] };
+                let rows = RowStatistics { lse: &[lse], delta: &[delta], weight_factor: &[0.5] };
                 softmax_backward_on(level, &mut p, &mut d, 2 * LANES, 0..2 * LANES, rows);
                 for i in (0..2 * LANES).filter(|&i| hidden(i)) {
                     let name = level.name();
@@ -436,7 +436,7 @@ mod tests {
         let lse = [50.0, f32::INFINITY, 10.0];
         let derived = |level, scores: &[f32]| {
             let (mut p, mut d) = (scores.to_vec(), vec![1.0; scores.len()]);
-            let rows = RowStatistics { lse: &lse, delta: &[0.5; 3], row_weight_sum: &[1.0; 3] };
+            let rows = RowStatistics { lse: &lse, delta: &[0.5; 3], weight_factor: &[1.0; 3] };
             softmax_backward_on(level, &mut p, &mut d, stride, columns.clone(), rows);
             (0..3).all(|r| p[r * stride..][columns.clone()].iter().all(|&p| p == 0.0))
         };
