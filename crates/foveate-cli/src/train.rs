@@ -118,12 +118,12 @@ fn options(args: &Args) -> Options {
     }
 }
 
-/// A failure of a rank, with where its last transfers are.
-fn told(args: &Args, recipe: &Recipe, e: TrainError) -> Failure {
+/// A failure of a rank, with where its last transfers are: of a run that has `begun`.
+fn told(args: &Args, recipe: &Recipe, begun: bool, e: TrainError) -> Failure {
     let failure = Failure::from(e.of_overrides(&args.set));
     let transfers = recipe.run.dir.join("transfers");
     match &failure {
-        Failure::Lost(Some(_)) if transfers.is_dir() => failure.help(format!(
+        Failure::Lost(Some(_)) if begun && transfers.is_dir() => failure.help(format!(
             "what each rank did last: foveate shard log {}; to go on, start all ranks with --resume",
             transfers.display()
         )),
@@ -138,9 +138,9 @@ fn other(
     recipe: &Recipe,
     interrupt: Interrupt,
 ) -> Result<(), Failure> {
-    let mut silent = Silent(interrupt);
+    let mut silent = Silent { interrupt, begun: false };
     let summary = train_on(group, recipe, &args.recipe, options(args), &mut silent);
-    let summary = summary.map_err(|e| told(args, recipe, e))?;
+    let summary = summary.map_err(|e| told(args, recipe, silent.begun, e))?;
     if summary.interrupted { Err(Failure::Interrupted) } else { Ok(()) }
 }
 
@@ -165,7 +165,7 @@ fn rank(
         if matches!(e.kind(), TrainErrorKind::Interrupted) {
             crate::output::tell!("interrupted before the first step; nothing was written");
         }
-        told(args, recipe, e)
+        told(args, recipe, view.begun, e)
     })?;
     if summary.interrupted {
         let how = match group.ranks() {
@@ -274,11 +274,18 @@ fn called() -> String {
 }
 
 /// Any rank but the first shows nothing, and can be interrupted.
-struct Silent(Interrupt);
+struct Silent {
+    interrupt: Interrupt,
+    begun: bool,
+}
 
 impl Observer for Silent {
+    fn started(&mut self, _run: &Started) {
+        self.begun = true;
+    }
+
     fn interrupted(&mut self) -> bool {
-        self.0.pressed()
+        self.interrupt.pressed()
     }
 }
 
@@ -291,6 +298,8 @@ struct View<'a> {
     json: Option<&'a mut Output>,
     /// The first failure to write one; it ends the run as an interruption does.
     unwritten: Option<std::io::Error>,
+    /// Whether the run has begun.
+    begun: bool,
     held_out: Option<f64>,
     steps: u64,
     /// What the last step came to.
@@ -308,9 +317,9 @@ impl<'a> View<'a> {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
         let style = ProgressStyle::with_template("{spinner} {msg}  {elapsed} elapsed");
         bar.set_style(style.expect("the template is valid"));
-        let (unwritten, held_out, steps) = (None, None, 0);
+        let (unwritten, begun, held_out, steps) = (None, false, None, 0);
         let (message, doing) = (String::new(), "");
-        Self { bar, lines, interrupt, json, unwritten, held_out, steps, message, doing }
+        Self { bar, lines, interrupt, json, unwritten, begun, held_out, steps, message, doing }
     }
 
     /// A `share` of what is under way is done.
@@ -420,6 +429,7 @@ fn introduce(run: &Started) {
 
 impl Observer for View<'_> {
     fn started(&mut self, run: &Started) {
+        self.begun = true;
         let checkpoints = run.dir.join("checkpoints");
         allocator::goes_on(match run.step {
             0 => format!(

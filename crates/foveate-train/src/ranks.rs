@@ -216,12 +216,13 @@ impl Ranks<'_> {
 }
 
 /// Ends `all` ranks where this one has failed, unless another ended it, and writes its last transfers
-/// to the folder `transfers`, where the run's, in which it is, is there. Where several fail alike, the error
-/// of all but one is that another failed.
+/// to the folder `transfers`; none where the run's folder was not taken yet, in which those of an earlier
+/// attempt, or of a run that is under way, may be. Where several fail alike, the error of all but one is that
+/// another failed.
 pub(crate) fn end_with<T>(
     all: &dyn Collectives,
     result: Result<T, TrainError>,
-    transfers: &Path,
+    transfers: Option<&Path>,
 ) -> Result<T, TrainError> {
     result.map_err(|e| {
         let e = match e.kind() {
@@ -237,7 +238,7 @@ pub(crate) fn end_with<T>(
                 }
             }
         };
-        if all.ranks() > 1 && transfers.parent().is_some_and(Path::is_dir) {
+        if let Some(transfers) = transfers.filter(|_| all.ranks() > 1) {
             // What ended the run is what has to be told, also where the disk is full.
             let _ = TransferLog::of(all, &e.to_string()).write(transfers);
         }

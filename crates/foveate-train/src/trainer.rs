@@ -269,8 +269,9 @@ pub fn load_recipe(
 /// them, and rank 0 writes to the run's folder, which the others can read. The observer of any rank
 /// can end the run.
 ///
-/// Where a run of several ranks fails, each writes its last transfers to `transfers` in the run's
-/// folder ([`foveate_shard::collectives::log`]).
+/// Where a run of several ranks fails that has begun, as [`Observer::started`] tells, each writes its last
+/// transfers to `transfers` in the run's folder ([`foveate_shard::collectives::log`]). One that fails before
+/// leaves the folder as it is.
 ///
 /// # Errors
 /// Those of [`train`], on all ranks; a rank that is gone; or what the ranks do not agree on.
@@ -282,12 +283,14 @@ pub fn train_on(
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
     let options = options.into();
-    let run = Training { group, recipe, file, options, observer };
+    let mut begun = false;
+    let run = Training { group, recipe, file, options, observer, begun: &mut begun };
     // Where a rank has no such device, all know of it.
     let ran = recipe.device().run(run);
     let ran = ran.unwrap_or_else(|e| Ranks::unplaced(group).together(Err(e)));
     let folder = Folder::new(&recipe.run.dir);
-    end_with(group, ran, &folder.transfers())
+    let transfers = begun.then(|| folder.transfers());
+    end_with(group, ran, transfers.as_deref())
         .map_err(|e| e.of_run(checkpoint::latest(&folder.checkpoints())))
 }
 
@@ -298,17 +301,20 @@ struct Training<'a> {
     file: &'a Path,
     options: Options,
     observer: &'a mut dyn Observer,
+    /// Whether the run has its folder.
+    begun: &'a mut bool,
 }
 
 impl OnDevice for Training<'_> {
     type Output = Result<Summary, TrainError>;
 
     fn run<B: Blocks>(self, blocks: B, gpu: Option<String>) -> Self::Output {
-        let Self { group, recipe, file, options, observer } = self;
+        let Self { group, recipe, file, options, observer, begun } = self;
         Ranks::unplaced(group).together(Ok(()))?;
         let ranks = Ranks::in_mesh(group, &recipe.mesh)?;
         let profile = options.profile.clone().filter(|_| ranks.first()).map(Profile::of);
         let mut run = Setup::new(ranks, recipe, file, options, blocks, gpu, observer)?;
+        *begun = true;
         observer.started(&run.started);
         let ran = run.steps(profile, observer);
         if let Err(e) = &ran {

@@ -1,6 +1,7 @@
 //! What a run leaves alone, and what it is told before it starts.
 
 use super::super::folder::Folder;
+use super::ranks::{all_well, on_ranks};
 use super::*;
 
 const ALL: [Start; 3] = [Start::New, Start::Resume, Start::Over];
@@ -12,8 +13,9 @@ impl Place {
 
     /// Puts a file into the folder of the run.
     fn put(&self, name: &str, text: &str) {
-        std::fs::create_dir_all(self.dir()).unwrap();
-        std::fs::write(self.dir().join(name), text).unwrap();
+        let file = self.dir().join(name);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(file, text).unwrap();
     }
 
     /// What a start that has to be refused says; everything stays as it is.
@@ -357,4 +359,31 @@ fn a_run_that_ended_meanwhile_is_not_said_to_be_at_work() {
     let anew = folder.claim(Start::Resume, None, None, true).err().unwrap().to_string();
     assert!(anew.contains("has saved or removed a checkpoint meanwhile"), "{anew}");
     assert!(folder.claim(Start::Resume, Some(&summary.checkpoint), None, false).is_ok());
+}
+
+/// They say why the earlier attempt failed, or are another run's.
+#[test]
+fn transfer_logs_stay_where_a_start_is_refused() {
+    let place = Place::new();
+    place.run(&place.recipe(&[]), Start::New).unwrap();
+    let log = r#"{"rank":1,"ranks":2,"meeting":7,"seconds":1.5,"why":"rank 0 is gone"}"#;
+    place.put("transfers/rank-00001.jsonl", log);
+    let refused = |start: Start, sets: &[&str], says: &str| {
+        let (before, recipe) = (files(place.0.path()), place.recipe(sets));
+        let done = on_ranks(2, &place, |_| recipe.clone(), || start.into(), |_| Log::default());
+        for told in done.into_iter().map(|done| done.map(drop).unwrap_err().to_string()) {
+            assert!(told.contains(says), "{told}");
+        }
+        assert!(files(place.0.path()) == before, "{says}: something changed");
+    };
+    refused(Start::New, &[], "a run is already here");
+    refused(Start::Resume, &["data.len=16"], "[data] is not what this run was started with");
+    let dir = place.dir();
+    let held = Folder::new(&dir).hold().unwrap();
+    for start in ALL {
+        refused(start, &[], "another process is training here");
+    }
+    drop(held);
+    all_well(2, &place, &place.recipe(&["train.steps=7"]), Start::Resume);
+    assert_eq!(std::fs::read_dir(dir.join("transfers")).unwrap().count(), 0);
 }
