@@ -354,7 +354,7 @@ fn logs_say_which_rank_did_what_others_did_not() {
     };
     let all = logs(hangs);
     assert_eq!(all.len(), 4);
-    let found = compare(all.clone()).unwrap();
+    let found = compare(all.clone(), &[]).unwrap();
     assert_eq!(found.findings[0].ranks, [2], "{found}");
     let said = &found.findings[0].message;
     assert!(
@@ -365,20 +365,25 @@ fn logs_say_which_rank_did_what_others_did_not() {
     assert_eq!(found.findings.len(), 1, "{found}");
     // A rank that was killed writes none.
     let killed: Vec<_> = all.iter().filter(|log| log.header.rank != 2).cloned().collect();
-    let found = compare(killed.clone()).unwrap();
+    let found = compare(killed.clone(), &[]).unwrap();
     assert_eq!((&found.silent[..], &found.findings[0].ranks[..]), (&[2][..], &[2][..]));
     assert!(found.findings[0].message.contains("it left no log: it was killed"), "{found}");
+    // One whose log is damaged wrote one, and so did rank 9 of another run.
+    let found = compare(killed.clone(), &[2, 9]).unwrap();
+    assert_eq!((&found.silent[..], &found.unread[..]), (&[2][..], &[2][..]));
+    assert!(found.findings[0].message.contains("; its log could not be read"), "{found}");
+    assert!(!found.to_string().contains("left no log"), "{found}");
     // The log of an earlier attempt is not taken for one of this.
     let mut older = all[2].clone();
     older.header.meeting ^= 1;
-    let found = compare([&killed[..], &[older]].concat()).unwrap();
+    let found = compare([&killed[..], &[older]].concat(), &[]).unwrap();
     assert_eq!((&found.earlier[..], &found.silent[..]), (&[2][..], &[2][..]));
 
     let differs = |world: &Rank| match world.rank() {
         1 => world.broadcast(0, &[]).map(drop),
         _ => world.all_gather(&[]).map(drop),
     };
-    let found = compare(logs(differs)).unwrap();
+    let found = compare(logs(differs), &[]).unwrap();
     assert_eq!(found.findings[0].ranks, [1], "{found}");
     let said = &found.findings[0].message;
     assert!(
@@ -386,9 +391,18 @@ fn logs_say_which_rank_did_what_others_did_not() {
         "{said}"
     );
 
-    assert!(compare(vec![]).is_err() && compare([&all[..1], &all[..1]].concat()).is_err());
+    assert!(compare(vec![], &[]).is_err());
+    assert!(compare([&all[..1], &all[..1]].concat(), &[]).is_err());
     let dir = tempfile::tempdir().unwrap();
-    for (text, says) in [("", "it is empty"), ("{\"rank\": 1}\n", ":1: missing field")] {
+    let first = serde_json::to_string(&all[0].header).unwrap();
+    let behind = |line: &[u8]| [first.as_bytes(), b"\n", line].concat();
+    for (text, says) in [
+        (Vec::new(), ": it is empty"),
+        (b"{\"rank\": 1}\n".to_vec(), ":1:11: missing field"),
+        (behind(b"{\"number\": 3\n"), ":2:12: EOF while parsing an object; that is no line"),
+        (behind(b"\xff\xfe"), ":2:1: expected value; that is no line of a transfer log"),
+        (behind(b"{\"kind\": \"\xff\"}\n"), ":2:"),
+    ] {
         let file = dir.path().join("rank-00000.jsonl");
         std::fs::write(&file, text).unwrap();
         let error = TransferLog::read(&file).unwrap_err().to_string();

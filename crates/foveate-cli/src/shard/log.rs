@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use foveate_shard::collectives::log::{TransferLog, compare, is_named_as_log};
+use foveate_shard::collectives::log::{TransferLog, compare, rank_named};
 
 use crate::failure::Failure;
-use crate::output::Output;
+use crate::output::{Output, tell};
 
 /// Say which rank did what others did not, from the logs that ranks write when one fails
 #[derive(Debug, clap::Args)]
@@ -24,15 +24,26 @@ pub struct Args {
 
 /// Reads, compares and prints.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
-    let mut logs = Vec::new();
+    let mut files = Vec::new();
     for file in &args.files {
-        let files = if file.is_dir() { of_folder(file)? } else { vec![file.clone()] };
-        for file in files {
-            let remedy = "give the folder `transfers` of a run, or files of it";
-            logs.push(TransferLog::read(&file).map_err(|e| Failure::from(e).help(remedy))?);
+        files.extend(if file.is_dir() { of_folder(file)? } else { vec![file.clone()] });
+    }
+    let (mut logs, mut wrong, mut unread) = (Vec::new(), Vec::new(), Vec::new());
+    for file in &files {
+        match TransferLog::read(file) {
+            Ok(log) => logs.push(log),
+            Err(e) => {
+                wrong.push(e);
+                unread.extend(rank_named(file));
+            }
         }
     }
-    let comparison = compare(logs.clone())?;
+    if logs.is_empty() && !wrong.is_empty() {
+        let remedy = "give the folder `transfers` of a run, or files of it";
+        return Err(Failure::from(wrong.swap_remove(0)).help(remedy));
+    }
+    wrong.iter().for_each(|e| tell!("warning: {e}; the file is left out"));
+    let comparison = compare(logs.clone(), &unread)?;
     if args.json {
         return Ok(out.json(&comparison)?);
     }
@@ -71,7 +82,7 @@ fn of_folder(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
         files.push(entry.map_err(failed)?.path());
     }
     // One that is damaged is named when it is read.
-    files.retain(|file| is_named_as_log(file));
+    files.retain(|file| rank_named(file).is_some());
     if files.is_empty() {
         let message = "there is no transfer log in it; a rank writes one when another fails";
         return Err(Failure::new(format!("{}: {message}", dir.display())));

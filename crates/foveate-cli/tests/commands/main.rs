@@ -77,7 +77,7 @@ fn what_is_no_file_is_refused_at_once() {
     let damaged = tempfile::tempdir().unwrap();
     std::fs::write(damaged.path().join("rank-00003.jsonl"), "{\"rank\": 3").unwrap();
     for (folder, said) in [
-        (damaged.path(), "rank-00003.jsonl:1: "),
+        (damaged.path(), "rank-00003.jsonl:1:10: "),
         (empty, "no transfer log in it; a rank"),
         (&nowhere, "give the folder `transfers` of a run"),
     ] {
@@ -85,6 +85,18 @@ fn what_is_no_file_is_refused_at_once() {
         let named = stderr.contains(folder.to_str().unwrap()) && stderr.contains(said);
         assert!(code == Some(1) && named, "{code:?} {stderr}");
     }
+    // Beside a whole one it is left out, and said to be.
+    let whole = r#"{"rank":0,"ranks":3,"meeting":7,"seconds":1.5,"why":"rank 3 is gone"}"#;
+    std::fs::write(damaged.path().join("rank-00000.jsonl"), whole).unwrap();
+    std::fs::write(damaged.path().join("rank-00002.jsonl"), b"\xff\n").unwrap();
+    let (code, out, stderr) = run(&["shard", "log", damaged.path().to_str().unwrap()]);
+    let warned: Vec<&str> = stderr.lines().collect();
+    assert!(code == Some(0) && warned.len() == 2, "{code:?} {stderr}");
+    assert!(warned[0].starts_with("warning: ") && warned[0].ends_with("the file is left out"));
+    assert!(
+        warned[0].contains("rank-00002.jsonl:1:1: ") && warned[1].contains("-00003.jsonl:1:10")
+    );
+    assert!(out.contains("rank 1 left no log") && out.contains("rank 3 is gone"), "{out}");
 }
 
 /// Numbers that come late are waited for, which is said.

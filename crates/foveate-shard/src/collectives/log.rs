@@ -30,18 +30,18 @@ const ENDS: &str = ".jsonl";
 /// Bytes of a first line at most, by which a file is told to be a log.
 const FIRST_LINE: u64 = 1 << 16;
 
-/// Whether `path` has the name of a file of [`TransferLog::write`].
-pub fn is_named_as_log(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str());
-    let number = name.and_then(|name| name.strip_prefix(OPENS)?.strip_suffix(ENDS));
-    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+/// The rank that `path` names, where it has the name of a file of [`TransferLog::write`].
+pub fn rank_named(path: &Path) -> Option<usize> {
+    let number = path.file_name()?.to_str()?.strip_prefix(OPENS)?.strip_suffix(ENDS)?;
+    let digits = number.bytes().all(|b| b.is_ascii_digit());
+    number.parse().ok().filter(|_| digits)
 }
 
 /// Whether `path` has the name of a file of [`TransferLog::write`], and its first line; or nothing, where its rank was
 /// killed before it had written that.
 pub fn is_log(path: &Path) -> bool {
     // Opening a pipe would wait for its other end.
-    if !is_named_as_log(path) || !fs::metadata(path).is_ok_and(|file| file.is_file()) {
+    if rank_named(path).is_none() || !fs::metadata(path).is_ok_and(|file| file.is_file()) {
         return false;
     }
     let mut line = Vec::new();
@@ -116,15 +116,19 @@ impl TransferLog {
         let opened = File::open(file).map_err(failed)?;
         let mut header = None;
         let mut transfers = Vec::new();
-        for (i, line) in BufReader::new(opened).lines().enumerate() {
-            let line = line.map_err(|e| ShardError::new(format!("{at}: {e}")))?;
-            let wrong = |e| {
-                let line = i + 1;
-                ShardError::new(format!("{at}:{line}: {e}; that is no line of a transfer log"))
+        // Not of text: a line that is none is named, too.
+        for (i, line) in BufReader::new(opened).split(b'\n').enumerate() {
+            let line = line.map_err(failed)?;
+            let wrong = |e: serde_json::Error| {
+                // It knows of one line.
+                let (why, place) = (e.to_string(), format!(" at line 1 column {}", e.column()));
+                let why = why.strip_suffix(&place).unwrap_or(&why);
+                let at = format!("{at}:{}:{}", i + 1, e.column());
+                ShardError::new(format!("{at}: {why}; that is no line of a transfer log"))
             };
             match header {
-                None => header = Some(serde_json::from_str(&line).map_err(wrong)?),
-                Some(_) => transfers.push(serde_json::from_str(&line).map_err(wrong)?),
+                None => header = Some(serde_json::from_slice(&line).map_err(wrong)?),
+                Some(_) => transfers.push(serde_json::from_slice(&line).map_err(wrong)?),
             }
         }
         match header {
@@ -144,8 +148,10 @@ impl TransferLog {
 pub struct Comparison {
     /// Number of ranks of the run.
     pub ranks: usize,
-    /// Ranks without a log: they were killed, or wrote to another disk.
+    /// Ranks without a log: they were killed, or wrote to another disk, or their log was not read.
     pub silent: Vec<usize>,
+    /// Those of them whose log is there and was not read.
+    pub unread: Vec<usize>,
     /// Ranks whose log is of an earlier meeting, and was left out.
     pub earlier: Vec<usize>,
     /// One line for each thing that some ranks did and others did not.
@@ -191,11 +197,12 @@ fn listed(ranks: &[usize]) -> String {
 /// An exchange of a group: the group and its number there.
 type Exchange = (u64, u64);
 
-/// What the logs of the ranks of a run say together: which rank did what others did not.
+/// What the logs of the ranks of a run say together: which rank did what others did not. The ranks `unread` have
+/// a log that is not among them, since it could not be read.
 ///
 /// # Errors
 /// When there is no log, two are of one rank, or they count other ranks.
-pub fn compare(mut logs: Vec<TransferLog>) -> Result<Comparison, ShardError> {
+pub fn compare(mut logs: Vec<TransferLog>, unread: &[usize]) -> Result<Comparison, ShardError> {
     logs.sort_by_key(|log| log.header.rank);
     // Of the meeting that most are of.
     let votes = |log: &TransferLog| {
@@ -222,6 +229,7 @@ pub fn compare(mut logs: Vec<TransferLog>) -> Result<Comparison, ShardError> {
     let end = logs.iter().map(|log| log.header.seconds).fold(f64::INFINITY, f64::min);
     let of = |rank: usize| logs.iter().find(|log| log.header.rank == rank);
     let silent: Vec<usize> = (0..ranks).filter(|&rank| of(rank).is_none()).collect();
+    let unread: Vec<usize> = silent.iter().copied().filter(|rank| unread.contains(rank)).collect();
     let mut findings = different(&logs);
     let mut waited_for: BTreeMap<usize, Vec<(usize, &Transfer)>> = BTreeMap::new();
     for log in &logs {
@@ -252,6 +260,7 @@ pub fn compare(mut logs: Vec<TransferLog>) -> Result<Comparison, ShardError> {
         by.dedup();
         let last = of(rank).and_then(|log| log.transfers.iter().rfind(|t| t.began <= end));
         let what = match last {
+            None if unread.contains(&rank) => "its log could not be read".to_owned(),
             None if silent.contains(&rank) => "it left no log: it was killed, or its disk is \
                                                another"
                 .to_owned(),
@@ -270,13 +279,13 @@ pub fn compare(mut logs: Vec<TransferLog>) -> Result<Comparison, ShardError> {
         );
         findings.push(Finding { ranks: vec![rank], message });
     }
-    let rest: Vec<usize> =
-        silent.iter().copied().filter(|rank| !waited_for.contains_key(rank)).collect();
+    let is_told = |rank: &usize| waited_for.contains_key(rank) || unread.contains(rank);
+    let rest: Vec<usize> = silent.iter().copied().filter(|rank| !is_told(rank)).collect();
     if !rest.is_empty() {
         let message = format!("{} left no log", listed(&rest));
         findings.push(Finding { ranks: rest, message });
     }
-    Ok(Comparison { ranks, silent, earlier, findings })
+    Ok(Comparison { ranks, silent, unread, earlier, findings })
 }
 
 /// Exchanges of one place in a group that are not the same on all its ranks.
