@@ -132,79 +132,95 @@ pub(super) fn same_run(recipe: &Recipe, path: &Path) -> Result<(), TrainError> {
                        a new run in another run.dir";
         return Err(TrainError::checkpoint(path, message));
     }
-    let saved = Recipe::read(path, &[])?;
+    let saved = Recipe::read(path, &[]).map_err(|e| {
+        let remedy = "it is the recipe that the run here was started with: put it back, or start a new run \
+                      in another run.dir";
+        match e.kind() {
+            TrainErrorKind::Recipe { place, position, message } => TrainErrorKind::Recipe {
+                place: place.clone(),
+                position: *position,
+                message: format!("{message}; {remedy}"),
+            }
+            .into(),
+            _ => e,
+        }
+    })?;
     let (old, new) = (&saved.train, &recipe.train);
     let data = DataSection { exclude: recipe.data.exclude.clone(), ..saved.data.clone() };
-    let differs = [
-        ("run.seed", saved.run.seed != recipe.run.seed),
-        ("[model]", saved.model != recipe.model),
-        ("[attention]", saved.attention != recipe.attention),
-        ("[data]", data != recipe.data),
-        ("train.batch_rows", old.batch_rows != new.batch_rows),
-        ("train.accumulate", old.accumulate != new.accumulate),
-        ("train.z_loss", old.z_loss != new.z_loss),
-        ("optimizer.kind", saved.optimizer.kind != recipe.optimizer.kind),
-        ("optimizer.groups", frozen(&saved) != frozen(recipe)),
-        ("precision.state", !keeps(kept(recipe), kept(&saved))),
+    let states = [saved.precision.state, recipe.precision.state];
+    let is_kept = keeps(kept(recipe), kept(&saved));
+    let changes = [
+        change("run.seed", &saved.run.seed, &recipe.run.seed),
+        change("[model]", &saved.model, &recipe.model),
+        change("[attention]", &saved.attention, &recipe.attention),
+        change("[data]", &data, &recipe.data),
+        change("train.batch_rows", &old.batch_rows, &new.batch_rows),
+        change("train.accumulate", &old.accumulate, &new.accumulate),
+        change("train.z_loss", &old.z_loss, &new.z_loss),
+        change("optimizer.kind", &saved.optimizer.kind, &recipe.optimizer.kind),
+        change("optimizer.groups", &frozen(&saved), &frozen(recipe)),
+        change("precision.state", &states[0], &states[1]).filter(|_| !is_kept),
     ];
-    match differs.iter().find(|(_, differs)| *differs) {
-        Some((key, _)) => {
-            let field = match *key {
-                "[model]" => difference("model", &saved.model, &recipe.model),
-                "[attention]" => difference("attention", &saved.attention, &recipe.attention),
-                "[data]" => difference("data", &data, &recipe.data),
-                "precision.state" => difference("precision", &saved.precision, &recipe.precision),
-                _ => None,
-            };
-            let field = field.map_or(String::new(), |field| format!(": {field}"));
-            let message = format!(
-                "{key} is not what this run was started with{field}; restore it, or start a new run in \
-                 another run.dir"
-            );
+    match changes.into_iter().flatten().next() {
+        Some(change) => {
+            let message = format!("{change}; restore it, or start a new run in another run.dir");
             Err(TrainError::checkpoint(path, message))
         }
         None => Ok(()),
     }
 }
 
-/// The first field of `section` whose value is another one than it was.
-fn difference<S: Serialize>(section: &str, was: &S, is: &S) -> Option<String> {
-    let [was, is] = [was, is].map(|part| toml::Value::try_from(part).ok());
-    difference_in(section, was.as_ref(), is.as_ref())
+/// That a field, or a section in brackets, has another value than it had, and the first that differs in it.
+fn change<T: PartialEq + Serialize>(key: &str, was: &T, is: &T) -> Option<String> {
+    let [before, now] = [was, is].map(|value| toml::Value::try_from(value).ok());
+    (was != is).then(|| {
+        let values = difference(key.trim_matches(['[', ']']), before.as_ref(), now.as_ref());
+        let values = values.map_or(String::new(), |values| format!(": {values}"));
+        format!("{key} is not what this run was started with{values}")
+    })
 }
 
-/// The same of a value that may be a section or missing.
-fn difference_in(
-    field: &str,
-    was: Option<&toml::Value>,
-    is: Option<&toml::Value>,
-) -> Option<String> {
+/// The first place in the value of `field` where it is another one than it was. A value that is missing is none
+/// that was given.
+fn difference(field: &str, was: Option<&toml::Value>, is: Option<&toml::Value>) -> Option<String> {
+    use toml::Value::{Array, String as Text, Table};
     if was == is {
         return None;
     }
-    if let (Some(toml::Value::Table(was)), Some(toml::Value::Table(is))) = (was, is) {
-        let keys = was.keys().chain(is.keys());
-        let of = |key: &String| difference_in(&format!("{field}.{key}"), was.get(key), is.get(key));
-        return keys.into_iter().find_map(of);
+    if let (Some(Table(was)), Some(Table(is))) = (was, is) {
+        let of = |key: &String| difference(&format!("{field}.{key}"), was.get(key), is.get(key));
+        return was.keys().chain(is.keys()).find_map(of);
     }
-    // Tables of numbers are not for a line.
+    // Tables of numbers and long masks are not for a line.
     const LONG: usize = 80;
-    let shown = |value: Option<&toml::Value>| {
-        let text = value.map_or("not given".to_owned(), ToString::to_string);
-        (text.len() <= LONG).then_some(text)
-    };
-    Some(match (shown(was), shown(is)) {
-        (Some(was), Some(is)) => format!("{field} was {was} and is {is}"),
+    let shown = |value: Option<&toml::Value>| value.map_or("not given".into(), ToString::to_string);
+    let (before, now) = (shown(was), shown(is));
+    Some(match (was, is) {
+        _ if before.len().max(now.len()) <= LONG => format!("{field} was {before} and is {now}"),
+        (Some(Array(was)), Some(Array(is))) if was.len() == is.len() => {
+            let of = |i: usize| difference(&format!("{field}[{i}]"), was.get(i), is.get(i));
+            return (0..was.len()).find_map(of);
+        }
+        (Some(Array(was)), Some(Array(is))) => {
+            format!("{field} had {} and has {}", Count(was.len(), "value"), is.len())
+        }
+        (Some(Text(was)), Some(Text(is))) => {
+            let same = was.chars().zip(is.chars()).take_while(|(a, b)| a == b).count();
+            let rest = |text: &str| text.chars().skip(same).take(LONG / 2).collect::<String>();
+            let [was, is] = [was, is].map(|text| rest(text));
+            format!("{field} from character {} on was {was:?} and is {is:?}", same + 1)
+        }
         _ => format!("{field} was another"),
     })
 }
 
-/// What a recipe freezes.
-fn frozen(recipe: &Recipe) -> Vec<(&str, bool)> {
+/// Whether a recipe freezes what each of its groups names, in words; nothing where it freezes nothing.
+fn frozen(recipe: &Recipe) -> Vec<String> {
     let groups = &recipe.optimizer.groups;
     // Groups before a frozen one may take parameters from it.
     let any = groups.iter().any(|group| group.frozen);
-    groups.iter().filter(|_| any).map(|group| (group.names.as_str(), group.frozen)).collect()
+    let of = |frozen| if frozen { "frozen" } else { "trained" };
+    groups.iter().filter(|_| any).map(|g| format!("{} {}", g.names, of(g.frozen))).collect()
 }
 
 /// What a recipe keeps of each parameter. What it keeps where it names no state, on a CPU or a GPU, is exact.

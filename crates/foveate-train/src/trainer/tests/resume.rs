@@ -18,12 +18,43 @@ fn a_run_is_not_resumed_on_other_documents_or_with_another_model() {
         let error = place.run(&place.recipe(&[set]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains(&format!("{key} is not what this run was started with")), "{error}");
     }
+    let long = format!("attention.mask=causal & document{}", " & q >= 0".repeat(30));
+    let it = |shape: usize, values: &[i32]| {
+        format!("attention={{ buffers = {{ it = {{ shape = [{shape}], values = {values:?} }} }} }}")
+    };
+    let nowhere = Place::new();
+    nowhere.run(&nowhere.recipe(&[&long]), Start::New).unwrap();
+    let other = long.replacen("q >= 0", "q >= 1", 1);
+    let error = nowhere.run(&nowhere.recipe(&[&other]), Start::Resume).unwrap_err().to_string();
+    let says = "attention.mask from character 26 on was \"0 & q >= 0 & q";
+    assert!(error.contains(says) && error.contains(" and is \"1 & q >= 0"), "{error}");
+    let nowhere = Place::new();
+    let mut values = vec![2; 60];
+    nowhere.run(&nowhere.recipe(&[&it(60, &values)]), Start::New).unwrap();
+    values[7] = 9;
+    for (set, says) in [
+        (it(60, &values), "attention.buffers.it.values[7] was 2 and is 9; restore it"),
+        (it(61, &values), "attention.buffers.it.shape was [60] and is [61]; restore it"),
+        (it(60, &values[1..]), "attention.buffers.it.values had 60 values and has 59; restore it"),
+    ] {
+        let error = nowhere.run(&nowhere.recipe(&[&set]), Start::Resume).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
     for (set, field) in [
         ("data.len=23", "data.len was 24 and is 23; restore it"),
         ("data.add_eos_token=true", "data.add_eos_token was not given and is true; restore it"),
         ("data.files=[\"1*.txt\"]", "data.files was [\"*.txt\"] and is [\"1*.txt\"]; restore it"),
         ("model.hidden_size=32", "model.hidden_size was 16 and is 32; restore it"),
         ("attention.scalars={ w = 3 }", "attention.scalars.w was not given and is 3; restore it"),
+        ("run.seed=4", "run.seed was 3 and is 4; restore it"),
+        ("train.batch_rows=2", "train.batch_rows was 3 and is 2; restore it"),
+        ("train.accumulate=2", "train.accumulate was 1 and is 2; restore it"),
+        ("train.z_loss=0.1", "train.z_loss was 0.0 and is 0.1; restore it"),
+        ("optimizer.kind=sgd", "optimizer.kind was \"adamw\" and is \"sgd\"; restore it"),
+        (
+            "optimizer.groups=[{ match = \"*embed*\", frozen = true }]",
+            "optimizer.groups was [] and is [\"*embed* frozen\"]; restore it",
+        ),
     ] {
         let error = place.run(&place.recipe(&[set]), Start::Resume).unwrap_err().to_string();
         assert!(error.contains(field), "{error}");
