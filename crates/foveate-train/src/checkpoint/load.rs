@@ -185,13 +185,22 @@ pub fn load_state<B: Blocks>(
         layout if layout.exists() => layout,
         _ => masters_of(folder).remove(0),
     };
-    if let Some(missing) = [folder.join(STATE), needed].iter().find(|file| !file.exists()) {
+    let is_sharded = needed.ends_with(layout::FILE);
+    let weights = folder.join(if folder.join(INDEX).exists() { INDEX } else { SINGLE });
+    let needed = [folder.join(STATE), needed, weights];
+    let needed = &needed[..if is_sharded { 2 } else { 3 }];
+    if let Some(missing) = needed.iter().find(|file| !file.exists()) {
         let message =
             "is missing; put it back, or remove this checkpoint and resume from an earlier one";
         return Err(TrainError::checkpoint(missing, message));
     }
     let sums = checksums.of_ours(folder)?;
     let state = state(folder, sums.as_ref())?;
+    // Nothing of the saved weights is read, but a checkpoint without them is not whole, and an earlier one that is
+    // may be removed at the next save.
+    if !is_sharded {
+        self::weights(folder, sums.as_ref())?;
+    }
     let mut store = masters(folder, sums.as_ref())?;
     let mut moments = model.moments(rule)?;
     // Blocks of moments are whole where they are of several parameters.

@@ -215,12 +215,29 @@ fn what_resuming_lacks_is_named_with_the_remedy() {
         (place.dir().join("recipe.toml"), "put back the recipe that"),
         (summary.checkpoint.join("state.json"), "resume from an earlier one"),
         (summary.checkpoint.join("masters.safetensors"), "resume from an earlier one"),
+        (summary.checkpoint.join("model.safetensors"), "resume from an earlier one"),
     ] {
         let kept = std::fs::read(&file).unwrap();
         std::fs::remove_file(&file).unwrap();
         let told = place.refused(&[], Start::Resume);
         assert!(told.starts_with(&format!("{}: is missing; ", file.display())), "{told}");
         assert!(told.contains(remedy), "{told}");
+        std::fs::write(&file, kept).unwrap();
+    }
+    for (file, says) in [
+        (
+            place.dir().join("recipe.toml"),
+            "it is the recipe that the run here was started with: put it",
+        ),
+        (
+            summary.checkpoint.join("model.safetensors"),
+            "step-000004, which is intact: rename step-000006",
+        ),
+    ] {
+        let kept = std::fs::read(&file).unwrap();
+        std::fs::write(&file, &kept[..kept.len() - 9]).unwrap();
+        let told = place.refused(&[], Start::Resume);
+        assert!(told.starts_with(&file.display().to_string()) && told.contains(says), "{told}");
         std::fs::write(&file, kept).unwrap();
     }
     assert_eq!(place.run(&place.recipe(&[]), Start::Resume).unwrap().0.steps, 6);
