@@ -276,6 +276,23 @@ pub(crate) fn intact_before(folder: &Path) -> Option<PathBuf> {
     before.into_iter().rev().find(|path| is_intact(path))
 }
 
+/// That a folder is the one where a run keeps its checkpoints or is in it, in words behind its name; none of any
+/// other. What is there goes with the checkpoints that the run keeps no longer.
+pub(crate) fn within_a_run(folder: &Path) -> Option<String> {
+    let own = whole::resolved(folder);
+    let of_run = |place: &&Path| {
+        let has_log = place.parent().is_some_and(|run| run.join("metrics.jsonl").exists());
+        place.ends_with("checkpoints") && (has_log || latest(place).is_some())
+    };
+    let place = own.ancestors().find(of_run)?;
+    let of = place.parent().unwrap_or(place).display();
+    let is = match own == place {
+        true => "is".to_owned(),
+        false => format!("is in {},", place.display()),
+    };
+    Some(format!("{is} where the run in {of} keeps its checkpoints"))
+}
+
 /// The newest checkpoint under `folder`.
 pub fn latest(folder: &Path) -> Option<PathBuf> {
     list(folder).pop().map(|(_, path)| path)

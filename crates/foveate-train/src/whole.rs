@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::error::TrainError;
 
@@ -49,6 +49,17 @@ pub(crate) fn check_regular(path: &Path) -> io::Result<()> {
     match kind.is_file() {
         true => Ok(()),
         false => Err(io::Error::other("it is a pipe or a device, not a file")),
+    }
+}
+
+/// A path with its links resolved, as far as it is there.
+pub(crate) fn resolved(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let there = path.ancestors().find_map(|part| Some((part, part.canonicalize().ok()?)));
+    let Some((part, there)) = there else { return path };
+    match path.strip_prefix(part) {
+        Ok(rest) if !rest.as_os_str().is_empty() => there.join(rest),
+        _ => there,
     }
 }
 

@@ -18,6 +18,7 @@ use super::Start;
 use crate::checkpoint;
 use crate::error::{TrainError, TrainErrorKind};
 use crate::metrics::{self, JsonlLog, Record};
+use crate::whole::resolved;
 
 /// How far the run came that is in a folder.
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -108,6 +109,9 @@ impl<'a> Folder<'a> {
         if self.0.exists() && !self.0.is_dir() {
             return Err(self.refusal("is no folder; choose another run.dir".to_owned()));
         }
+        if start != Start::Resume {
+            self.check_no_checkpoints()?;
+        }
         self.check_kinds()?;
         checkpoint::check_readable(&self.checkpoints())?;
         // Before what is said of a run: it is not over, and nobody should start it over.
@@ -148,6 +152,16 @@ impl<'a> Folder<'a> {
                  --resume, {OVER}, or choose another run.dir"
             )),
             (Start::New | Start::Over, last) => self.check_ours(last.is_some()).map(|()| None),
+        }
+    }
+
+    /// Refuses to begin a run among the checkpoints of another, which removes those that it keeps no longer.
+    fn check_no_checkpoints(&self) -> Result<(), TrainError> {
+        match checkpoint::within_a_run(self.0) {
+            Some(within) => Err(self.refusal(format!(
+                "{within}; choose a run.dir of the run's own, such as runs/NAME"
+            ))),
+            None => Ok(()),
         }
     }
 
@@ -356,17 +370,6 @@ impl<'a> Folder<'a> {
 /// Whether another process has the lock that was tried.
 fn is_held(tried: Result<(), TryLockError>) -> bool {
     matches!(tried, Err(TryLockError::WouldBlock))
-}
-
-/// A path with its links resolved, as far as it is there.
-fn resolved(path: &Path) -> PathBuf {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let there = path.ancestors().find_map(|part| Some((part, part.canonicalize().ok()?)));
-    let Some((part, there)) = there else { return path };
-    match path.strip_prefix(part) {
-        Ok(rest) if !rest.as_os_str().is_empty() => there.join(rest),
-        _ => there,
-    }
 }
 
 /// The refusal to run in a folder for the sake of what is at `path`.

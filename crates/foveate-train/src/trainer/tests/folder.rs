@@ -404,3 +404,33 @@ fn transfer_logs_stay_where_a_start_is_refused() {
     all_well(2, &place, &place.recipe(&["train.steps=7"]), Start::Resume);
     assert_eq!(std::fs::read_dir(dir.join("transfers")).unwrap().count(), 0);
 }
+
+/// It would lose what it has with the checkpoints that the other one removes.
+#[test]
+fn no_run_begins_among_the_checkpoints_of_another() {
+    let place = Place::new();
+    let (first, _) = place.run(&place.recipe(&[]), Start::New).unwrap();
+    let checkpoints = place.dir().join("checkpoints");
+    for (dir, says) in [
+        (checkpoints.clone(), "checkpoints: is where the run in "),
+        (checkpoints.join("new"), "new: is in "),
+        (checkpoints.join("../checkpoints/a/b"), "b: is in "),
+        (first.checkpoint.clone(), "step-000006: is in "),
+    ] {
+        let mut recipe = place.recipe(&[]);
+        recipe.run.dir = dir;
+        for start in ALL {
+            let before = files(place.0.path());
+            let told = place.run(&recipe, start).unwrap_err().to_string();
+            assert!(
+                told.contains(says) && told.contains("keeps its checkpoints; choose"),
+                "{told}"
+            );
+            assert!(files(place.0.path()) == before, "{told}");
+        }
+    }
+    // A folder of this name that is no run's.
+    let mut recipe = place.recipe(&[]);
+    recipe.run.dir = place.0.path().join("checkpoints/new");
+    assert!(place.run(&recipe, Start::New).is_ok());
+}
