@@ -49,7 +49,7 @@ struct Export {
     checkpoint: PathBuf,
     /// Folder to make
     to: PathBuf,
-    /// Dtype of the weights
+    /// Dtype of the weights: f32, bf16 or f16
     #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = dtype)]
     dtype: SaveDtype,
     /// Do not compare what is read with the checksums it was saved with

@@ -270,6 +270,27 @@ fn a_checkpoint_past_the_limit_of_file_sizes_is_an_error_with_the_remedy() {
     }
 }
 
+/// It is no run: there is nothing to go on with.
+#[cfg(unix)]
+#[test]
+fn an_export_that_cannot_be_written_says_what_to_do() {
+    let place = Place::new();
+    assert!(place.run(&["train", "recipe.toml", "--set", "train.steps=1"]).status.success());
+    let saved = "run/checkpoints/step-000001";
+    for to in [format!("{saved}/out"), "run/checkpoints/out".to_owned()] {
+        let told = place.told(1, &["checkpoint", "export", saved, &to]);
+        assert!(told.contains("/out: is in ") && told.contains("keeps its checkpoints; choose"));
+    }
+    let mut shell = Command::new("sh");
+    let limited = "ulimit -f 20; exec \"$0\" checkpoint export \"$1\" out";
+    shell.args(["-c", limited, env!("CARGO_BIN_EXE_foveate"), saved]);
+    let done = shell.current_dir(place.path("")).stdin(Stdio::null()).output().unwrap();
+    let said = String::from_utf8(done.stderr).unwrap();
+    let remedy = "; raise the limit of file sizes (ulimit -f) and give the command again\n";
+    assert!(done.status.code() == Some(1) && said.ends_with(remedy), "{said}");
+    assert!(!place.path("out").exists() && !said.contains("--start-over"), "{said}");
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn what_the_limit_of_address_space_leaves_is_what_a_run_may_take() {

@@ -166,6 +166,16 @@ impl TrainError {
         self
     }
 
+    /// The same error, of a command that writes and is no run.
+    pub(crate) fn of_command(self) -> Self {
+        let TrainErrorKind::Write { path, source, .. } = self.kind.as_ref() else { return self };
+        let remedy = match to_write(source.kind()) {
+            Some(remedy) => format!("{remedy} and give the command again"),
+            None => "choose another folder".to_owned(),
+        };
+        Self::checkpoint(path, format!("could not be written: {source}; {remedy}"))
+    }
+
     /// The same error, where `done` steps of a run were done before it.
     pub(crate) fn after(self, done: u64) -> Self {
         match *self.kind {
@@ -217,22 +227,14 @@ impl fmt::Display for TrainErrorKind {
             }
             Self::Write { path, source, earlier } => {
                 write!(f, "{}: could not be written: {source}", path.display())?;
-                let remedy = match source.kind() {
-                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space",
-                    io::ErrorKind::OutOfMemory if earlier.is_none() => {
-                        // There may have been none to look for a checkpoint, either.
-                        return f.write_str(
-                            "; give this process more memory and continue with --resume if a checkpoint was \
-                             saved, else start again with --start-over",
-                        );
-                    }
-                    io::ErrorKind::OutOfMemory => "give this process more memory",
-                    io::ErrorKind::FileTooLarge => "raise the limit of file sizes (ulimit -f)",
-                    io::ErrorKind::NotADirectory
-                    | io::ErrorKind::DirectoryNotEmpty
-                    | io::ErrorKind::AlreadyExists => "move away what lies there",
-                    _ => return Ok(()),
-                };
+                if source.kind() == io::ErrorKind::OutOfMemory && earlier.is_none() {
+                    // There may have been none to look for a checkpoint, either.
+                    return f.write_str(
+                        "; give this process more memory and continue with --resume if a checkpoint was \
+                         saved, else start again with --start-over",
+                    );
+                }
+                let Some(remedy) = to_write(source.kind()) else { return Ok(()) };
                 write!(f, "; {remedy} and ")?;
                 goes_on(f, earlier.as_deref())
             }
@@ -263,6 +265,22 @@ impl fmt::Display for TrainErrorKind {
             | Self::Elsewhere { message, .. } => f.write_str(message),
         }
     }
+}
+
+/// What to do where a file could not be written.
+fn to_write(kind: io::ErrorKind) -> Option<&'static str> {
+    Some(match kind {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space",
+        io::ErrorKind::OutOfMemory => "give this process more memory",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "make it writable for this process"
+        }
+        io::ErrorKind::FileTooLarge => "raise the limit of file sizes (ulimit -f)",
+        io::ErrorKind::NotADirectory
+        | io::ErrorKind::DirectoryNotEmpty
+        | io::ErrorKind::AlreadyExists => "move away what lies there",
+        _ => return None,
+    })
 }
 
 /// How a run goes on, whose newest checkpoint is `earlier`.

@@ -14,7 +14,7 @@ use super::content::{Carried, Content, Kept, Values};
 use super::load::{masters, masters_of, state, weights};
 use super::save::Save;
 use super::store::{Found, Store};
-use super::{COMPANIONS, CONFIG, STATE, State, layout, read_json};
+use super::{COMPANIONS, CONFIG, STATE, State, layout, read_json, within_a_run};
 use crate::error::TrainError;
 use crate::recipe::SaveDtype;
 
@@ -118,8 +118,8 @@ pub fn contents(
 /// absent.
 ///
 /// # Errors
-/// When `to` is there already or cannot be written, a tensor is missing or on another disk, damaged or not finite, or a value has no
-/// finite form in `dtype`.
+/// When `to` is there already, lies among the checkpoints of a run or cannot be written, a tensor is missing or on
+/// another disk, damaged or not finite, or a value has no finite form in `dtype`.
 pub fn export(
     folder: &Path,
     to: &Path,
@@ -127,6 +127,19 @@ pub fn export(
     checksums: Checksums,
 ) -> Result<(), TrainError> {
     expect_checkpoint(folder)?;
+    if let Some(within) = within_a_run(to) {
+        return Err(TrainError::checkpoint(to, format!("{within}; choose another folder")));
+    }
+    exported(folder, to, dtype, checksums).map_err(TrainError::of_command)
+}
+
+/// [`export`] of a checkpoint to a folder that is no run's.
+fn exported(
+    folder: &Path,
+    to: &Path,
+    dtype: SaveDtype,
+    checksums: Checksums,
+) -> Result<(), TrainError> {
     let sums = checksums.of(folder)?;
     let mut config = read_json(&folder.join(CONFIG))?;
     if let Some(fields) = config.as_object_mut() {
