@@ -15,7 +15,9 @@ use foveate_train::device::DeviceChoice;
 use foveate_train::error::{TrainError, TrainErrorKind};
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
 use foveate_train::recipe::Recipe;
-use foveate_train::trainer::{Observer, Options, Start, Started, Summary, load_recipe, train_on};
+use foveate_train::trainer::{
+    Anew, Observer, Options, Start, Started, Summary, load_recipe, train_on,
+};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
@@ -408,11 +410,17 @@ fn introduce(run: &Started) {
              with `causal`"
         );
     }
-    if let Some(anew) = &run.anew {
-        crate::output::tell!("nothing to resume: {anew}");
+    match &run.anew {
+        // Its name may be mistyped.
+        Some(anew @ Anew::NoRun) => {
+            crate::output::tell!("nothing to resume: {anew} (run.dir is {})", run.dir.display());
+        }
+        Some(anew) => crate::output::tell!("nothing to resume: {anew}"),
+        None => {}
     }
     if run.step > 0 {
         crate::output::tell!("resumed after step {}", run.step);
+        run.log.iter().for_each(|line| crate::output::tell!("{line}"));
         if let Some(other) = &run.other_device {
             crate::output::tell!(
                 "the steps before ran on {other}: losses may differ in their last bits from a \

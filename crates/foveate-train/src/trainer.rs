@@ -78,6 +78,8 @@ pub struct Started {
     pub passed_over: Option<String>,
     /// Why a run that was to be resumed begins at its first step.
     pub anew: Option<Anew>,
+    /// Of a run that goes on, what its log lacks of the steps before, or has beside records, a line each.
+    pub log: Vec<String>,
     /// What the steps before a resume ran on, where that was another device.
     pub other_device: Option<String>,
     /// What the bits of steps depend on and was other in the steps before a resume, a line each:

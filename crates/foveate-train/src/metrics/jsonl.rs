@@ -114,6 +114,19 @@ impl JsonlLog {
         Ok(lines(&bytes(path)?).filter_map(record).collect())
     }
 
+    /// The last step, `most` at most, of which there is a record, of this or another version.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn last_step(path: &Path, most: u64) -> io::Result<Option<u64>> {
+        let step = |line| match line {
+            Line::Record(record) => Some(record.step()),
+            Line::Other { step, .. } => Some(step),
+            Line::Nothing | Line::Foreign(_) => None,
+        };
+        Ok(lines(&bytes(path)?).filter_map(step).filter(|&step| step <= most).max())
+    }
+
     /// The first line, counted from one, that is not of a log: neither a record, nor the beginning
     /// of one that ends the file, nor blank. `None` without the file.
     ///

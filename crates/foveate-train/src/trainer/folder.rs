@@ -332,6 +332,28 @@ impl<'a> Folder<'a> {
         JsonlLog::read(&log).map_err(|e| unreadable(&log, &e))
     }
 
+    /// What the log of a run that goes on after `step` lacks of the steps before, and what stays in it that is no
+    /// record.
+    pub fn told_of_log(&self, step: u64) -> Result<Vec<String>, TrainError> {
+        let (path, mut told) = (self.metrics(), Vec::new());
+        if step == 0 {
+            return Ok(told);
+        }
+        let failed = |e| unreadable(&path, &e);
+        let is = match JsonlLog::last_step(&path, step).map_err(failed)? {
+            Some(last) if last >= step => None,
+            Some(last) => Some(format!("ends at step {last}")),
+            None => Some("has no record of a step".to_owned()),
+        };
+        told.extend(
+            is.map(|is| format!("{} {is}: records up to step {step} are missing", path.display())),
+        );
+        if let Some(line) = JsonlLog::foreign_line(&path).map_err(failed)? {
+            told.push(format!("{}:{line} is no record of a run, and stays", path.display()));
+        }
+        Ok(told)
+    }
+
     /// Removes the run that is here, checkpoints first and the newest of them last: a process that
     /// dies meanwhile leaves a run that can be resumed, or one that can be told from none.
     fn clear(&self) -> Result<(), TrainError> {

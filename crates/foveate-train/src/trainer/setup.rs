@@ -1,5 +1,6 @@
 //! What a run is made of before its first step: documents, model, state and logs.
 
+mod masks;
 mod model;
 mod resume;
 
@@ -7,16 +8,15 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use foveate::ScalarValue;
-use foveate::mods::Point;
 use foveate_nn::{
-    AttentionConfig, AttentionProgram, Blocks, Carrier, Model, ModelConfig, Moments, NnError,
-    Parameter, ParameterState, ProgramConfig, Recomputation, Recording,
+    AttentionConfig, Blocks, Carrier, Model, ModelConfig, Moments, NnError, Parameter,
+    ParameterState, Recomputation, Recording,
 };
 use foveate_shard::collectives::Collectives;
 use foveate_shard::{MeshAxis, Sharding};
 use serde::Serialize;
 
+use masks::{blind_masks, telling_masks};
 use model::{Made, fits, model};
 use resume::{found, moved, resumed, same_run};
 
@@ -187,6 +187,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             counts.write(&cache, &self.corpus)?;
         }
         let dir = &self.recipe.run.dir;
+        self.started.log = self.folder.told_of_log(self.state.step)?;
         let jsonl = log(&self.folder.metrics(), self.state.step, options.commit)?;
         self.records = self.folder.records()?;
         whole::replace(&self.folder.recipe(), resolved.as_bytes())?;
@@ -253,6 +254,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             mixed_devices: None,
             passed_over: None,
             anew: None,
+            log: Vec::new(),
             other_device,
             changed,
             mesh: ranks.mesh(),
@@ -702,39 +704,6 @@ pub(super) fn recording<B: Blocks>(
     }
     model.record_passes();
     Some(model.recording())
-}
-
-/// The masks that let no query of a row of `len` tokens see any key.
-fn blind_masks(attention: &AttentionConfig, model: &ModelConfig, len: usize) -> Vec<String> {
-    let blind = |program: &ProgramConfig| {
-        let parsed = AttentionProgram::parse(program, model.num_attention_heads);
-        parsed.is_ok_and(|parsed| parsed.sees_nothing(model, len))
-    };
-    let programs = attention.programs().into_iter().map(|(_, program)| program);
-    programs.filter(|program| blind(program)).map(|program| program.mask.clone()).collect()
-}
-
-/// The masks that let most tokens of a document of `len` see the next one, which they are to predict.
-fn telling_masks(attention: &AttentionConfig, model: &ModelConfig, len: usize) -> Vec<String> {
-    const ASKED: usize = 1000;
-    let tells = |program: &ProgramConfig| {
-        let parsed = AttentionProgram::parse(program, model.num_attention_heads);
-        let Ok(program) = parsed.and_then(|parsed| parsed.over([1, len], &vec![0; len])) else {
-            return false;
-        };
-        let sees = |&q: &usize| match &program.mask {
-            None => true,
-            Some(mask) => {
-                let [q, kv, len] = [q, q + 1, len].map(|n| n as i32);
-                let point = Point { q, kv, q_len: len, kv_len: len, ..Point::default() };
-                mask.program().eval(&point).is_ok_and(|seen| seen == [ScalarValue::Bool(true)])
-            }
-        };
-        let asked = || (0..len.saturating_sub(1)).step_by(len.div_ceil(ASKED));
-        2 * asked().filter(sees).count() > asked().count()
-    };
-    let programs = attention.programs().into_iter().map(|(_, program)| program);
-    programs.filter(|program| tells(program)).map(|program| program.mask.clone()).collect()
 }
 
 /// The log at `path` from `step` on, with a line on what continues it.

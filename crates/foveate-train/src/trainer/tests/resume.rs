@@ -142,3 +142,42 @@ impl Observer for Devices {
         self.0.push(run.other_device.clone());
     }
 }
+
+/// What a resumed run says of its log.
+#[derive(Default)]
+struct OfLog(Vec<String>);
+
+impl Observer for OfLog {
+    fn started(&mut self, run: &Started) {
+        self.0.clone_from(&run.log);
+    }
+}
+
+#[test]
+fn a_log_that_is_gone_cut_or_has_other_lines_is_told_of_and_nothing_of_it_is_lost() {
+    let place = Place::new();
+    place.run(&place.recipe(&["train.steps=4"]), Start::New).unwrap();
+    let log = place.0.path().join("run/metrics.jsonl");
+    let resumed = |steps: u64| {
+        let (mut told, set) = (OfLog::default(), format!("train.steps={steps}"));
+        train(&place.recipe(&[&set]), &place.file(), Start::Resume, &mut told).unwrap();
+        let (told, of) = (told.0, format!("{}", log.display()));
+        told.into_iter().map(|line| line.strip_prefix(&of).unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert!(resumed(5).is_empty());
+    std::fs::remove_file(&log).unwrap();
+    assert_eq!(resumed(6), [" has no record of a step: records up to step 5 are missing"]);
+    let lines = std::fs::read_to_string(&log).unwrap();
+    let mut few: String = lines.lines().take(1).map(|line| format!("{line}\n")).collect();
+    few.push_str("my words\n");
+    std::fs::write(&log, &few).unwrap();
+    let told = resumed(7);
+    assert_eq!(
+        told,
+        [
+            " ends at step 5: records up to step 6 are missing",
+            ":2 is no record of a run, and stays"
+        ]
+    );
+    assert!(std::fs::read_to_string(&log).unwrap().starts_with(&few), "nothing is lost");
+}
