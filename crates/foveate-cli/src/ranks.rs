@@ -21,13 +21,13 @@ const MOST_THREADS: usize = 256;
 pub struct RankArgs {
     /// This process is rank N of a run of several processes, which all are given the same recipe;
     /// launchers say it in the environment (docs/cluster.md)
-    #[arg(long, value_name = "N", requires = "ranks", help_heading = "Ranks")]
+    #[arg(long, value_name = "N", help_heading = "Ranks")]
     rank: Option<usize>,
     /// Number of ranks of the run; without --rank, all of them are threads of this process
     #[arg(long, value_name = "N", help_heading = "Ranks")]
     ranks: Option<usize>,
     /// Where rank 0 listens
-    #[arg(long, value_name = "HOST:PORT", requires = "rank", help_heading = "Ranks")]
+    #[arg(long, value_name = "HOST:PORT", help_heading = "Ranks")]
     meet: Option<String>,
 }
 
@@ -38,7 +38,9 @@ impl RankArgs {
     /// # Errors
     /// When that is no number of ranks, or a launcher has made this process one of several.
     pub fn threads(&self) -> Result<Option<(usize, Duration)>, Failure> {
-        let (Some(ranks), None) = (self.ranks, self.rank) else { return Ok(None) };
+        let (Some(ranks), None, None) = (self.ranks, self.rank, &self.meet) else {
+            return Ok(None);
+        };
         if !(1..=MOST_THREADS).contains(&ranks) {
             let wrong = format!("--ranks {ranks}: give 1 to {MOST_THREADS} threads");
             return Err(Failure::usage(wrong));

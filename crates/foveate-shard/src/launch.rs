@@ -270,17 +270,25 @@ impl Variables<'_> {
     }
 
     fn flags(&self, flags: &Flags) -> Result<Launch, ShardError> {
-        let (Some(rank), Some(ranks)) = (flags.rank, flags.ranks) else {
-            return refused("--rank, --ranks and --meet go together; give all three");
+        // One rank alone meets nobody.
+        let (meets, is_given) = (flags.ranks != Some(1), flags.meet.is_some());
+        let all = [
+            ("--rank", flags.rank.is_some()),
+            ("--ranks", flags.ranks.is_some()),
+            ("--meet", is_given || !meets),
+        ];
+        let named =
+            |is: bool| all.iter().filter(move |(_, given)| *given == is).map(|(name, _)| *name);
+        let (Some(rank), Some(ranks), None) = (flags.rank, flags.ranks, named(false).next()) else {
+            let [given, missing] =
+                [true, false].map(|is| named(is).collect::<Vec<_>>().join(" and "));
+            return refused(format!(
+                "{given} without {missing}; give all three, such as --rank 0 --ranks 2 --meet node0:29400"
+            ));
         };
         let mut launch = self.launch(Launcher::Flags, rank, ranks);
         launch.local_rank = self.number("LOCAL_RANK")?.unwrap_or(0);
-        let Some(meet) = &flags.meet else {
-            return match ranks {
-                1 => Ok(launch),
-                _ => refused("--rank, --ranks and --meet go together; give all three"),
-            };
-        };
+        let Some(meet) = &flags.meet else { return Ok(launch) };
         let place = meet.rsplit_once(':').and_then(|(host, port)| {
             let port = port.parse().ok()?;
             let host = host.trim_start_matches('[').trim_end_matches(']');

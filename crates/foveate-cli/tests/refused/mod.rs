@@ -120,7 +120,14 @@ fn wrong_input_gets_one_line_on_one_rank() {
     assert!(one.len() == 1 && one[0].contains("recipe.toml: could not be read"), "{said}");
     assert!(one[0].ends_with("; give the path of a recipe that is there"), "{said}");
     for (args, says) in [
-        (&["train", "recipe.toml", "--rank", "0"][..], "--ranks"),
+        (
+            &["train", "recipe.toml", "--rank", "0"][..],
+            "--rank without --ranks and --meet; give all",
+        ),
+        (
+            &["train", "recipe.toml", "--ranks", "2", "--meet", "a:1"],
+            "without --rank; give all three",
+        ),
         (&["train", "recipe.toml", "--rank", "2", "--ranks", "2", "--meet", "a:1"], "rank 2 of 2"),
         (&["train", "recipe.toml", "--rank", "0", "--ranks", "2"], "give all three"),
         (&["train", "recipe.toml", "--ranks", "0"], "--ranks 0: give 1 to 256 threads"),
