@@ -134,6 +134,14 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Err(Failure::usage("--len is missing").help("say how many queries: --len 2048"));
     };
     let kv_len = args.kv_len.unwrap_or(len);
+    for (what, count, options) in
+        [("queries", len, "--len or --doc-lens"), ("keys", kv_len, "--kv-len")]
+    {
+        if count == 0 {
+            let wrong = Failure::usage(format!("the mask has 0 {what}"));
+            return Err(wrong.help(format!("give one or more by {options}")));
+        }
+    }
     let (q_len, kv_len_i32) = match (i32::try_from(len), i32::try_from(kv_len)) {
         (Ok(q), Ok(kv)) => (q, kv),
         _ => {

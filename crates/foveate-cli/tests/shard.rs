@@ -76,7 +76,7 @@ fn a_mesh_that_divides_nothing_is_proven_or_refused_with_the_numbers() {
     for (more, says) in [
         (&["--rows", "2"][..], "3 ranks share the rows"),
         (&["--set", "data.len=4"], "5 ranks need one each"),
-        (&["--mesh", "shard=3,context=5,tensor=7"], "6 query heads cannot be cut over 7 ranks"),
+        (&["--mesh", "shard=3,context=5,tensor=7"], "num_attention_heads: is 6, which cannot"),
     ] {
         let mesh: &[&str] = if more[0] == "--mesh" { &[] } else { &mesh };
         let (code, _, said) = check("tiny.toml", &[mesh, more].concat());
@@ -113,7 +113,11 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
             2,
             "a mesh of replicate=1000000,shard=1,context=1,tensor=1 has more than 65536 ranks",
         ),
-        (&["--mesh", "tensor=8"], 2, "6 query heads cannot be cut over 8 ranks"),
+        (
+            &["--mesh", "tensor=8"],
+            2,
+            "num_attention_heads: is 6, which cannot be cut over 8 ranks of tensor; use 1 to 6 of them",
+        ),
         (&["--mesh", "data=4"], 2, "`data` is no axis of a mesh"),
         (&["--mesh", "context=auto"], 2, "the number of ranks is not known"),
         (&["--mesh", "context=3,shard=auto", "--ranks", "8"], 2, "8 ranks cannot be divided by 3"),

@@ -108,9 +108,9 @@ impl DeviceOptions {
         };
         let Some(ordinal) = ordinal else {
             if self.attention != KernelOptions::default() {
-                let message =
-                    "kernels of attention can be asked for on a GPU, and the run is on the CPU";
-                return Err(TrainError::model(message.to_owned()));
+                let message = "kernels of attention are asked for, and the run is on the CPU, which has \
+                               none of them; leave them out, or choose a GPU by --device";
+                return Err(TrainError::model(message));
             }
             return match self.state.unwrap_or_default() {
                 ParameterState::F32 => Ok(work.run(Cpu::default(), None)),

@@ -129,7 +129,8 @@ impl TrainError {
             return self;
         };
         // A field may stand as the place, too.
-        let told = [message.clone(), format!("{place}: {message}")];
+        let gap = if message.starts_with("is ") { "" } else { ":" };
+        let told = [message.clone(), format!("{place}{gap} {message}")];
         let found = told.iter().find_map(|told| Some((override_of(overrides, told)?, told)));
         match found {
             Some((set, told)) => Self::recipe(format!("--set {set}"), told),

@@ -14,6 +14,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args as ClapArgs, ValueEnum};
+use foveate::cuda::choose::KernelOptions;
 use foveate::tensor::count::Count;
 use foveate_shard::collectives::{Collectives, Rank};
 use foveate_train::device::{DeviceChoice, DeviceOptions};
@@ -103,6 +104,11 @@ enum Order {
 /// Measures steps and prints them.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let case = Case::of(args)?;
+    let attention = kernel_options(&args.kernel)?;
+    if let (DeviceChoice::Cpu, Some(given)) = (args.device, args.kernel.first()) {
+        let wrong = Failure::usage(format!("--kernel {given} is of a GPU, and --device is cpu"));
+        return Err(wrong.help("leave --kernel out, or choose a GPU by --device"));
+    }
     if args.starts {
         out.json(&case.starts(0))?;
         return Ok(());
@@ -113,7 +119,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         let bench = |world: &Rank, out: Option<&mut Output>| {
             let device = ranks::device(args.device, world.rank());
             let interrupt = interrupt.clone();
-            Bench { args, case: &case, world, device, interrupt }.run(out)
+            Bench { args, case: &case, attention, world, device, interrupt }.run(out)
         };
         let first = |world: &Rank| bench(world, Some(out));
         return ranks::in_threads(ranks, deadline, first, |world| bench(world, None));
@@ -121,7 +127,8 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let launch = args.ranks.find()?;
     let device = ranks::device(args.device, launch.local_rank);
     let world = &*ranks::meet(&launch)?;
-    let bench = Bench { args, case: &case, world, device, interrupt: Interrupt::watch()? };
+    let interrupt = Interrupt::watch()?;
+    let bench = Bench { args, case: &case, attention, world, device, interrupt };
     bench.run((world.rank() == 0).then_some(out))
 }
 
@@ -129,6 +136,7 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
 struct Bench<'a> {
     args: &'a Args,
     case: &'a Case,
+    attention: KernelOptions,
     world: &'a dyn Collectives,
     device: DeviceChoice,
     interrupt: Interrupt,
@@ -137,8 +145,7 @@ struct Bench<'a> {
 impl Bench<'_> {
     /// Measures, and prints what was found where there is an `out`.
     fn run(&self, mut out: Option<&mut Output>) -> Result<(), Failure> {
-        let &Self { args, case, world, device, .. } = self;
-        let attention = kernel_options(&args.kernel)?;
+        let &Self { args, case, attention, world, device, .. } = self;
         let peers = args.peers.as_deref().map(peers::read).transpose()?.unwrap_or_default();
         let orders: &[bool] = match args.order {
             Order::Fixed => &[true],

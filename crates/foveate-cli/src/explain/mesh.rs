@@ -3,9 +3,7 @@
 use std::collections::HashMap;
 
 use foveate::tensor::ElementType;
-use foveate_nn::{
-    AttentionConfig, Cpu, MemoryEstimate, Model, ModelConfig, Recompute, TensorPart, Training,
-};
+use foveate_nn::{AttentionConfig, Cpu, MemoryEstimate, Model, ModelConfig, Recompute, Training};
 use foveate_shard::step::{self, Copies, EdgeKind, Moved, Stays, StepPlan};
 use foveate_shard::{
     Mesh, MeshAxis, Part, RankPlan, ShardError, ShardPlan, Sharding, Strategy, arrays,
@@ -74,15 +72,14 @@ impl OverRanks {
             ..recipe.mesh.clone()
         };
         let mesh = section.of_ranks(asked.ranks())?;
-        // The first rank of `tensor` has the most.
-        let part = TensorPart::of(config, 0, mesh.size(MeshAxis::Tensor))?;
+        let part = plan::tensor_part(config, &mesh)?;
         let (blocks, config) = (Cpu::default(), config.clone());
         let model = Model::unfilled_part(blocks, config, attention, &frozen, part)?;
         let cut_rows = mesh.size_of(&[MeshAxis::Replicate, MeshAxis::Shard]);
         let batch = recipe.train.batch_rows;
         let len = recipe.data.len.div_ceil(mesh.size(MeshAxis::Context));
         if batch < cut_rows {
-            return Err(Failure::new(format!(
+            return Err(Failure::usage(format!(
                 "train.batch_rows is {batch}, and {cut_rows} ranks share the rows of a batch; raise it \
                  to {cut_rows}, or give fewer ranks"
             )));

@@ -138,11 +138,9 @@ impl PlanArgs {
             }
         };
         let options = PlanOptions { strategy, chunk: self.chunk, links };
+        tensor_part(&config, map.mesh())?;
         let (planes, plan) =
             planned(&config, &map, [batch, len], &masks, ElementType::BF16, options)?;
-        // Whether every rank of `tensor` has a part of the model.
-        TensorPart::of(&config, 0, map.mesh().size(MeshAxis::Tensor))
-            .map_err(|e| Failure::usage(e.to_string()))?;
         if planes.work().iter().sum::<u64>() == 0 {
             let attention = recipe.attention.clone().unwrap_or_default();
             attention.programs().into_iter().for_each(|(_, program)| blind::warn(&program.mask));
@@ -196,6 +194,15 @@ pub fn proven(
     plan.prove(&planes, &Limits::default()).map_err(|e| Failure::new(e.to_string()))
 }
 
+/// What the first rank of `tensor`, which has the most, has of a model.
+///
+/// # Errors
+/// When the command line asks for more ranks than the model can be cut over.
+pub fn tensor_part(config: &ModelConfig, mesh: &Mesh) -> Result<TensorPart, Failure> {
+    TensorPart::of(config, 0, mesh.size(MeshAxis::Tensor))
+        .map_err(|e| Failure::usage(e.to_string()))
+}
+
 /// What a step of a recipe moves beside the keys of attention follows from, on GPUs with this setting.
 ///
 /// # Errors
@@ -206,8 +213,7 @@ pub fn step_shape(
     mesh: &Mesh,
     setting: &Setting,
 ) -> Result<StepShape, Failure> {
-    let tensor = mesh.size(MeshAxis::Tensor);
-    let part = TensorPart::of(config, 0, tensor)?;
+    let (tensor, part) = (mesh.size(MeshAxis::Tensor), tensor_part(config, mesh)?);
     let frozen = |name: &str| recipe.optimizer.is_frozen(name);
     let attention = recipe.attention.clone().unwrap_or_default();
     let (blocks, config) = (Dry::new(setting.state.into(), 1), config.clone());

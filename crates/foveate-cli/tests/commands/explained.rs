@@ -264,7 +264,7 @@ fn a_recipe_is_explained_over_the_ranks_of_a_mesh() {
         ("shard=16", "train.batch_rows is 8, and 16 ranks share the rows"),
     ] {
         let (code, _, err) = of(mesh, &[]);
-        assert!(code != Some(0) && err.contains(said), "{mesh}: {err}");
+        assert!(code == Some(2) && err.contains(said), "{mesh}: {code:?} {err}");
     }
 }
 

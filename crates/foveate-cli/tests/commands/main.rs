@@ -166,6 +166,32 @@ fn sizes_that_do_not_go_together_are_said_with_the_remedy() {
     }
 }
 
+/// One way of being wrong has one code, whichever command finds it.
+#[test]
+fn what_only_a_command_knows_to_be_wrong_ends_with_2_as_what_its_arguments_say() {
+    for (line, said) in [
+        (
+            "mask causal --len 0",
+            "the mask has 0 queries\nhelp: give one or more by --len or --doc-lens",
+        ),
+        (
+            "mask causal --len 4 --kv-len 0",
+            "the mask has 0 keys\nhelp: give one or more by --kv-len",
+        ),
+        ("bench train --mask causal&documnet", "did you mean `document`?"),
+        ("bench train --score softcp(3)", "did you mean `softcap`?"),
+        (
+            "bench train --device cpu --kernel forward.tile_q=64",
+            "--kernel forward.tile_q=64 is of a GPU, and --device is cpu\nhelp: leave --kernel out",
+        ),
+        ("train a.toml --rank 0", "--rank without --ranks and --meet; give all three"),
+        ("train a.toml --meet a:1", "--meet without --rank and --ranks; give all three"),
+    ] {
+        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+        assert!(code == Some(2) && out.is_empty() && err.contains(said), "{line}: {err}");
+    }
+}
+
 #[test]
 fn a_wrong_command_line_is_said_with_the_argument_and_exit_code_2() {
     for (line, said) in [

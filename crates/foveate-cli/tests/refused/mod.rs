@@ -80,15 +80,19 @@ fn a_rank_says_that_it_waits_for_a_rank_0_that_does_not_come() {
 fn wrong_input_gets_one_line_on_one_rank() {
     let place = place();
     for (set, says) in [
-        ("mesh.transfers=nccl", "mesh.transfers: is \"nccl\", which carries between GPUs"),
+        ("mesh.transfers=nccl", "=nccl: mesh.transfers is \"nccl\", which carries between GPUs"),
         ("train.recompute_layers=9", "train.recompute_layers is 9, and the model has"),
-        ("train.batch_rows=2", "train.batch_rows: is 2, and 3 ranks share the rows of a batch"),
+        ("train.batch_rows=2", "=2: train.batch_rows is 2, and 3 ranks share the rows of a batch"),
         ("data.files=none.txt", "data.files"),
         ("optimizer.lr=-1", "optimizer.lr"),
         ("mesh.strategy=fast", "\"fast\" is no strategy"),
-        ("precision.state=exact", "precision.state: is \"exact\", but the CPU keeps f32"),
+        ("precision.state=exact", "=exact: precision.state is \"exact\", but the CPU keeps f32"),
         ("mesh={ shard = 2 }", "mesh `shard=2` has 2 ranks, but 3 run"),
-        ("mesh={ tensor = 3 }", "which cannot be cut over 3 ranks of tensor; use 1 to 2 of them"),
+        (
+            "mesh={ tensor = 3 }",
+            "error: --set mesh={ tensor = 3 }: mesh.tensor: num_attention_heads: is 2, which cannot be cut \
+             over 3 ranks of tensor; use 1 to 2 of them",
+        ),
         ("mesh={ context = 3 }\ndata.len=2", "a row of 2 tokens is 2 chunks of 1, and 3 ranks"),
         // A mask is true or false: what it reads has no gradient.
         (

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use foveate::tensor::random::Random;
 use foveate_nn::{
-    AttentionConfig, IGNORE, ModelConfig, Offload, ProgramConfig, Recomputation, Recompute,
+    AttentionConfig, AttentionProgram, IGNORE, ModelConfig, NnErrorKind, Offload, ProgramConfig,
+    Recomputation, Recompute,
 };
 use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::pack::Packed;
@@ -70,6 +71,13 @@ impl Case {
         case.config.max_position_embeddings = longest.max(data.len);
         if args.mask.is_some() || args.score.is_some() || args.window.is_some() {
             let mask = args.mask.clone().unwrap_or_else(|| causal(args.documents).to_owned());
+            readable("--mask", program(&mask), &case.config)?;
+            let score = args.score.clone();
+            readable(
+                "--score",
+                ProgramConfig { score, ..Default::default() }.into(),
+                &case.config,
+            )?;
             case.attention = attention(mask, args.score.clone(), args.window);
         }
         Ok(case)
@@ -196,6 +204,15 @@ fn causal(documents: usize) -> &'static str {
     if documents > 1 { "causal & document" } else { "causal" }
 }
 
+/// Refuses a mask or a score of the command line that cannot be read, before ranks meet.
+fn readable(option: &str, text: AttentionConfig, config: &ModelConfig) -> Result<(), Failure> {
+    let read = AttentionProgram::parse(text.of_layer(0).1, config.num_attention_heads);
+    read.map(drop).map_err(|e| match e.kind() {
+        NnErrorKind::Text { error, .. } => Failure::of_text(option, error),
+        _ => Failure::usage(format!("{option}: {e}")),
+    })
+}
+
 /// One program for all layers, or where there is a window two in turns.
 fn attention(mask: String, score: Option<String>, window: Option<usize>) -> AttentionConfig {
     let program = |mask| ProgramConfig { mask, score: score.clone(), ..ProgramConfig::default() };
@@ -245,7 +262,6 @@ fn published(name: &str) -> Option<String> {
 #[cfg(test)]
 pub mod tests {
     use clap::Parser;
-    use foveate_nn::AttentionProgram;
 
     use super::*;
 

@@ -35,6 +35,7 @@ pub(super) fn model<B: Blocks>(
     mut blocks: B,
 ) -> Result<Made<B>, String> {
     let (config, attention) = sizes(recipe, from, tokenizer)?;
+    let part = part_of(ranks, &config).map_err(|e| format!("mesh.tensor: {e}"))?;
     let rows = recipe.train.batch_rows.div_ceil(ranks.mesh().size_of(&ROWS));
     let len = recipe.data.len.div_ceil(ranks.mesh().size(MeshAxis::Context));
     let training = |recompute| Training {
@@ -83,7 +84,6 @@ pub(super) fn model<B: Blocks>(
     };
     fits(&bytes(recompute)?, gpu, Some(&|there| nearest(there, words)))?;
     let precision = blocks.precision();
-    let part = part_of(ranks, &config).map_err(|e| e.to_string())?;
     let model = Model::unfilled_part(blocks, config, &attention, &frozen, part);
     let model = model.map_err(|e| e.to_string())?;
     recipe.optimizer.check_groups(model.layout())?;
