@@ -559,9 +559,13 @@ impl Recipe {
             let mut table: toml::Table =
                 toml::from_str(text).map_err(|e| located(place, text, &e))?;
             for set in overrides {
-                override_value(&mut table, set)?;
-                let field = set.split('=').next().unwrap_or_default().trim();
-                recipe = table.clone().try_into().map_err(|e| of_override(set, field, &e))?;
+                let is_text = override_value(&mut table, set)?;
+                let (field, value) = set.split_once('=').unwrap_or_default();
+                let given = (value.trim(), is_text);
+                recipe = table
+                    .clone()
+                    .try_into()
+                    .map_err(|e| of_override(set, field.trim(), given, &e))?;
             }
         }
         recipe.check(place).map_err(|e| e.of_overrides(overrides))?;
@@ -666,7 +670,8 @@ fn is_whole(text: &str) -> bool {
     !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
 }
 
-fn override_value(table: &mut toml::Table, set: &str) -> Result<(), TrainError> {
+/// Puts the value of an override into `table`. Whether it is a text, since it is no value of TOML.
+fn override_value(table: &mut toml::Table, set: &str) -> Result<bool, TrainError> {
     let place = format!("--set {set}");
     let fail = |message: &str| Err(TrainError::recipe(&place, message));
     let Some((path, value)) = set.split_once('=') else {
@@ -675,6 +680,7 @@ fn override_value(table: &mut toml::Table, set: &str) -> Result<(), TrainError> 
     let value = value.trim();
     // `value` as TOML where it is, as a plain string where it is not.
     let parsed: Result<BTreeMap<String, toml::Value>, _> = toml::from_str(&format!("v = {value}"));
+    let is_text = parsed.as_ref().map_or(true, |parsed| parsed.len() != 1);
     let value = match parsed {
         Ok(mut one) if one.len() == 1 => one.remove("v").expect("just written"),
         Err(_) if is_whole(value) => {
@@ -699,7 +705,7 @@ fn override_value(table: &mut toml::Table, set: &str) -> Result<(), TrainError> 
         at = next;
     }
     at.insert(last.to_owned(), value);
-    Ok(())
+    Ok(is_text)
 }
 
 #[cfg(test)]

@@ -94,7 +94,10 @@ fn number(text: &str, at: usize, written: &str) -> Result<Token, ModError> {
             _ => Err(error(
                 text,
                 at,
-                format!("{written} does not fit an i32; write {written}.0 for an f32"),
+                format!(
+                    "{written} does not fit an i32, which is {} at most; where an f32 will do, write {written}.0",
+                    i32::MAX
+                ),
             )),
         };
     }

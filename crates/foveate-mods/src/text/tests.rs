@@ -102,7 +102,12 @@ fn errors_name_the_place_and_what_was_meant() {
         ("causal then causal", 7, "`then` joins scores; join masks with `&` or `|`"),
         ("abs(q, kv) > 1", 0, "`abs` takes 1 argument, not 2"),
         ("softcap() > 1", 0, "soft_cap: argument 1 is missing; write `soft_cap(cap)`"),
-        ("q > 99999999999", 4, "99999999999 does not fit an i32; write 99999999999.0 for an f32"),
+        (
+            "q > 99999999999",
+            4,
+            "99999999999 does not fit an i32, which is 2147483647 at most; where an f32 will do, write \
+             99999999999.0",
+        ),
         ("q ? kv", 2, "the character '?' has no meaning here"),
         ("let q = 1; q > 0", 4, "`q` is a coordinate; choose another name"),
     ];

@@ -152,7 +152,8 @@ fn identity(path: &Path) -> std::io::Result<PathBuf> {
 fn no_match(root: &Path, pattern: &str) -> String {
     let named = root.join(pattern);
     if Path::new(pattern).is_relative() && !root.as_os_str().is_empty() && !root.is_dir() {
-        return "there is no such folder".to_owned();
+        let is = if root.exists() { "is no folder" } else { "there is no such folder" };
+        return format!("{is}; set data.root to the folder of the documents");
     }
     if named.exists() && !named.is_dir() {
         return format!("`{pattern}` is no regular file; copy what it gives into one");
@@ -214,8 +215,12 @@ mod tests {
         assert!(error.contains("no file matches `*.rs`"), "{error}");
         let mut elsewhere = sources(&dir, &["*.txt"]);
         elsewhere.root = dir.path().join("nowhere");
-        let error = scan(&elsewhere).unwrap_err().to_string();
-        assert!(error.ends_with("nowhere: there is no such folder"), "{error}");
+        for says in ["nowhere: there is no such folder; set data.root", "a.txt: is no folder; set"]
+        {
+            let error = scan(&elsewhere).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+            elsewhere.root = dir.path().join("a.txt");
+        }
     }
 
     #[cfg(unix)]

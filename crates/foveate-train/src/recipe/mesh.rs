@@ -44,6 +44,10 @@ impl fmt::Display for ChosenLinks {
 /// # Errors
 /// What is wrong with the name or the file, as what follows that of the option: `is \"b200\", which is …`.
 pub fn machine(name: &str) -> Result<Machine, String> {
+    if name.is_empty() {
+        let known = Machine::names().join(", ");
+        return Err(format!("is empty; name a machine ({known}) or a file, or leave it out"));
+    }
     let unread = |e: io::Error| match e.kind() {
         io::ErrorKind::NotFound => {
             let known = Machine::names().join(", ");
@@ -165,7 +169,8 @@ impl MeshSection {
     /// wrong is told at once.
     pub(super) fn locate_machine(&mut self, folder: &Path) -> Result<(), String> {
         let Some(name) = &mut self.machine else { return Ok(()) };
-        if Machine::text_of(name).is_none()
+        if !name.is_empty()
+            && Machine::text_of(name).is_none()
             && let Some(file) = folder.join(&*name).to_str()
         {
             *name = file.to_owned();

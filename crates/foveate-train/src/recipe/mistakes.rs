@@ -26,13 +26,34 @@ pub(super) fn located(place: &str, text: &str, e: &toml::de::Error) -> TrainErro
         (line, column)
     });
     let field = before.and_then(|before| field_at(text, before.len()));
-    let (place, message) = (place.to_owned(), in_words(e.message(), field.as_deref()));
+    let is_header = before.is_some_and(|before| {
+        before.rsplit('\n').next().is_some_and(|line| line.trim_start().starts_with('['))
+    });
+    let message = match (e.message(), &field) {
+        ("duplicate key", Some(section)) if is_header => {
+            format!("the section [{section}] is there twice; write all of its fields below one")
+        }
+        (message, field) => in_words(message, field.as_deref()),
+    };
+    let place = place.to_owned();
     TrainErrorKind::Recipe { place, position, message }.into()
 }
 
-/// The error of an override of `field`.
-pub(super) fn of_override(set: &str, field: &str, e: &toml::de::Error) -> TrainError {
-    TrainError::recipe(format!("--set {set}"), in_words(e.message(), Some(field)))
+/// The error of an override of `field` by `value`, which was taken for a text where `is_text`.
+pub(super) fn of_override(
+    set: &str,
+    field: &str,
+    (value, is_text): (&str, bool),
+    e: &toml::de::Error,
+) -> TrainError {
+    let message = match is_text && value.starts_with(['[', '{', '"', '\'']) {
+        true => format!(
+            "{field} is given {value}, which is no value of TOML; write texts in it in quotes, such as \
+             [\"a.txt\"], and close what it opens"
+        ),
+        false => in_words(e.message(), Some(field)),
+    };
+    TrainError::recipe(format!("--set {set}"), message)
 }
 
 /// The field whose value holds byte `at`, with its section: `train.steps`; the section alone for
@@ -84,6 +105,16 @@ fn in_words(message: &str, field: Option<&str>) -> String {
                 false => format!("{name} is {}; {wanted} is expected", given(found)),
             };
         }
+    }
+    if message == "duplicate key" {
+        return format!("{name} is given twice; keep one of them");
+    }
+    // What begins as a truth value does is taken for one.
+    if ["string values must be quoted", "invalid boolean"]
+        .iter()
+        .any(|say| message.starts_with(say))
+    {
+        return format!("{name} has no value of TOML; write a text in quotes, such as \"cosine\"");
     }
     // How the reader says that a list or a date is no section, and that one is no name.
     if message.starts_with("invalid length") {

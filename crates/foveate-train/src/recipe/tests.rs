@@ -223,6 +223,34 @@ fn every_mistake_is_named_with_its_place() {
     assert!(told(TEXT, &["data.held_out=1.5"]).contains("data.held_out is 1.5"));
     assert!(told(TEXT, &["model.checkpoint=x"]).contains("brings its own sizes"));
     assert!(told("[run", &[]).starts_with("r.toml:1:"), "not TOML at all");
+    let twice = told(&TEXT.replace("steps = 10", "steps = 10\nsteps = 20"), &[]);
+    assert_eq!(twice, "r.toml:20:1: train.steps is given twice; keep one of them");
+    let twice = told(&format!("{TEXT}[train]\nkeep = 3\n"), &[]);
+    assert!(
+        twice.ends_with(": the section [train] is there twice; write all of its fields below one")
+    );
+    for value in ["", "ten"] {
+        let none = told(&TEXT.replace("steps = 10", &format!("steps = {value}")), &[]);
+        assert!(
+            none.contains("train.steps has no value of TOML; write a text in quotes"),
+            "{none}"
+        );
+    }
+    for set in ["data.files=[*.txt]", "data.files=[\"*.txt\"", "attention={ mask = causal }"] {
+        let (field, value) = set.split_once('=').unwrap();
+        let want = format!(
+            "--set {set}: {field} is given {value}, which is no value of TOML; write texts"
+        );
+        assert!(told(TEXT, &[set]).starts_with(&want), "{}", told(TEXT, &[set]));
+    }
+    for name in ["", "."] {
+        let machine =
+            Recipe::parse(TEXT, "r.toml", &[format!("mesh.machine={name}")]).unwrap().mesh;
+        let said = machine.clone().locate_machine(Path::new("/tmp")).unwrap_err();
+        let wanted =
+            if name.is_empty() { "is empty; name a machine (" } else { "is \"/tmp/.\", a f" };
+        assert!(said.starts_with(wanted), "{said}");
+    }
 }
 
 #[test]
@@ -366,7 +394,7 @@ fn a_value_of_a_wrong_type_is_said_without_types_of_rust() {
             let of_set = Recipe::parse(&text, "r.toml", std::slice::from_ref(&set)).err();
             // The same in the file.
             let of_file = override_value(&mut given, &set)
-                .and_then(|()| Recipe::parse(&toml::to_string(&given).unwrap(), "r.toml", &[]));
+                .and_then(|_| Recipe::parse(&toml::to_string(&given).unwrap(), "r.toml", &[]));
             for said in [of_set, of_file.err()].into_iter().flatten() {
                 let said = said.to_string();
                 let words: Vec<_> = said.split(|c: char| !c.is_alphanumeric()).collect();

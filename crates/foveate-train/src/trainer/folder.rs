@@ -243,7 +243,8 @@ impl<'a> Folder<'a> {
 
     /// Makes the folder, and keeps other processes from it for as long as what is returned lives.
     pub fn hold(&self) -> Result<Option<File>, TrainError> {
-        fs::create_dir_all(self.0).map_err(|e| TrainError::write(self.0, e))?;
+        let unmade = |e| self.refusal(format!("cannot be made: {e}; choose another run.dir"));
+        fs::create_dir_all(self.0).map_err(unmade)?;
         let held = File::open(self.0).ok();
         match held.as_ref().is_some_and(|folder| is_held(folder.try_lock())) {
             true => Err(self.busy()),
