@@ -524,13 +524,14 @@ def told(found: dict) -> str:
 
 
 def attention_rates(found: dict) -> dict | None:
-    """TFLOP/s of attention by live pairs, with what it waits for."""
+    """TFLOP/s of attention by live pairs, with what it sends and waits for."""
     blocks = {block["block"]: block for block in found.get("blocks") or []}
-    both = [blocks.get(name) for name in ("attention", "attention backward")]
-    if None in both:
+    if not {"attention", "attention backward"} <= blocks.keys():
         return None
-    rate = lambda of: sum(b["flops"] for b in of) / sum(b["ms"] for b in of) * 1e-9
-    return {"forward": rate(both[:1]), "backward": rate(both[1:]), "both": rate(both)}
+    passes = {"forward": ("attention", "keys send"), "backward": ("attention backward", "gradients return")}
+    of = {way: [blocks[name] for name in names if name in blocks] for way, names in passes.items()}
+    of["both"] = of["forward"] + of["backward"]
+    return {way: sum(b["flops"] for b in all) / sum(b["ms"] for b in all) * 1e-9 for way, all in of.items()}
 
 
 PARTS = ("prepare", "documents", "causal", "attention", "tensor", "saves", "shard", "simulated")

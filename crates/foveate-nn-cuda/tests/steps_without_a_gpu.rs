@@ -543,7 +543,7 @@ fn a_profile_of_ranks_that_share_rows_says_when_attention_waits() {
     if !inside("a_profile_of_ranks_that_share_rows_says_when_attention_waits") {
         return;
     }
-    for (how, forward, waits) in [(How::Exchange(1), 8, 8), (How::Heads, 4, 16)] {
+    for (how, sends, waits) in [(How::Exchange(1), 4, 8), (How::Heads, 0, 16)] {
         let made = |rank: &TestRank| Steps::of_context(rank, how);
         let profiled = |steps: &mut Steps, step| match step {
             0 => steps.model.profile(true).unwrap(),
@@ -552,7 +552,8 @@ fn a_profile_of_ranks_that_share_rows_says_when_attention_waits() {
                 let calls = |block| times.iter().filter(|time| time.block == block).count();
                 // Of two batches of two layers.
                 let found = ["attention", "attention backward", KEYS_WAIT].map(calls);
-                assert_eq!(found, [forward, 8, waits], "{how:?}");
+                assert_eq!(found, [4, 4, waits], "{how:?}");
+                assert_eq!(["keys send", "gradients return"].map(calls), [sends, 4], "{how:?}");
             }
         };
         on_ranks_with(2, made, Carrier::Auto, Recompute::None, 2, |_, steps, step| {

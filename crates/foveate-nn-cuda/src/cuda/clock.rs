@@ -33,6 +33,8 @@ pub(super) enum Timed {
     LinearBackwardWeight,
     GateBackward,
     AttentionBackward,
+    KeysSend,
+    GradientsReturn,
     EmbeddingBackward,
     StreamWait,
     StreamSum,
@@ -65,6 +67,8 @@ impl Timed {
             Self::LinearBackwardWeight => "linear backward, weight",
             Self::GateBackward => "gated backward",
             Self::AttentionBackward => "attention backward",
+            Self::KeysSend => "keys send",
+            Self::GradientsReturn => "gradients return",
             Self::EmbeddingBackward => "embed backward",
             Self::StreamWait => "stream wait",
             Self::StreamSum => "stream sum",
@@ -77,7 +81,9 @@ impl Timed {
     /// What its time is part of.
     fn part(self, seconds: &mut BlockSeconds) -> Option<&mut f64> {
         match self {
-            Self::Attention | Self::AttentionBackward => Some(&mut seconds.attention),
+            Self::Attention | Self::AttentionBackward | Self::KeysSend | Self::GradientsReturn => {
+                Some(&mut seconds.attention)
+            }
             Self::Linear | Self::LinearBackwardInput | Self::LinearBackwardWeight => {
                 Some(&mut seconds.linear)
             }

@@ -194,7 +194,7 @@ impl DeviceContext<Cuda, CudaArray, CudaBatch> for CudaContext {
         let PackedHeads { heads_q, heads_kv, dim, .. } = call.heads;
         let (queries, all) = (heads_q * dim, call.heads.width());
         blocks.project(projection, (heads_kv, dim), queries..all, qkv)?;
-        blocks.timed(Timed::Attention, |blocks| keys.send(blocks, moving, call.slot, qkv))?;
+        blocks.timed(Timed::KeysSend, |blocks| keys.send(blocks, moving, call.slot, qkv))?;
         blocks.project(projection, (heads_q, dim), 0..queries, qkv)?;
         Ok(true)
     }
@@ -247,7 +247,7 @@ impl DeviceContext<Cuda, CudaArray, CudaBatch> for CudaContext {
 
     fn returned(&mut self, blocks: &mut Cuda, d_qkv: &mut CudaArray) -> Result<(), NnError> {
         let (moving, planned) = (&mut self.moving, self.planned.as_mut().expect("it is planned"));
-        blocks.timed(Timed::AttentionBackward, |blocks| match &mut planned.moves {
+        blocks.timed(Timed::GradientsReturn, |blocks| match &mut planned.moves {
             Moves::Keys(keys) => keys.returned(blocks, moving, d_qkv),
             Moves::Heads(heads) => heads.returned(blocks, moving, d_qkv),
         })
