@@ -82,7 +82,7 @@ pub struct Moments<A = Vec<f32>> {
 }
 
 /// The sizes of a linear block `y [tokens, outputs] = x [tokens, inputs] · weightᵀ`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearShape {
     /// Rows of x and y.
     pub tokens: usize,

@@ -88,6 +88,8 @@ pub struct NotedBlock {
     pub flops: f64,
     /// Bytes that it reads and writes, each once.
     pub bytes: f64,
+    /// That of a product with weights of a layer, or of either of its gradients.
+    pub linear: Option<LinearShape>,
     /// Rows, columns and terms of a product that is a gradient of a weight.
     pub(crate) deep_product: Option<[usize; 3]>,
 }
@@ -185,7 +187,20 @@ impl Dry {
                 (_, None) => array.needed.push(0..now + 1),
             }
         }
-        self.blocks.push(NotedBlock { block, flops, bytes, deep_product });
+        self.blocks.push(NotedBlock { block, flops, bytes, linear: None, deep_product });
+        Ok(())
+    }
+
+    /// [`Self::product`], with weights of a layer.
+    fn layer_product(
+        &mut self,
+        block: &'static str,
+        accesses: &[Access],
+        shape: LinearShape,
+        deep_product: Option<[usize; 3]>,
+    ) -> Result<(), NnError> {
+        self.product(block, accesses, shape.flops(), deep_product)?;
+        self.blocks.last_mut().expect("it was noted").linear = Some(shape);
         Ok(())
     }
 }
@@ -523,7 +538,7 @@ impl Blocks for Dry {
         let mut accesses = vec![reads_part(&x), reads_part(&weight), overwrites(y)];
         accesses.extend(bias.as_ref().map(reads_part));
         accesses.extend(add.map(reads));
-        self.product("linear", &accesses, shape.flops(), None)
+        self.layer_product("linear", &accesses, shape, None)
     }
 
     fn bias_backward(
@@ -574,7 +589,7 @@ impl Blocks for Dry {
         d_x: &mut DryArray,
     ) -> Result<(), NnError> {
         let accesses = [reads(d_y), reads_part(&weight), overwrites(d_x)];
-        self.product("linear backward, input", &accesses, shape.flops(), None)
+        self.layer_product("linear backward, input", &accesses, shape, None)
     }
 
     fn linear_backward_weight(
@@ -586,7 +601,7 @@ impl Blocks for Dry {
     ) -> Result<(), NnError> {
         let accesses = [reads(d_y), reads(x), updates_part(&d_weight)];
         let sizes = [shape.outputs, shape.inputs, shape.tokens];
-        self.product("linear backward, weight", &accesses, shape.flops(), Some(sizes))
+        self.layer_product("linear backward, weight", &accesses, shape, Some(sizes))
     }
 
     fn rope(

@@ -575,29 +575,27 @@ impl OnDevice for Alone<'_> {
         let Some(ms) = alone(&mut blocks, shapes, config.num_hidden_layers, interrupt)? else {
             return Ok(None);
         };
-        let flops = |s: &LinearShape| 2.0 * (s.tokens * s.inputs * s.outputs) as f64;
-        let products = shapes.iter().zip(ms).map(|(shape, ms)| Product { flops: flops(shape), ms });
-        let products: Vec<_> = products.collect();
-        let calls = account.blocks.iter().map(|noted| (noted.block, noted.flops));
-        Ok(Some(all_alone(&products, calls) * case.accumulate() as f64))
+        let products: Vec<_> = shapes.into_iter().zip(ms).collect();
+        let calls = account.blocks.iter().filter_map(|noted| Some((noted.block, noted.linear?)));
+        Ok(Some(products_alone(&products, calls) * case.accumulate() as f64))
     }
 }
 
-/// A product and both its gradients, which have as many operations each, in milliseconds.
-struct Product {
-    flops: f64,
-    ms: [f64; 3],
-}
+/// A product and both its gradients, in milliseconds.
+type Product = (LinearShape, [f64; 3]);
 
-/// Milliseconds of those of `calls`, by block and operations, that are `products` of the layers: what is
-/// computed again counts again.
-fn all_alone<'a>(products: &[Product], calls: impl Iterator<Item = (&'a str, f64)>) -> f64 {
-    let ms = |(block, flops): (&str, f64)| {
-        let number = LINEAR.iter().position(|linear| *linear == block)?;
-        let product = products.iter().find(|product| product.flops == flops)?;
-        Some(product.ms[number])
+/// Milliseconds of `calls`, by block and shape, which are of `products`: what is computed again counts again.
+fn products_alone<'a>(
+    products: &[Product],
+    calls: impl Iterator<Item = (&'a str, LinearShape)>,
+) -> f64 {
+    let ms = |(block, shape): (&str, LinearShape)| {
+        let number = LINEAR.iter().position(|linear| *linear == block);
+        let product = products.iter().find(|(product, _)| *product == shape);
+        let ((_, ms), number) = product.zip(number).expect("a layer has no other products");
+        ms[number]
     };
-    calls.filter_map(ms).sum()
+    calls.map(ms).sum()
 }
 
 /// Inputs and outputs of the products of a layer.
@@ -714,20 +712,17 @@ mod tests {
 
     #[test]
     fn products_that_are_computed_again_count_again() {
-        let products = [
-            Product { flops: 8.0, ms: [1.0, 10.0, 100.0] },
-            Product { flops: 4.0, ms: [2.0, 20.0, 200.0] },
-        ];
+        let shape = |inputs, outputs| LinearShape { tokens: 3, inputs, outputs };
+        // As many operations, and other times.
+        let (wide, narrow) = (shape(2, 4), shape(4, 2));
+        let products = [(wide, [1.0, 10.0, 100.0]), (narrow, [2.0, 20.0, 200.0])];
         let calls = [
-            (LINEAR[0], 8.0),
-            (LINEAR[0], 4.0),
-            ("gated", 0.0),
-            // The head's are of no layer.
-            (LINEAR[0], 64.0),
-            (LINEAR[0], 8.0),
-            (LINEAR[1], 8.0),
-            (LINEAR[2], 4.0),
+            (LINEAR[0], wide),
+            (LINEAR[0], narrow),
+            (LINEAR[0], wide),
+            (LINEAR[1], wide),
+            (LINEAR[2], narrow),
         ];
-        assert_eq!(all_alone(&products, calls.into_iter()), 1.0 + 2.0 + 1.0 + 10.0 + 200.0);
+        assert_eq!(products_alone(&products, calls.into_iter()), 1.0 + 2.0 + 1.0 + 10.0 + 200.0);
     }
 }
