@@ -104,6 +104,7 @@ impl Answers {
 struct Problem<'a> {
     case: &'a Case,
     storage: &'a Storage,
+    spec: &'a Spec,
     operands: Operands<'a>,
     dims: Dims,
     upstream: Upstream<'a>,
@@ -134,8 +135,8 @@ impl<'a> Problem<'a> {
         let learned = inputs.program.local.learned();
         let learned = learned.into_iter().map(|b| (b.name().to_owned(), of(b))).collect();
         let tanh_like = case.tanh_like || is_tanh_in_half(&inputs.program.local, inputs.dtype);
-        let storage = &inputs.storage;
-        Ok(Self { case, storage, operands, dims, upstream, answers, tanh_like, learned })
+        let (storage, spec) = (&inputs.storage, &inputs.program.local);
+        Ok(Self { case, storage, spec, operands, dims, upstream, answers, tanh_like, learned })
     }
 
     /// Both passes of a plan; a line for each result that is wrong.
@@ -165,7 +166,13 @@ impl<'a> Problem<'a> {
         let Answers { gold, low, statistics, .. } = &self.answers;
         wrong.outside("out", &out, &[layout]);
         let view = TensorRef::new(&out, layout).map_err(text)?;
-        wrong.compare("out", dtype, NonFinite::Same, [&gold.out, &low.out, &row_major(&view)]);
+        let compared = [&gold.out[..], &low.out, &row_major(&view)];
+        let placed = |place| {
+            let placed = low::placed(self.spec, &self.operands, place);
+            placed.expect("what has an answer has one at every place")
+        };
+        let placed = (1..low::PLACES).map(placed);
+        wrong.compare_with("out", dtype, NonFinite::Same, compared, placed);
         let coarse = self.tanh_like && dtype != DType::F32 && plan.approximates_tanh();
         let precision = if coarse { DType::F16 } else { DType::F32 };
         for (name, gold, low, ours) in [

@@ -27,6 +27,30 @@ pub fn forward(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, Referenc
     Ok(attention::run::<f32>(spec, operands, &rounding(operands.q.dtype()), None)?.0)
 }
 
+/// Plain programs that [`placed`] gives.
+pub const PLACES: u32 = 16;
+
+/// `out` of a plain program that rounds weights at another place between two powers of two: times `2^(place/16)`,
+/// which it divides by afterwards. A program with one softmax for all tiles rounds `exp(score - reference)` and
+/// divides by the sum of the row last, so its weights are at a place of their own, as those of [`forward`] are.
+/// Where they are of all sizes the place says nothing. Where they are nearly equal, all of them lie in one place, and the
+/// same rounding costs up to twice as much just above a power of two as just below it.
+///
+/// # Errors
+/// Those of [`crate::forward`].
+pub fn placed(
+    spec: &Spec,
+    operands: &Operands<'_>,
+    place: u32,
+) -> Result<Vec<f64>, ReferenceError> {
+    let plain = rounding(operands.q.dtype());
+    let unit = (place as f32 / PLACES as f32).exp2();
+    // In units of 2⁻⁷ of the largest at first: e4m3 has room for no more than twice as much.
+    let weight = |p: f32, largest: f32| (plain.weight)(p * unit, largest * 2.0) / unit;
+    let rounding = Rounding { weight: &weight, ..plain };
+    Ok(attention::run::<f32>(spec, operands, &rounding, None)?.0.out)
+}
+
 /// # Errors
 /// Those of [`crate::backward`].
 pub fn backward(
@@ -159,12 +183,13 @@ fn e4m3_weight(p: f32, largest: f32) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use foveate_mods::text::{Names, parse_score};
     use foveate_mods::{Buffer, masks, scores};
     use foveate_tensor::Tensor;
     use foveate_tensor::random::Random;
 
     use super::*;
-    use crate::{NonFinite, Rule, Tolerance};
+    use crate::{Measure, NonFinite, Rule, Tolerance};
 
     #[test]
     fn a_rounding_at_random_is_one_of_both_neighbours_and_has_no_bias() {
@@ -183,6 +208,54 @@ mod tests {
             assert!((mean - f64::from(x)).abs() < 0.04 * unit, "{x}: {mean} of units of {unit}");
         }
         assert_eq!(at_random(1.0, 1.0, |_| f32::NAN, 3), 1.0, "what is exact stays");
+    }
+
+    /// The rule of the plain program, and of all places, for a program that rounds its weights by `weight`, which is
+    /// given the largest of the row too.
+    fn placed_rule(score: &str, weight: &dyn Fn(f32, f32) -> f32) -> [Measure; 2] {
+        let mut random = Random::new(5);
+        let mut tensor = |len| Tensor::from_fn(DType::BF16, [2, 4, len, 16], |_| random.normal());
+        let [q, k, v] = [64, 33, 33].map(&mut tensor);
+        let score = Some(parse_score(score, &Names::new()).unwrap());
+        let spec = Spec { mask: None, score, scale: None, dropout: None };
+        let operands = Operands::new(q.view(), k.view(), v.view());
+        let gold = crate::forward(&spec, &operands).unwrap().out;
+        let low = forward(&spec, &operands).unwrap().out;
+        let rounding = Rounding { weight, stored: &to_bf16, ..Rounding::none() };
+        let ours = attention::run::<f32>(&spec, &operands, &rounding, None).unwrap().0.out;
+        let rule = Tolerance { dtype: DType::BF16, rule: Rule::Plain, non_finite: NonFinite::Same };
+        let one = rule.measure(&gold, &low, &ours);
+        let places = (1..PLACES).map(|place| placed(&spec, &operands, place).unwrap());
+        [one, places.fold(one, |found, low| rule.or_mean(found, &gold, &low))]
+    }
+
+    #[test]
+    fn nearly_equal_weights_are_held_to_their_worst_place_between_powers_of_two() {
+        let spread = "2.0 * score";
+        let equal = "if kv == 0 { 0.65 } else { 0.01 * score }";
+        // As a program with one softmax rounds them, and with a bit less.
+        let fused = |p: f32, largest: f32| to_bf16(p / largest) * largest;
+        let coarse = |p: f32, largest: f32| {
+            f32::from_bits(((p / largest).to_bits() + 0x1_0000) & !0x1_ffff) * largest
+        };
+        let too_large = |p: f32, largest: f32| fused(p, largest) * 1.02;
+        let lost = |p: f32, largest: f32| if p == largest { 0.0 } else { fused(p, largest) };
+
+        let [one, all] = placed_rule(equal, &fused);
+        assert!(!one.passes() && all.passes(), "{one}; {all}");
+        assert!(all.mean_allowed < 1.5 * one.mean_allowed, "{one}; {all}");
+        // Where weights are of all sizes, the rule is as strict as that of the plain program.
+        let [one, all] = placed_rule(spread, &fused);
+        assert!(all.passes() && all.mean_allowed < 1.03 * one.mean_allowed, "{one}; {all}");
+
+        let [_, all] = placed_rule(equal, &coarse);
+        assert!(!all.passes(), "a bit less: {all}");
+        for score in [equal, spread] {
+            let [_, all] = placed_rule(score, &lost);
+            assert!(!all.passes(), "{score}, a key lost: {all}");
+            let [_, all] = placed_rule(score, &too_large);
+            assert!(!all.passes(), "{score}, a factor: {all}");
+        }
     }
 
     /// How many of 100 problems refuse each gradient of a temperature: a program as exact as the plain one, by the
