@@ -100,9 +100,12 @@ fn steps_of_a_mesh_are_measured() {
     // One rank says what is wrong, and the others end with it.
     let done = bench(&["--ranks", "8"]);
     let said = text(done.stderr);
-    assert!(!done.status.success());
+    assert_eq!(done.status.code(), Some(2));
     let [error] = errors(&said)[..] else { panic!("{said}") };
-    assert!(error.contains("train.batch_rows: is 4, and 8 ranks share"), "{said}");
+    assert!(
+        error.contains("--rows is 4, and 8 ranks share the rows of a batch; raise it"),
+        "{said}"
+    );
 }
 
 #[test]

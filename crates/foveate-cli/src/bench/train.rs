@@ -157,7 +157,8 @@ impl Bench<'_> {
             let state = case.recipe.precision.state;
             let options = DeviceOptions { device, state, deterministic, attention };
             let steps = Steps { case, steps: args.steps.get(), deterministic };
-            let mut found = options.run(steps.watched(world, &self.interrupt))??;
+            let found = options.run(steps.watched(world, &self.interrupt));
+            let mut found = found.map_err(|e| case.failure(e))??;
             // A processor has one order.
             let more = found.gpu.is_some();
             if more && all.is_empty() && world.ranks() == 1 {

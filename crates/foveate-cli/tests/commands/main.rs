@@ -180,6 +180,11 @@ fn what_only_a_command_knows_to_be_wrong_ends_with_2_as_what_its_arguments_say()
         ),
         ("bench train --mask causal&documnet", "did you mean `document`?"),
         ("bench train --score softcp(3)", "did you mean `softcap`?"),
+        ("bench train --window 0", "sliding_window: size must be at least 1, not 0"),
+        (
+            "bench train --device cpu --model 135m --len 8 --state exact",
+            "--state is \"exact\", but the CPU keeps f32",
+        ),
         (
             "bench train --device cpu --kernel forward.tile_q=64",
             "--kernel forward.tile_q=64 is of a GPU, and --device is cpu\nhelp: leave --kernel out",

@@ -8,6 +8,7 @@ use foveate_nn::{
     Recomputation, Recompute,
 };
 use foveate_train::checkpoint::{self, Checksums};
+use foveate_train::error::{TrainError, TrainErrorKind};
 use foveate_train::pack::Packed;
 use foveate_train::recipe::Recipe;
 use foveate_train::tokens::BYTE_VOCAB;
@@ -27,6 +28,9 @@ pub struct Case {
     /// Keys back that every other layer sees.
     pub window: Option<usize>,
     pub score: Option<String>,
+    /// Fields of the recipe that options gave, each with its option, and those that `--set` did.
+    options: Vec<(&'static str, &'static str)>,
+    set: Vec<String>,
 }
 
 impl Case {
@@ -72,6 +76,9 @@ impl Case {
         if args.mask.is_some() || args.score.is_some() || args.window.is_some() {
             let mask = args.mask.clone().unwrap_or_else(|| causal(args.documents).to_owned());
             readable("--mask", program(&mask), &case.config)?;
+            if let Some(window) = args.window {
+                readable("--window", program(&near("", window)), &case.config)?;
+            }
             let score = args.score.clone();
             readable(
                 "--score",
@@ -104,8 +111,25 @@ impl Case {
             documents: args.documents,
             window: args.window,
             score: args.score.clone(),
+            options: [
+                ("train.batch_rows", "--rows", args.rows.is_some()),
+                ("precision.state", "--state", args.state.is_some()),
+            ]
+            .into_iter()
+            .filter_map(|(field, option, is_given)| is_given.then_some((field, option)))
+            .collect(),
+            set: args.set.clone(),
             recipe,
         })
+    }
+
+    /// An error of steps, of the command line where that gave the field which is wrong.
+    pub fn failure(&self, e: TrainError) -> Failure {
+        let TrainErrorKind::Recipe { place, message, .. } = e.kind() else { return e.into() };
+        match self.options.iter().find(|(field, _)| field == place) {
+            Some((_, option)) => Failure::usage(format!("{option} {message}")),
+            None => e.of_overrides(&self.set).into(),
+        }
     }
 
     pub fn rows(&self) -> usize {
@@ -217,12 +241,18 @@ fn readable(option: &str, text: AttentionConfig, config: &ModelConfig) -> Result
 fn attention(mask: String, score: Option<String>, window: Option<usize>) -> AttentionConfig {
     let program = |mask| ProgramConfig { mask, score: score.clone(), ..ProgramConfig::default() };
     let Some(window) = window else { return program(mask).into() };
-    let near = program(format!("({mask}) & sliding_window({window})"));
+    let near = program(near(&mask, window));
     let programs = [("near", near), ("far", program(mask))];
     AttentionConfig::Pattern {
         layers: programs.iter().map(|(name, _)| (*name).to_owned()).collect(),
         programs: programs.map(|(name, program)| (name.to_owned(), program)).into(),
     }
+}
+
+/// What of `mask` is no more than `window` keys back.
+fn near(mask: &str, window: usize) -> String {
+    let mask = if mask.is_empty() { String::new() } else { format!("({mask}) & ") };
+    format!("{mask}sliding_window({window})")
 }
 
 fn program(mask: &str) -> AttentionConfig {

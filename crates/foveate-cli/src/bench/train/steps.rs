@@ -255,7 +255,8 @@ impl Watched<'_> {
         let state = ParameterState::of(precision).map_or("other", ParameterState::name);
         let began = Instant::now();
         let making = || Training::new(case, recompute, blocks, world, gpu.as_deref());
-        let mut training = waiting("giving the model its weights", PATIENCE, making)?;
+        let training = waiting("giving the model its weights", PATIENCE, making);
+        let mut training = training.map_err(|e| case.failure(e))?;
         let weights_s = began.elapsed().as_secs_f64();
         let Timings { ms, queue_ms, first_step_s } = training.timed(steps, interrupt)?;
         let held = training.mesh.model.held_bytes();
