@@ -88,9 +88,15 @@ impl Output {
 /// Names the file, with the system's reason.
 pub fn write_file(path: &Path, text: &str) -> Result<(), Failure> {
     let pipe = path.metadata().is_ok_and(|m| is_pipe(&m)) && !is_open(path);
+    let is_new = !path.exists();
     let written = match pipe {
         true => Err(io::Error::other("it is a pipe, not a file")),
-        false => fs::write(path, text),
+        // A part of it would be taken for all.
+        false => fs::write(path, text).inspect_err(|_| {
+            if is_new {
+                let _ = fs::remove_file(path);
+            }
+        }),
     };
     written.map_err(|e| Failure::new(format!("{} cannot be written: {e}", path.display())))
 }

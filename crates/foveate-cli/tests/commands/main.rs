@@ -99,6 +99,21 @@ fn what_is_no_file_is_refused_at_once() {
     assert!(out.contains("rank 1 left no log") && out.contains("rank 3 is gone"), "{out}");
 }
 
+/// A part would be taken for all of it.
+#[cfg(unix)]
+#[test]
+fn of_a_picture_that_cannot_be_written_no_part_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let picture = dir.path().join("mask.svg");
+    let mut shell = Command::new("sh");
+    let limited = "ulimit -f 1; exec \"$0\" mask causal --len 2048 --tile 16x16 --svg \"$1\"";
+    shell.args(["-c", limited, env!("CARGO_BIN_EXE_foveate")]).arg(&picture);
+    let done = shell.output().unwrap();
+    let said = String::from_utf8(done.stderr).unwrap();
+    assert!(done.status.code() == Some(1) && said.contains("mask.svg cannot be written"), "{said}");
+    assert!(!picture.exists(), "{said}");
+}
+
 /// Numbers that come late are waited for, which is said.
 #[cfg(unix)]
 #[test]
