@@ -24,14 +24,16 @@ pub fn tflops(rate: Tflops, peak: Option<f64>) -> String {
     let share = |of: fn(Tflops) -> f64| {
         mfu.map_or(String::new(), |mfu| format!(", MFU {:.1} %", 100.0 * of(mfu)))
     };
+    // What small models reach on a few cores.
+    let (unit, scale) = if rate.dense < 0.1 { ("GFLOP/s", 1e3) } else { ("TFLOP/s", 1.0) };
     format!(
-        "TFLOP/s: {:.3} by live pairs{}; {:.3} with attention over all pairs (torchtitan's count{}), \
+        "{unit}: {:.3} by live pairs{}; {:.3} with attention over all pairs (torchtitan's count{}), \
          {:.3} over half of them (Megatron Bridge's{})",
-        rate.live,
+        rate.live * scale,
         share(|of| of.live),
-        rate.dense,
+        rate.dense * scale,
         share(|of| of.dense),
-        rate.half,
+        rate.half * scale,
         share(|of| of.half),
     )
 }
@@ -152,5 +154,7 @@ mod tests {
                     pairs (torchtitan's count, MFU 50.0 %), 425.000 over half of them (Megatron \
                     Bridge's, MFU 42.5 %)";
         assert_eq!(tflops(rate, Some(1000.0)), text);
+        let small = tflops(Tflops { live: 2e-4, dense: 3e-4, half: 2.5e-4 }, None);
+        assert!(small.starts_with("GFLOP/s: 0.200 by live pairs; 0.300 with"), "{small}");
     }
 }
