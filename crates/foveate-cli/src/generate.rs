@@ -232,6 +232,8 @@ impl<B: Blocks> Writer<'_, B> {
         let text = self.tokenizer.decode(&written)?;
         if let Some(out) = out {
             out.line(text.get(shown..).unwrap_or_default())?;
+            // Before what is told of the end.
+            out.flush()?;
         }
         Ok((written, text))
     }

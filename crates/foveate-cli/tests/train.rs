@@ -61,6 +61,14 @@ fn a_run_leaves_all_it_promises() {
     let text =
         place.json(&["generate", checkpoint, "--prompt", "the", "--max-tokens", "5", "--json"]);
     assert!(text["tokens"].as_u64().unwrap() <= 5);
+    // What is said of the end comes behind all of the text.
+    let both = std::fs::File::create(place.path("both")).unwrap();
+    let mut generate = place.command(&["generate", checkpoint, "--prompt", "the"]);
+    generate.stdout(both.try_clone().unwrap()).stderr(both);
+    assert!(generate.status().unwrap().success());
+    let both = std::fs::read(place.path("both")).unwrap();
+    let end = b"\nit ends here: the model takes 32 tokens in all\n";
+    assert!(both.starts_with(b"the") && both.ends_with(end), "{}", String::from_utf8_lossy(&both));
     let found = place.json(&["eval", checkpoint, "00.txt", "01.txt", "--json"]);
     assert_eq!(found["documents"], 2);
     assert!(found["loss"].as_f64().unwrap() > 0.0);
