@@ -32,15 +32,18 @@ pub struct RankArgs {
 }
 
 impl RankArgs {
+    /// How many threads are asked to be ranks.
+    pub fn as_threads(&self) -> Option<usize> {
+        self.ranks.filter(|_| self.rank.is_none() && self.meet.is_none())
+    }
+
     /// How many ranks this process is, as threads, where it is asked to; and how long one waits for
     /// another.
     ///
     /// # Errors
     /// When that is no number of ranks, or a launcher has made this process one of several.
     pub fn threads(&self) -> Result<Option<(usize, Duration)>, Failure> {
-        let (Some(ranks), None, None) = (self.ranks, self.rank, &self.meet) else {
-            return Ok(None);
-        };
+        let Some(ranks) = self.as_threads() else { return Ok(None) };
         if !(1..=MOST_THREADS).contains(&ranks) {
             let wrong = format!("--ranks {ranks}: give 1 to {MOST_THREADS} threads");
             return Err(Failure::usage(wrong));

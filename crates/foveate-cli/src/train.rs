@@ -120,17 +120,17 @@ fn options(args: &Args) -> Options {
     }
 }
 
-/// A failure of a rank, with where its last transfers are: of a run that has `begun`.
+/// A failure of a rank. Where others are lost it says how to go on, and where its last transfers are, of a run that
+/// has `begun`.
 fn told(args: &Args, recipe: &Recipe, begun: bool, e: TrainError) -> Failure {
     let failure = Failure::from(e.of_overrides(&args.set));
+    let Failure::Lost(Some(_)) = &failure else { return failure };
     let transfers = recipe.run.dir.join("transfers");
-    match &failure {
-        Failure::Lost(Some(_)) if begun && transfers.is_dir() => failure.help(format!(
-            "what each rank did last: foveate shard log {}; to go on, start all ranks with --resume",
-            transfers.display()
-        )),
-        _ => failure,
-    }
+    let logs = match begun && transfers.is_dir() {
+        true => format!("what each rank did last: foveate shard log {}; ", word(&transfers)),
+        false => String::new(),
+    };
+    failure.help(format!("{logs}to go on, start all ranks with --resume"))
 }
 
 /// Trains as any rank but the first, which shows nothing.
@@ -170,22 +170,24 @@ fn rank(
         told(args, recipe, view.begun, e)
     })?;
     if summary.interrupted {
+        let threads = args.ranks.as_threads();
         let how = match group.ranks() {
             1 => "continue with:".to_owned(),
             // Its own words, as they were given but for how it starts.
-            _ if launch::ranks().is_some() => "continue with:".to_owned(),
+            _ if launch::ranks().is_some() || threads.is_some() => "continue with:".to_owned(),
             ranks => {
                 format!("continue by starting all {ranks} ranks again as before, with --resume:")
             }
         };
         crate::output::tell!(
-            "interrupted after step {}; {how} {} {}train {} --resume{}{}",
+            "interrupted after step {}; {how} {} {}train {} --resume{}{}{}",
             summary.steps,
             called(),
             launch::ranks().map_or(String::new(), |ranks| format!("launch --ranks {ranks} -- ")),
-            args.recipe.display(),
+            word(&args.recipe),
+            threads.map_or(String::new(), |ranks| format!(" --ranks {ranks}")),
             args.device.map_or(String::new(), |device| format!(" --device {device}")),
-            args.set.iter().map(|s| format!(" --set '{s}'")).collect::<String>(),
+            args.set.iter().map(|s| format!(" --set {}", quoted(s))).collect::<String>(),
         );
         return Err(Failure::Interrupted);
     }
@@ -265,14 +267,26 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
         false if recipe.model.checkpoint.is_some() => "--prompt \"The\"",
         false => "--prompt \"fn main() {\"",
     };
-    let checkpoint = summary.checkpoint.display();
+    let checkpoint = word(&summary.checkpoint);
     out.line(format!("try it      {} generate {checkpoint} {prompt}", called()))?;
     Ok(())
 }
 
 /// How this program was called, so that the commands it proposes can be typed as they are.
 fn called() -> String {
-    std::env::args().next().unwrap_or_else(|| "foveate".to_owned())
+    std::env::args().next().map_or("foveate".to_owned(), |name| word(Path::new(&name)))
+}
+
+/// A text as a shell takes it for one word.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+/// A path as a shell takes it for one word.
+fn word(path: &Path) -> String {
+    let text = path.display().to_string();
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+,:@%".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) { text } else { quoted(&text) }
 }
 
 /// Any rank but the first shows nothing, and can be interrupted.
@@ -531,5 +545,23 @@ impl Observer for View<'_> {
 
     fn interrupted(&mut self) -> bool {
         self.interrupt.pressed() || self.unwritten.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_proposed_can_be_typed_as_it_is() {
+        for (path, typed) in [
+            ("runs/tiny/checkpoints/step-000350", "runs/tiny/checkpoints/step-000350"),
+            ("my runs/a", "'my runs/a'"),
+            ("it's", r"'it'\''s'"),
+            ("läufe/$x", "'läufe/$x'"),
+        ] {
+            assert_eq!(word(Path::new(path)), typed);
+        }
+        assert_eq!(quoted("data.files=[\"*.txt\"]"), "'data.files=[\"*.txt\"]'");
     }
 }

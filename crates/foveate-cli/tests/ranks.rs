@@ -602,6 +602,25 @@ fn ends_saved(signal: &str, to: impl FnOnce(&Child) -> String) {
 
 #[cfg(unix)]
 #[test]
+fn ranks_that_are_threads_and_are_stopped_say_the_command_that_goes_on_with_them() {
+    let place = place();
+    let mut child = threads(&place, &["--set", "train.steps=4000"]);
+    let log = place.path("run/metrics.jsonl");
+    while std::fs::read_to_string(&log).map_or(0, |t| t.lines().count()) < 3 {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before its first steps");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    signal("-TERM", &child);
+    let said = text(child.wait_with_output().unwrap().stderr);
+    let how = format!(
+        "continue with: {} train recipe.toml --resume --ranks 3 --set 'train.steps=150' --set",
+        env!("CARGO_BIN_EXE_foveate")
+    );
+    assert!(said.contains(&how), "{said}");
+}
+
+#[cfg(unix)]
+#[test]
 fn sigterm_ends_a_rank_that_waits_for_others() {
     let place = place();
     let mut ranks = some(&place, 2, &[]);
