@@ -11,9 +11,23 @@ from typing import Any, Callable, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch._ops import HigherOrderOperator
 
 #: Options of torch's operator in a graph: that Foveate made it, and for which other layout, "varlen" or "paged".
 OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
+
+
+class _Attention(HigherOrderOperator):
+    """Torch's operator, as :mod:`foveate._dynamo` traces it: it is there in no graph, and nothing runs it."""
+
+    def __init__(self) -> None:
+        super().__init__("foveate_attention")
+
+    def __call__(self, *args: Any) -> Any:
+        raise RuntimeError("attention of a compiled region is called outside of one")
+
+
+ATTENTION = _Attention()
 
 F = TypeVar("F", bound=Callable[..., Any])
 

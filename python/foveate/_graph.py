@@ -71,7 +71,7 @@ def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Se
             given.append(trace.stand_in(operand))
             tensors.append(at)
         elif isinstance(operand, torch.SymInt):
-            given.append(_native.scalar(f"{kind[0]}n{len(scalars)}"))
+            given.append(_native.scalar(f"{kind[0]}n{len(scalars)}", operand.node.hint))
             scalars.append(at)
         else:
             given.append(operand)
@@ -86,7 +86,7 @@ def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Se
                 tile = []
                 for at, side in enumerate(sides, len(operands)):
                     if isinstance(side, torch.SymInt):
-                        side = _native.scalar(f"mn{len(scalars)}")
+                        side = _native.scalar(f"mn{len(scalars)}", side.node.hint)
                         scalars.append(at)
                     tile.append(side)
                 kinds = torch.empty_strided((*(_sized(n) for n in shape), 1, 1), (0,) * 4, dtype=torch.uint8)

@@ -180,6 +180,8 @@ def _moved_out(
         inputs = node.all_input_nodes
         if not isinstance(node.target, torch._ops.OpOverload) or not inputs or any(i not in examples for i in inputs):
             continue
+        if node.target.namespace == "foveate":
+            continue  # It stands for what the program says.
         args, kwargs = fx.map_arg((node.args, node.kwargs), examples.__getitem__)
         examples[node] = node.target(*args, **kwargs)
         if isinstance(examples[node], torch.Tensor) and examples[node].dim() and not is_reading(node.target):

@@ -153,12 +153,9 @@ def _text(
     bools: Sequence[bool],
     integer_names: Sequence[str],
     integers: Sequence[int],
-    float_names: Sequence[str],
-    floats: Sequence[float],
 ) -> Any:
-    captures = [(name, trace.capture(t)) for name, t in zip(tensor_names, tensors)]
-    numbers = [*zip(bool_names, bools), *zip(integer_names, integers), *zip(float_names, floats)]
-    return _native.parse(text, captures, numbers, trace.extents[1], max(trace.extents[2:]))
+    names = (*tensor_names, *bool_names, *integer_names)
+    return trace.parsed(text, zip(names, (*tensors, *bools, *integers)))
 
 
 def _argument(trace: Any, mask: Any, name: str, values: Sequence[torch.Tensor], number: float) -> Any:

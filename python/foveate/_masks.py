@@ -30,8 +30,8 @@ class Mask:
     Args:
         what: The mask in Foveate's text form (``docs/text-form.md``), or a mask function
             ``(b, h, q_idx, kv_idx) -> bool`` as PyTorch's block masks take it.
-        names: Tensors and numbers that the text names. ``document`` reads the ids ``doc``, ``[len]`` or
-            ``[batch, len]``.
+        names: Tensors and numbers that the text names; a tensor of no axes is a number. ``document`` reads the ids ``doc``,
+            ``[len]`` or ``[batch, len]``.
 
     Raises:
         ValueError: A name is neither a tensor's nor a number's; or, raised where the mask is used, the text is no mask,
@@ -225,16 +225,18 @@ def _ids(offsets: list[int]) -> Tensor:
 def _parsed(text: str, names: dict[str, Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _operator(text, names)
-    trace = _trace.running()
-    tensors = [(name, trace.capture(t, f"`{name}`")) for name, t in names.items() if isinstance(t, Tensor)]
-    others = [(name, n) for name, n in names.items() if not isinstance(n, Tensor)]
-    return _native.parse(text, tensors, others, trace.extents[1], max(trace.extents[2:]))
+    return _trace.running().parsed(text, names.items())
 
 
 def _operator(text: str, names: dict[str, Any]) -> Any:
     """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it."""
-    kinds: dict[Any, dict[str, Any]] = {Tensor: {}, bool: {}, int: {}, float: {}}
+    kinds: dict[Any, dict[str, Any]] = {Tensor: {}, bool: {}, int: {}}
     for name, given in names.items():
+        if isinstance(given, float):
+            # An operator's list of floats would be of these values alone.
+            given = torch.ones((), dtype=torch.float32) * given
+        elif not isinstance(given, (Tensor, bool)) and given < 1:
+            given = +given  # Dynamo guards the sign: named masks refuse such sizes, so that they have a graph of their own.
         kind = next(kind for kind in kinds if isinstance(given, kind))
         kinds[kind][name] = given
     by_kind = [part for kind in kinds.values() for part in (list(kind), list(kind.values()))]

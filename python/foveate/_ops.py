@@ -121,7 +121,7 @@ for _schema, _run, _fake, _keys in (
     ("argument(Tensor mask, str name, Tensor[] values, float number) -> Tensor", _argument, _argument_fake, ("CPU", "CUDA")),
     (
         "mask(str text, str[] tensor_names, Tensor[] tensors, str[] bool_names, bool[] bools, str[] integer_names, "
-        "int[] integers, str[] float_names, float[] floats) -> Tensor",
+        "SymInt[] integers) -> Tensor",
         _mask,
         _mask_fake,
         ("CompositeExplicitAutograd",),  # Its arguments need not have a tensor among them.

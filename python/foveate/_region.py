@@ -12,18 +12,18 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import flex_attention as _operator
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _checks
-from ._compile import LAYOUT, OURS
+from ._compile import ATTENTION, LAYOUT, OURS
 from ._masks import Mask
 
 
 def _install() -> None:
-    from . import _inductor
+    from . import _dynamo, _inductor
 
+    _dynamo.register()
     _inductor.install()
 
 
@@ -97,23 +97,10 @@ def flex_attention(
         or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
         or not (kernel_options is None or isinstance(kernel_options, dict))
     )
-    wants_max = not outside and return_aux is not None and return_aux.max_scores
     more = not outside and (sink is not None or dropout_p or isinstance(block_mask, Mask))
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     if outside or (query.dtype == torch.float64 and (more or _by_inductor())):
-        return breaking(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            kernel_options,
-            return_aux=return_aux,
-            sink=sink,
-            dropout_p=dropout_p,
-        )
+        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
     own = block_mask if isinstance(block_mask, BlockMask) else None
     _checks.check_operands(query, key, value, own, enable_gqa)
     if return_lse and return_aux is not None:
@@ -132,9 +119,13 @@ def flex_attention(
                 # The operator wants lists of the queries' side for its gradient. Foveate's does not read them.
                 parts = (*parts[:6], *parts[2:4], *parts[8:])
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    out, lse, max_scores = _attention(
+    wants_max = return_aux is not None and return_aux.max_scores
+    results = _attention(
         query, key, value, score_mod, block_mask, parts, scale, options, wants_lse, wants_max, sink, dropout_p
     )
+    if results is None:
+        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+    out, lse, max_scores = results
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out
@@ -154,9 +145,9 @@ def _attention(
     sink: Tensor | None,
     dropout_p: float,
     layout: tuple[str, list[Tensor]] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse`` and ``max_scores`` of the operator, of a mask function or of the parts of a block mask. Arguments
-    that it has no place for travel in the graph of its mask."""
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``out``, ``lse`` and ``max_scores`` of the operator, of a mask function or of the parts of a block mask; None where
+    a mod is none for a graph. Arguments that the operator has no place for travel in the graph of its mask."""
     _install()
     if _checks.autocasts(query):
         # Torch's operator does so itself from 2.11 on.
@@ -179,8 +170,12 @@ def _attention(
         # Its one tile, seen from the keys, is itself. What torch transposes it with would run in each call: forward
         # graphs keep what a backward might read.
         parts = (*parts[:6], *parts[2:4], *parts[8:])
-        if mask is not None:
+        if mask is None:
+            mask = parts[-1]
+        else:
             parts = (*parts[:-1], lambda b, h, q_idx, kv_idx: mask(b, h, q_idx, kv_idx))
+    else:
+        mask = parts[-1]
     if carried:
         allowed = parts[-1]
 
@@ -199,7 +194,10 @@ def _attention(
         scale = 1.0 / math.sqrt(query.size(-1))
     if score_mod is None:
         score_mod = _torch_flex._identity
-    out, lse, max_scores = _operator(query, key, value, score_mod, parts, scale, options)
+    results = ATTENTION(query, key, value, score_mod, parts, scale, options, mask)
+    if results is None:
+        return None
+    out, lse, max_scores = results
     ln2 = math.log(2.0)
     lse, max_scores = lse * ln2, max_scores * ln2
     if sink is not None:
@@ -228,27 +226,17 @@ def varlen(
     aux = AuxRequest() if return_aux is None else return_aux
     offsets, longest = (cu_seqlens_q, cu_seqlens_k, sink), (max_seqlen_q, max_seqlen_k)
     outside = _outside((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
+    given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, score_mod, mask, scale)
     if outside or query.is_nested or cu_seqlens_q is None:
-        return breaking(
-            query,
-            key,
-            value,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            score_mod,
-            mask,
-            scale,
-            return_aux=return_aux,
-            sink=sink,
-            dropout_p=dropout_p,
-        )
+        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
     q, k, v = map(_checks.heads_first, _checks.rows(query, key, value))
     layout = ("varlen", [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k])
-    out, lse, max_scores = _attention(
+    results = _attention(
         q, k, v, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, dropout_p, layout
     )
+    if results is None:
+        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+    out, lse, max_scores = results
     if sink is not None:
         # Rows past the last sequence have no sink either.
         lse = torch.where(torch.arange(query.size(0), device=query.device) < layout[1][0][-1], lse, -math.inf)
@@ -277,24 +265,17 @@ def paged(
     tensors = (query, key_pages, value_pages, page_table, lengths)
     outside = _outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
     wanted = not outside and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
+    given = (query, key_pages, value_pages, page_table, lengths, score_mod, mask, scale)
     if outside or (torch.is_grad_enabled() and wanted):
-        return breaking(
-            query,
-            key_pages,
-            value_pages,
-            page_table,
-            lengths,
-            score_mod,
-            mask,
-            scale,
-            return_aux=return_aux,
-            sink=sink,
-        )
+        return breaking(*given, return_aux=return_aux, sink=sink)
     _checks.check_pages(query, key_pages, value_pages)
     layout = ("paged", [page_table, lengths])
-    out, lse, max_scores = _attention(
+    results = _attention(
         query, key_pages, value_pages, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, 0.0, layout
     )
+    if results is None:
+        return breaking(*given, return_aux=return_aux, sink=sink)
+    out, lse, max_scores = results
     if return_aux is None:
         return out
     return out, AuxOutput(lse=lse if aux.lse else None, max_scores=max_scores if aux.max_scores else None)

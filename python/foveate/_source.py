@@ -70,7 +70,7 @@ def literals_of(function: Any) -> Iterator[Any]:
         elif isinstance(f, types.MethodType):
             waiting.append(f.__func__)
         elif isinstance(f, types.FunctionType):
-            if not _is_ours(f.__code__):
+            if not is_ours(f.__code__.co_filename):
                 yield from _literals(f.__code__)
                 waiting.extend(_called(f))
             for cell in f.__closure__ or ():
@@ -85,9 +85,9 @@ def literals_of(function: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_ours(code: types.CodeType) -> bool:
-    """Whether code is the package's, or torch's."""
-    return os.path.abspath(code.co_filename).startswith((_HERE + os.sep, _TORCH + os.sep))
+def is_ours(file: str) -> bool:
+    """Whether a file is the package's, or torch's."""
+    return os.path.abspath(file).startswith((_HERE + os.sep, _TORCH + os.sep))
 
 
 def place(error: BaseException) -> str:
@@ -95,7 +95,7 @@ def place(error: BaseException) -> str:
     found, tb = "", error.__traceback__
     while tb is not None:
         code = tb.tb_frame.f_code
-        if not _is_ours(code):
+        if not is_ours(code.co_filename):
             found = f' File "{code.co_filename}", line {tb.tb_lineno}, in {code.co_name}'
         tb = tb.tb_next
     return found
@@ -116,7 +116,7 @@ def defined(function: Any) -> str:
             if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
                 return ""
     code = function.__code__
-    if _is_ours(code):
+    if is_ours(code.co_filename):
         return ""
     return f'; File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
 

@@ -10,7 +10,7 @@ nothing is guessed.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import torch
 
@@ -48,9 +48,7 @@ class Trace(Reader):
             raise TraceError(f"{name} must be dense, got one of {tensor.layout}; capture its .to_dense()")
         wanted = tensor.requires_grad and torch.is_grad_enabled()
         if wanted and self.kind == "mask":
-            raise ValueError(
-                "a mask function captures a tensor that requires grad; a mask has no gradient: capture its .detach()"
-            )
+            raise ValueError(LEARNS)
         _checks.refuse_tangents(tensor)
         read = tensor.resolve_neg()
         if not wanted:
@@ -80,6 +78,13 @@ class Trace(Reader):
 
     def element(self, tensor: torch.Tensor, index: list[Any]) -> Expr:
         return self.capture(tensor).at(index)
+
+    def parsed(self, text: str, names: Iterable[tuple[str, Any]]) -> Expr:
+        """The mask that a text says, of tensors and numbers by name; a tensor of no axes is a number."""
+        of = [(name, self.operand(name, x) if isinstance(x, torch.Tensor) and x.dim() == 0 else x) for name, x in names]
+        tensors = [(name, self.capture(x, f"`{name}`")) for name, x in of if isinstance(x, torch.Tensor)]
+        numbers = [(name, x) for name, x in of if not isinstance(x, torch.Tensor)]
+        return _native.parse(text, tensors, numbers, self.extents[1], max(self.extents[2:]))
 
     def kept(self, reads: _kept.Reads | None, traced: _native.Traced) -> _native.Traced:
         """The result, kept if all that it depends on is known."""
@@ -126,6 +131,8 @@ class Trace(Reader):
         return called(name.strip("_"), *args, **kwargs)
 
 
+#: What is said of a mask that could want a gradient.
+LEARNS = "a mask function captures a tensor that requires grad; a mask has no gradient: capture its .detach()"
 #: How Python calls a traced value in its own errors.
 _EXPR = f"{Expr.__module__}.{Expr.__name__}"
 #: What ``torch.ops`` has.
@@ -220,7 +227,7 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None, co
     trace = Trace("mask", function, extents, constants)
     values = tuple(map(_native.leaf, ("b", "h", "q", "kv"), extents))
     result = _run(trace, function, values)
-    _check(result, function, "mask", torch.bool)
+    _check(result, function, "mask")
     result = cast(result, torch.bool)
     if wrap is not None:
         result = _run(trace, lambda *v: wrap(trace, v, result), values)
@@ -238,17 +245,23 @@ def score(function: Any, extents: tuple[int, int, int, int], constants: bool = F
     trace = Trace("score", function, extents, constants)
     values = tuple(map(_native.leaf, ("score", "b", "h", "q", "kv"), (0, *extents)))
     result = _run(trace, function, values)
-    _check(result, function, "score", None)
+    _check(result, function, "score")
     return trace.kept(reads, _native.score(cast(result, torch.float32), list(trace.captures.values()), function))
 
 
-def _check(result: Any, function: Any, kind: str, dtype: torch.dtype | None) -> None:
-    if isinstance(result, Expr):
-        found = result.dtype
-        if found == dtype if dtype is not None else found.is_floating_point:
-            return
-        what = f"a tensor of {found}"
+def _check(result: Any, function: Any, kind: str) -> None:
+    wrong = wrongly_returned(result, kind)
+    if wrong is not None:
+        raise ValueError(f"{kind}_mod `{name_of(function)}` {wrong}{defined(function)}")
+
+
+def wrongly_returned(result: Any, kind: str) -> str | None:
+    """What is wrong with the result of a function: right are traced values of its kind, and tensors of no axes."""
+    if isinstance(result, (Expr, torch.Tensor)):
+        dtype, shape = result.dtype, tuple(result.shape)
+        if not shape and (dtype == torch.bool if kind == "mask" else dtype.is_floating_point):
+            return None
+        what = f"a tensor of {dtype}" + (f" of shape {shape}" if shape else "")
     else:
-        what = str(type(result))
-    wanted = "a bool tensor" if dtype is torch.bool else "a float tensor"
-    raise ValueError(f"{kind}_mod `{name_of(function)}` must return {wanted}, got {what}{defined(function)}")
+        what = str(result if isinstance(result, Many) else type(result))
+    return f"must return {'a bool' if kind == 'mask' else 'a float'} tensor, got {what}"

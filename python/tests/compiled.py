@@ -14,10 +14,12 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Backend:
-    """Compiles with :meth:`compile`; ``operators`` are the names of the attention operators that its graphs call."""
+    """Compiles with :meth:`compile`; ``operators`` are the names of the attention operators that its graphs call, and
+    ``compilations`` how many graphs of Dynamo's it was given."""
 
     def __init__(self):
         self.graphs = []
+        self.compilations = 0
 
     def compile(self, function, **options):
         torch._dynamo.reset()
@@ -34,6 +36,8 @@ class Backend:
         from torch._inductor.decomposition import select_decomp_table
 
         from foveate import _inductor
+
+        self.compilations += 1
 
         def finish(graph, inputs):
             _inductor.replace(graph.graph)

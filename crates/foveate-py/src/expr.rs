@@ -286,9 +286,11 @@ pub fn begin(mask: bool, constants: bool) {
     value::begin(if mask { "m" } else { "s" }, constants);
 }
 
-/// The run-time scalar `name`, an integer that nothing is known of yet.
+/// The run-time scalar `name`, an integer of which no more is known than an example; one that does not fit 32 bits
+/// is refused when it is given.
 #[pyfunction]
-pub fn scalar(name: String) -> Expr {
-    let expr = DynExpr::scalar(Scalar { name, value: ScalarValue::I32(0) });
+pub fn scalar(name: String, example: i64) -> Expr {
+    let value = ScalarValue::I32(example.clamp(i32::MIN.into(), i32::MAX.into()) as i32);
+    let expr = DynExpr::scalar(Scalar { name, value });
     Expr(Value { expr, dtype: Dtype::I64, range: None, learns: false })
 }

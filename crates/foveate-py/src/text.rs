@@ -1,8 +1,10 @@
 //! Masks and scores in Foveate's text form, with captured tensors and numbers by name.
 
+use std::collections::HashMap;
+
 use foveate::mods::text::{Names, parse_mask, parse_score};
-use foveate::mods::{DynExpr, Node, NodeId, Program};
-use foveate::{AnyBuffer, MaskMod, ScalarValue};
+use foveate::mods::{DynExpr, Node, NodeId, Program, Type};
+use foveate::{AnyBuffer, MaskMod, Scalar, ScalarValue};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -11,8 +13,9 @@ use crate::dtype::Dtype;
 use crate::expr::Expr;
 use crate::value::{self, Number, Value};
 
-/// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name;
-/// `heads` and `positions` are what the mask is asked about.
+/// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name, traced
+/// values among the numbers: the element of a 0-d tensor, a captured integer of a graph; `heads` and `positions`
+/// are what the mask is asked about.
 #[pyfunction]
 pub fn parse(
     text: &str,
@@ -34,8 +37,14 @@ pub fn parse(
             )));
         }
     }
-    let mut scalars = Vec::new();
+    let (mut scalars, mut traced) = (Vec::new(), HashMap::new());
     for (name, number) in &numbers {
+        if let Ok(expr) = number.cast::<Expr>() {
+            let expr = &expr.get().0.expr;
+            scalars.push((name, stand_in(expr)));
+            traced.insert(name.as_str(), expr.clone());
+            continue;
+        }
         let value = match value::number(number)? {
             Some(Number::Bool(v)) => ScalarValue::Bool(v),
             Some(Number::Int(v)) => ScalarValue::I32(
@@ -74,7 +83,20 @@ pub fn parse(
             return Err(wrong(&format!("`{name}` is given, and the mask does not read it")));
         }
     }
-    Ok(Expr(Value { expr: renamed(&mask), dtype: Dtype::Bool, range: None, learns: false }))
+    let expr = renamed(&mask, &traced);
+    Ok(Expr(Value { expr, dtype: Dtype::Bool, range: None, learns: false }))
+}
+
+/// A scalar that a text reads in the place of a traced value, which is put there when it is read: of its type, and
+/// of its value where it is a scalar.
+fn stand_in(expr: &DynExpr) -> ScalarValue {
+    let program = Program::build(std::slice::from_ref(expr));
+    match (program.graph().nodes(), program.graph().scalars(), expr.ty()) {
+        ([_], [scalar], _) => scalar.value,
+        (_, _, Type::Bool) => ScalarValue::Bool(true),
+        (_, _, Type::I32) => ScalarValue::I32(1),
+        (_, _, Type::F32) => ScalarValue::F32(1.0),
+    }
 }
 
 /// The mask or score that `text` says, as [`crate::traced::Traced`] prints it, of these captured buffers and
@@ -117,12 +139,16 @@ fn in_short(message: &str) -> String {
     message.lines().next().unwrap_or_default().to_owned()
 }
 
-/// The mask with run-time scalars of this trace: two named masks may have one of the same name, and
-/// a plan sets scalars by name.
-fn renamed(mask: &MaskMod) -> DynExpr {
+/// The mask with run-time scalars of this trace, or the `traced` values of their names: two named masks may have
+/// one of the same name, and a plan sets scalars by name.
+fn renamed(mask: &MaskMod, traced: &HashMap<&str, DynExpr>) -> DynExpr {
     let program: &Program = mask.program();
     let graph = program.graph();
-    let scalars: Vec<_> = graph.scalars().iter().map(|s| value::scalar(s.value)).collect();
+    let scalar = |s: &Scalar| match traced.get(s.name.as_str()) {
+        Some(expr) => expr.clone(),
+        None => value::scalar(s.value),
+    };
+    let scalars: Vec<_> = graph.scalars().iter().map(scalar).collect();
     let mut made: Vec<DynExpr> = Vec::with_capacity(graph.nodes().len());
     for node in graph.nodes() {
         let of = |id: &NodeId| made[id.index()].clone();

@@ -1,0 +1,248 @@
+"""What Dynamo makes of attention in a compiled region: torch's operator, of mods that are known to be right.
+
+The region calls :data:`foveate._compile.ATTENTION`, which is torch's operator but for its mods:
+
+- One that Dynamo cannot trace, or that gives no value of its kind, is refused before there is a graph. Where the graph
+  may break the call runs outside of it, and an error there is that of an uncompiled call; where it may not, the error has
+  the same sentence, and its type beside Dynamo's own.
+- A captured float that changes is a number without a value to Dynamo, which torch's operator takes no operand of. It
+  becomes a tensor of no axes outside of the mod, by a product with 1: of products torch makes tensors in the finished
+  graph. Where a mod uses such a number as no tensor can be used, it is a constant, of a graph for this value alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any, Iterator, NoReturn, Sequence
+
+import torch
+from torch import fx
+from torch._dynamo import exc
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._dynamo.variables import ConstantVariable, higher_order_ops
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._higher_order_ops.flex_attention import flex_attention as _torchs
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from . import _native, _source, _trace
+from ._compile import ATTENTION
+from ._native import TraceError
+
+#: What is no error of a mod: Dynamo begins again, or leaves the frame.
+_PASSING = (exc.RestartAnalysis, exc.SkipFrame)
+
+
+class _Refused(Exception):
+    """A call that no graph is made of; ``reason`` is what is raised where the graph cannot break."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
+    """:data:`ATTENTION` in Dynamo's trace. Its last argument is the mask as it is called in messages."""
+
+    _HOP_NAME = "foveate.flex_attention"
+
+    def __init__(self, value: Any, source: Any = None, **kwargs: Any) -> None:
+        super().__init__(_torchs, source, **kwargs)
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's results; None where it is refused, and the graph may break."""
+        tried, log = tx.speculate(), tx.speculation_log
+        if tried.failed(tx):
+            return ConstantVariable.create(None)
+        begun = log.index
+        *args, mask = args
+        query, key, _, score, *_ = args
+        self.mods, self.extents = {"score_mod": score, "mask_fn": mask}, _extents(query, key)
+        try:
+            return super().call_function(tx, args, kwargs)
+        except _PASSING:
+            raise
+        except Exception as error:
+            refused = error if isinstance(error, _Refused) else _Refused(TraceError(f"flex_attention: {_first_line(error)}"))
+            if tx.one_graph or tx.error_on_graph_break:
+                _raise_as_dynamos(refused.reason)
+        # The trace begins again, and comes here without what it has entered since.
+        del log.entries[begun:]
+        tried.fail_and_restart_analysis(tx.error_on_graph_break)
+
+    def create_wrapped_node(self, tx: Any, query: Any, fn: Any, fn_name: str) -> tuple[Any, tuple[Any, ...]]:
+        try:
+            with _numbers_outside():
+                body, captured = super().create_wrapped_node(tx, query, fn, fn_name)
+            module = tx.output.nn_modules[body.node.target]
+            _check("mask" if fn_name == "mask_fn" else "score", self.mods[fn_name], module.graph, captured)
+            captured = _with_tensors(tx, query, module.graph, captured)
+            module.recompile()
+            return body, tuple(captured)
+        except _PASSING:
+            raise
+        except Exception as error:
+            kind = "mask" if fn_name == "mask_fn" else "score"
+            raise _Refused(_why(kind, self.mods[fn_name], self.extents, error)) from error
+
+
+def register() -> None:
+    """Lets Dynamo know the operator."""
+    higher_order_ops._hop_name_to_variable_class[ATTENTION.__name__] = _Attention
+
+
+def _example(x: Any) -> Any:
+    return (x if isinstance(x, fx.Node) else x.node).meta.get("example_value")
+
+
+def _extents(query: Any, key: Any) -> tuple[int, ...]:
+    """Of b, h, q and kv; of what is symbolic the example."""
+    q, k = (_example(x.as_proxy()).shape for x in (query, key))
+    return tuple(n if isinstance(n, int) else n.node.hint for n in (q[0], q[1], q[2], k[2]))
+
+
+def _placeholders(graph: fx.Graph, captured: Sequence[Any]) -> list[fx.Node]:
+    """Where the graph of a mod takes what it captures."""
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    return nodes[len(nodes) - len(captured) :]
+
+
+@contextlib.contextmanager
+def _numbers_outside() -> Iterator[None]:
+    """Lets Dynamo make a number of a captured float in the whole graph: of one that it makes in a mod's, where the mod is
+    the first to read it, no other mod knows."""
+    inside = VariableBuilder.wrap_symfloat
+
+    def outside(self: Any, value: float) -> Any:
+        output = self.tx.output
+        tracers, output.tracers = output.tracers, output.tracers[:1]
+        try:
+            return inside(self, value)
+        finally:
+            output.tracers = tracers
+
+    VariableBuilder.wrap_symfloat = outside  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VariableBuilder.wrap_symfloat = inside  # type: ignore[method-assign]
+
+
+def _check(kind: str, mod: Any, graph: fx.Graph, captured: Sequence[Any]) -> None:
+    """Raises what an uncompiled call says of a mod's result, and of what it captures."""
+    if any(node.op == "call_method" and node.target == "item" for node in graph.nodes):
+        int(_native.leaf("q", 1))  # Raises what it says of an index that is made a number.
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    result = output.args[0]
+    result = _example(result) if isinstance(result, fx.Node) else result
+    wrong = _trace.wrongly_returned(result, kind)
+    if wrong is not None:
+        raise ValueError(f"{kind}_mod `{_name(mod)}` {wrong}")
+    for example in map(_example, captured):
+        if isinstance(example, torch.Tensor) and kind == "mask" and example.requires_grad and torch.is_grad_enabled():
+            raise ValueError(_trace.LEARNS)
+
+
+def _with_tensors(tx: Any, query: Any, graph: fx.Graph, captured: Sequence[Any]) -> Sequence[Any]:
+    """What a mod captures, with tensors in the place of floats that change; the graph takes these."""
+    places = dict(zip(_placeholders(graph, captured), captured))
+    numbers = {node: proxy for node, proxy in places.items() if isinstance(_example(proxy), torch.SymFloat)}
+    if not numbers:
+        return captured
+
+    def outside(target: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        return wrap_fx_proxy(tx, tx.output.create_proxy(kind, target, args, kwargs)).as_proxy()
+
+    def tensor_of(number: Any) -> Any:
+        """What is computed of a number, computed of a tensor: torch makes a product with a number one with a tensor
+        where it is of the number itself."""
+        if not isinstance(number, fx.Proxy) or not isinstance(_example(number), torch.SymFloat):
+            return number
+        node = number.node
+        if node.op != "call_function":
+            return outside(operator.mul, outside(torch.ones, (), dtype=torch.float64, device=like.device), number)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda of: tensor_of(fx.Proxy(of, number.tracer)))
+        return outside(node.target, *args, **kwargs)
+
+    like = _example(query.as_proxy())
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    try:
+        made = {node: outside("to", tensor_of(number), dtype) for node, number in numbers.items()}
+        _take(tx, graph, {node: _example(tensor) for node, tensor in made.items()})
+    except Exception:
+        # What it does with a number it does with this one.
+        for node, number in numbers.items():
+            constant = guard_scalar(_example(number))
+            for user in list(node.users):
+                user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda x: constant if x is node else x)
+            graph.erase_node(node)
+        return [proxy for node, proxy in places.items() if node not in numbers]
+    return [made.get(node, proxy) for node, proxy in places.items()]
+
+
+def _take(tx: Any, graph: fx.Graph, tensors: dict[fx.Node, Any]) -> None:
+    """Gives a graph tensors in the place of numbers.
+
+    Raises:
+        Exception: An operation does not take them; nothing is changed.
+    """
+    values = dict(tensors)
+    pending = tx.output.shape_env.pending_fresh_unbacked_symbols
+    before = len(pending)
+    try:
+        with tx.fake_mode, TransformGetItemToIndex():
+            for node in graph.nodes:
+                if node.op == "output" or not any(of in values for of in node.all_input_nodes):
+                    continue
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: values.get(x, _example(x)))
+                target: Any = node.target
+                values[node] = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+                if not isinstance(values[node], torch.Tensor) or len(pending) > before:
+                    raise TypeError(f"{target} takes a number")
+    finally:
+        del pending[before:]
+    for node, value in values.items():
+        node.meta["example_value"] = value
+
+
+def _why(kind: str, mod: Any, extents: tuple[int, ...], error: Exception) -> Exception:
+    """What an uncompiled call says of a mod, if that can be asked; else what Dynamo does."""
+    try:
+        function: Any = mod.value if hasattr(mod, "value") else mod.get_function()
+    except Exception:  # One that is made in the region, of what has no value yet.
+        function = None
+    if function is not None:
+        try:
+            getattr(_trace, kind)(function, extents, constants=True)
+        except Exception as said:
+            return said
+    if isinstance(error, (ValueError, TraceError)):
+        return error
+    what = {"Data-dependent branching": bool}.get(getattr(error, "gb_type", None) or "")
+    said = _first_line(error)
+    if what is not None:
+        try:
+            what(_native.leaf("q", 1))
+        except TraceError as branch:
+            said = str(branch)
+    return TraceError(f"{kind}_mod `{_name(mod)}` cannot be part of a graph: {said}{_place(error)}")
+
+
+def _name(mod: Any) -> str:
+    return str(mod.get_name()) if hasattr(mod, "get_name") else _source.name_of(getattr(mod, "value", mod))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _place(error: Exception) -> str:
+    """The last line of the user's code that Dynamo was at."""
+    frames = [frame for frame in getattr(error, "real_stack", None) or () if not _source.is_ours(frame.filename)]
+    return f'; File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}' if frames else ""
+
+
+def _raise_as_dynamos(reason: Exception) -> NoReturn:
+    """Raises an error as Dynamo lets it through, which is one of its own, and of its type besides."""
+    raise type("Unsupported", (exc.Unsupported, type(reason)), {})(str(reason)) from None
