@@ -332,3 +332,16 @@ def test_no_attribute_that_may_be_used_makes_a_number_of_elements():
                         results = [t.shape for t in results]
                     if not isinstance(results[0], tuple) or name != "where":
                         assert results[0] == results[1], name
+
+
+def test_where_a_function_captures_torch_tells_it_from_another():
+    """`torch` left no mark, so that where it stood among captured values did not count."""
+    table = torch.randn(40, requires_grad=True)
+
+    def score(x, y):
+        return lambda s, b, h, q_idx, kv_idx: x.add(s, y[kv_idx])
+
+    right = _trace.score(score(torch, table), EXTENTS)
+    with pytest.raises(TypeError):
+        _trace.score(score(table, torch), EXTENTS)
+    assert same(shown(_trace.score(score(torch, table), EXTENTS)), shown(right))

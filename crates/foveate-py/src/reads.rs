@@ -93,18 +93,20 @@ impl<'py> Walk<'_, 'py> {
             key.append(kind)?;
             key.append(value)?;
         } else if let Ok(names) = value.cast_exact::<PyDict>() {
+            key.append(kind)?;
             key.append(names.len())?;
             names.keys().iter().try_for_each(|name| key.append(name))?;
             return self.values(names.values());
         } else if kind.getattr(intern!(py, "__dict__"))?.contains(intern!(py, "_reads"))? {
             // A mask, and no class made of it, which may compute something else.
             let read = value.getattr(intern!(py, "_reads"))?.cast_into::<PyTuple>()?;
+            key.append(kind)?;
             key.append(read.len())?;
             return self.values(read.iter());
-        } else if known.computing.iter().any(|function| value.is(function)) {
+        } else if value.is(&known.torch) || known.computing.iter().any(|of| value.is(of)) {
             key.append(value)?;
         } else {
-            return Ok(value.is(&known.torch));
+            return Ok(false);
         }
         Ok(true)
     }
