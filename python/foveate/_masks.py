@@ -38,10 +38,12 @@ class Mask:
             names what is not given, or does not read what is.
     """
 
-    #: ``_reads``: what the function is made of, as :mod:`foveate._kept` follows it.
-    __slots__ = ("_function", "_what", "_reads")
+    #: ``_reads``: what the function is made of, as :mod:`foveate._kept` follows it. ``_ends``: of offsets that it is made of
+    #: their name, the axis of (b, h, q, kv) whose rows they divide, and the last one.
+    __slots__ = ("_function", "_what", "_reads", "_ends")
 
     def __init__(self, what: str | Callable[..., Any], **names: Tensor | float | int | bool) -> None:
+        self._ends: tuple[tuple[str, int, int], ...] = ()
         if isinstance(what, str):
             self._what, names = what, {name: _named(what, name, given) for name, given in names.items()}
             self._function: Callable[..., Any] = lambda b, h, q, kv: _parsed(what, names)
@@ -58,6 +60,8 @@ class Mask:
             raise TypeError(f"a Mask is made of text with names, or of a mask function, got {shown(what)}")
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        if self._ends and not torch.compiler.is_dynamo_compiling():
+            self._check(_trace.running().extents)
         return self._function(b, h, q_idx, kv_idx)
 
     def _program(self, extents: tuple[int, int, int, int]) -> Any:
@@ -77,7 +81,7 @@ class Mask:
         return Mask(other) | self if callable(other) else NotImplemented
 
     def __invert__(self) -> Mask:
-        return self._made(f"~({self._what})", lambda *at: ~self(*at), ("~", self))
+        return self._made(f"~({self._what})", lambda *at: ~self(*at), ("~", self), self._ends)
 
     def __bool__(self) -> bool:
         # Torch asks so whether there is a function; Dynamo, where it traces what asks, comes by without a frame of torch's.
@@ -106,13 +110,19 @@ class Mask:
             return NotImplemented  # type: ignore[no-any-return]
         other = other if isinstance(other, Mask) else Mask(other)
         what = f"({self._what}) {sign} ({other._what})"
-        return self._made(what, lambda *at: join(self(*at), other(*at)), (sign, self, other))
+        return self._made(what, lambda *at: join(self(*at), other(*at)), (sign, self, other), self._ends + other._ends)
 
     @staticmethod
-    def _made(what: str, function: Callable[..., Any], reads: tuple[Any, ...]) -> Mask:
+    def _made(what: str, function: Callable[..., Any], reads: tuple[Any, ...], ends: tuple[Any, ...]) -> Mask:
         mask = Mask(function)
-        mask._what, mask._reads = what, reads
+        mask._what, mask._reads, mask._ends = what, reads, ends
         return mask
+
+    def _check(self, extents: tuple[Any, ...]) -> None:
+        """Raises where offsets end past the rows of a call, with these extents of b, h, q and kv."""
+        for name, axis, end in self._ends:
+            if end > extents[axis]:
+                raise ValueError(f"{name} ends at {end}, past the {extents[axis]} {'queries' if axis == 2 else 'keys'}")
 
     @staticmethod
     def causal(*, bottom_right: bool = False) -> Mask:
@@ -163,11 +173,12 @@ class Mask:
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
         """Keys of the query's document, by the offsets of documents ``[n + 1]``, of queries and keys or of each.
-        Queries and keys past the last offset see nothing; of offsets past a call's lengths those rows count that there
-        are. The host reads the offsets, so on CUDA it waits for the device; :func:`foveate.varlen` takes offsets without.
+        Queries and keys past the last offset see nothing. The host reads the offsets, so on CUDA it waits for the device;
+        :func:`foveate.varlen` takes offsets without.
 
         Raises:
-            ValueError: The offsets do not begin at 0, decrease, or differ in number.
+            ValueError: The offsets do not begin at 0, decrease, or differ in number; or, raised where the mask is used, end
+                past the queries or keys of the call.
         """
         q = offsets_of("cu_seqlens", cu_seqlens)
         k = q if cu_seqlens_k is None else offsets_of("cu_seqlens_k", cu_seqlens_k)
@@ -175,8 +186,8 @@ class Mask:
             raise ValueError(f"cu_seqlens has {len(q)} offsets and cu_seqlens_k {len(k)}; they need as many")
         q_ids, k_ids = (_ids(of).to(cu_seqlens.device) for of in (q, k))
         q_len, k_len = q_ids.numel() - 1, k_ids.numel() - 1
-        text = "q < q_end && kv < k_end && q_ids[min(q, q_end)] == k_ids[min(kv, k_end)]"
-        return Mask(text, q_ids=q_ids, k_ids=k_ids, q_end=q_len, k_end=k_len)
+        of_keys = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
+        return _of_sequences(q_ids, k_ids, q_len, k_len, of_keys)
 
 
 def _named(text: str, name: str, given: Any) -> Any:
@@ -196,8 +207,20 @@ def _of_text(text: str, names: dict[str, Any]) -> Mask:
     return Mask(text, **names)
 
 
-#: What joins masks, by its sign in ``Mask._reads``.
-_SIGNS: dict[Any, Callable[..., Any]] = {"&": operator.and_, "|": operator.or_, "~": operator.invert}
+def _of_sequences(q_ids: Tensor, k_ids: Tensor, q_end: int, k_end: int, of_keys: str) -> Mask:
+    text = "q < q_end && kv < k_end && q_ids[min(q, q_end)] == k_ids[min(kv, k_end)]"
+    mask = Mask(text, q_ids=q_ids, k_ids=k_ids, q_end=q_end, k_end=k_end)
+    reads = ("cu_seqlens", q_ids, k_ids, q_end, k_end, of_keys)
+    return Mask._made(mask._what, mask._function, reads, (("cu_seqlens", 2, q_end), (of_keys, 3, k_end)))
+
+
+#: What makes a mask of others, or of offsets, by its sign in ``Mask._reads``.
+_SIGNS: dict[Any, Callable[..., Any]] = {
+    "&": operator.and_,
+    "|": operator.or_,
+    "~": operator.invert,
+    "cu_seqlens": _of_sequences,
+}
 
 
 def offsets_of(name: str, offsets: Tensor, rows: int | None = None) -> list[int]:

@@ -165,6 +165,8 @@ def _attention(
         if not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
         carried.append(("dropout_p", [torch.randint(2**63 - 1, (), device=query.device)], dropout_p))
+    if isinstance(mask, Mask) and layout is None:
+        mask._check((query.size(0), query.size(1), query.size(2), key.size(2)))
     if parts is None:
         parts = tuple(_torch_flex._create_empty_block_mask(query, key).as_tuple())
         # Its one tile, seen from the keys, is itself. What torch transposes it with would run in each call: forward

@@ -331,8 +331,7 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None, q_len: int, kv_len: int) -> Ma
     found = _known.get(cu_q)
     if found is None or found[0] != state:
         documents = Mask.from_cu_seqlens(cu_q, cu_k)
-        ends = documents._reads[1]
-        for name, end, rows in (("cu_seq_lens_q", ends["q_end"], q_len), ("cu_seq_lens_k", ends["k_end"], kv_len)):
+        for name, (_, _, end), rows in zip(("cu_seq_lens_q", "cu_seq_lens_k"), documents._ends, (q_len, kv_len)):
             if end > rows:
                 raise ValueError(f"{name} ends at {end}, past the {rows} rows")
         # The second tensor is held, so that its id stays its own.

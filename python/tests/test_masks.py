@@ -198,3 +198,21 @@ def test_explain_says_what_would_run():
         assert ", bf16, " in explain(q, k, v)
     assert ", f32, " in explain(q, k.bfloat16(), v.bfloat16())
     assert "all scores" in explain(q.double(), k.double(), v.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_offsets_past_the_rows_of_a_call_are_refused_wherever_the_mask_is_used(dtype):
+    """They were taken, and of the last documents those rows counted that there were."""
+    mask = Mask.from_cu_seqlens(CU_Q, CU_K)
+    q, k = torch.randn(1, 2, 61, 8, dtype=dtype), torch.randn(1, 2, 88, 8, dtype=dtype)
+    again = pickle.loads(pickle.dumps(mask))
+    for made in (mask, again, copy.deepcopy(mask), ~mask, mask & Mask.causal(), Mask.causal() | mask):
+        out = flex_attention(q, k, k, block_mask=made)
+        with pytest.raises(ValueError, match="cu_seqlens ends at 61, past the 60 queries"):
+            flex_attention(q[:, :, :60], k, k, block_mask=made)
+        with pytest.raises(ValueError, match="cu_seqlens_k ends at 88, past the 87 keys"):
+            flex_attention(q, k[:, :, :87], k[:, :, :87], block_mask=made)
+        with pytest.raises(ValueError, match="cu_seqlens ends at 61, past the 60 queries"):
+            create_block_mask(made, None, None, 60, 88, device=q.device)
+        assert torch.equal(flex_attention(q, k, k, block_mask=made), out)
+    assert torch.equal(flex_attention(q, k, k, block_mask=again), flex_attention(q, k, k, block_mask=mask))

@@ -41,6 +41,11 @@ def masked(mask_mod):
     return lambda q, k, v: flex_attention(q, k, v, block_mask=create_block_mask(mask_mod, None, None, 10, 12))
 
 
+def documents(ends_q, ends_k):
+    mask = Mask.from_cu_seqlens(torch.tensor(ends_q), None if ends_k is None else torch.tensor(ends_k)) & Mask.causal()
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
+
+
 def wrapped(tensor):
     """A tensor whose elements are in two others."""
     return TwoTensor(tensor.detach(), tensor.detach())
@@ -128,6 +133,8 @@ WRONG = [
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.prefix(None)), ValueError, "`n` must be a number or a tensor, got None"),
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.document(torch.zeros(12))), ValueError, "`ids` cannot be bound"),
     (lambda q, k, v: Mask.from_cu_seqlens(torch.tensor([0, 9, 3])), ValueError, "decrease"),
+    (documents([0, 4, 11], None), ValueError, "cu_seqlens ends at 11, past the 10 queries"),
+    (documents([0, 10], [0, 13]), ValueError, "cu_seqlens_k ends at 13, past the 12 keys"),
     (lambda q, k, v: flex_attention(huge(2**14, 2**10, 2**14, 8), huge(2**14, 2**10, 1, 8), huge(2**14, 2**10, 1, 8)),
      RuntimeError, "memory"),
     (lambda q, k, v: varlen(*rows(q, k, v)), ValueError, "cu_seqlens_q is missing"),
