@@ -39,20 +39,20 @@ class Trace(Reader):
         self.read_elements = False
         _native.begin(kind == "mask", constants)
 
-    def capture(self, tensor: torch.Tensor, name: str = "a captured tensor") -> _native.Capture:
-        """The buffer that ``tensor`` is in the program."""
+    def capture(self, tensor: torch.Tensor, name: str = "") -> _native.Capture:
+        """The buffer that ``tensor`` is in the program; errors call it by its ``name``, or that which the function has."""
         found = self.captures.get(id(tensor))
         if found is not None:
             return found
-        if tensor.layout is not torch.strided:
-            raise TraceError(f"{name} must be dense, got one of {tensor.layout}; capture its .to_dense()")
+        if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+            refuse_capture(tensor, name or captured(self.function, tensor))
         wanted = tensor.requires_grad and torch.is_grad_enabled()
         if wanted and self.kind == "mask":
             raise ValueError(LEARNS)
         _checks.refuse_tangents(tensor)
         read = tensor.resolve_neg()
         if not wanted:
-            read = unwrapped(name, read)
+            read = unwrapped(name or "a captured tensor", read)
         elif tensor.dtype == torch.float64:
             read = read.to(torch.float32)  # Its gradient finds the way back by itself.
         made = _native.Capture(f"{self.kind[0]}{len(self.captures)}", read, wanted)
@@ -66,7 +66,7 @@ class Trace(Reader):
             if x.dim() != 0:
                 raise TraceError(f"`{name}` is given {captured(self.function, x)} of shape {tuple(x.shape)}; index it first")
             # The value of one on a device is read by the kernel: nothing waits for it.
-            if x.is_cuda or (x.requires_grad and torch.is_grad_enabled()):
+            if not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
                 return self.capture(x).only()
             self.read_elements = True
             return _native.constant(x.item(), x.dtype)
@@ -113,11 +113,7 @@ class Trace(Reader):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if not any(map(_traced, args)) and not any(map(_traced, kwargs.values())):
-            if name in _RANDOM:
-                raise TraceError(
-                    f"`{name}` would draw the same numbers for all indices: draw a tensor outside of the function "
-                    "and read it by index, as in `noise[q_idx]`"
-                )
+            refuse_random(name)
             self.read_elements |= name in _NUMBERS or (name == "where" and len(args) + len(kwargs) == 1)
             return func(*args, **kwargs)
         if isinstance(func, _OPERATORS):
@@ -131,6 +127,7 @@ class Trace(Reader):
         return called(name.strip("_"), *args, **kwargs)
 
 
+NO_SCORE = "score_mod must be a function of (score, b, h, q_idx, kv_idx)"
 #: What is said of a mask that could want a gradient.
 LEARNS = "a mask function captures a tensor that requires grad; a mask has no gradient: capture its .detach()"
 #: How Python calls a traced value in its own errors.
@@ -142,6 +139,23 @@ _PLAIN = frozenset((Expr, bool, int, float))
 #: What Python asks a tensor for by itself, as for the index in `(3, 9)[t]`.
 _NUMBERS = frozenset(("__bool__", "__float__", "__index__", "__int__"))
 _RANDOM = frozenset("rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson".split())
+
+
+def refuse_capture(tensor: torch.Tensor, name: str) -> None:
+    """Raises where a tensor cannot be captured, which is called by this name."""
+    if tensor.layout is not torch.strided:
+        raise TraceError(f"{name} must be dense, got one of {tensor.layout}; capture its .to_dense()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TraceError(f"{name} is on {tensor.device}; capture one on the device of the query, the CPU or a CUDA device")
+
+
+def refuse_random(name: str) -> None:
+    """Raises where a function of torch draws numbers."""
+    if name in _RANDOM:
+        raise TraceError(
+            f"`{name}` would draw the same numbers for all indices: draw a tensor outside of the function and read it by "
+            "index, as in `noise[q_idx]`"
+        )
 
 
 def element_of(broadcast: torch.Tensor) -> Callable[..., Any]:
@@ -204,7 +218,7 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
         if wrong is None:
             raise
         if trace.kind == "score" and hasattr(function, "_program"):
-            raise TypeError("score_mod must be a function of (score, b, h, q_idx, kv_idx), got a Mask: it is a block_mask") from None
+            raise TypeError(f"{NO_SCORE}, got a Mask: it is a block_mask") from None
         raise wrong from None
     except IndexError as error:
         if "numpy" not in str(error):
@@ -237,7 +251,7 @@ def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None, co
 def score(function: Any, extents: tuple[int, int, int, int], constants: bool = False) -> _native.Traced:
     """The program of a score function, for ``extents`` of b, h, q and kv; captured numbers as in :func:`mask`."""
     if not callable(function):
-        raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, kv_idx), got {said(function)}")
+        raise TypeError(f"{NO_SCORE}, got {said(function)}")
     reads = None if constants else _kept.Reads.of("score", function, extents)
     known = None if reads is None else reads.known(function)
     if known is not None:

@@ -216,3 +216,19 @@ def test_offsets_past_the_rows_of_a_call_are_refused_wherever_the_mask_is_used(d
             create_block_mask(made, None, None, 60, 88, device=q.device)
         assert torch.equal(flex_attention(q, k, k, block_mask=made), out)
     assert torch.equal(flex_attention(q, k, k, block_mask=again), flex_attention(q, k, k, block_mask=mask))
+
+
+def test_a_tensor_of_no_axes_is_a_number_in_a_text():
+    window, far, every = torch.tensor(9), torch.tensor(7.5), torch.tensor(False)
+    q, k = torch.randn(1, 2, L, 8), torch.randn(1, 2, S, 8)
+    for text, names, plain in (
+        ("sliding_window(n)", dict(n=window), dict(n=9)),
+        ("causal & f32(q - kv) < far", dict(far=far), dict(far=7.5)),
+        ("causal | every", dict(every=every), dict(every=False)),
+        ("prefix(n)", dict(n=window), dict(n=9)),
+    ):
+        out = flex_attention(q, k, k, block_mask=Mask(text, **names))
+        assert torch.equal(out, flex_attention(q, k, k, block_mask=Mask(text, **plain))), text
+    mask = Mask("sliding_window(n)", n=window)
+    window.fill_(4)
+    assert torch.equal(flex_attention(q, k, k, block_mask=mask), flex_attention(q, k, k, block_mask=Mask.sliding_window(4)))

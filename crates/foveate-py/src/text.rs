@@ -71,6 +71,10 @@ pub fn parse(
         for (name, capture) in &tensors {
             said =
                 said.replace(&format!("`{}`", capture.get().buffer().name()), &format!("`{name}`"));
+            said = said.replace(
+                &format!("`{name}` cannot be bound: it holds f32, not i32"),
+                &format!("`{name}` must hold integers, not floats; give `{name}.int()`"),
+            );
         }
         wrong(&said)
     })?;
