@@ -44,9 +44,12 @@ def flag(name: str, given: Any) -> bool:
 def integer(name: str, given: Any, least: int | None = None) -> int:
     """An integer, of at least ``least``; one that 64 bits hold."""
     try:
-        n = int(operator.index(given))
+        # Dynamo does not get over asking one of these.
+        n = None if isinstance(given, (float, str)) else int(operator.index(given))
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {shown(given)}") from None
+        n = None
+    if n is None:
+        raise TypeError(f"{name} must be an integer, got {shown(given)}")
     if n >= 2**63 or least is not None and n < least:
         bounds = "below 2**63" if least is None or n >= least else f"at least {least}"
         raise ValueError(f"{name} must be {bounds}, got {n}")

@@ -54,15 +54,21 @@ def _in_region(
 ) -> BlockMask:
     """:func:`create_block_mask` in a compiled region: torch's own, whose tables attention in the region does not
     read, so that they are made only where the graph uses them otherwise. What torch's does not know breaks the graph."""
-    of = (mask_mod, B, H, Q_LEN, KV_LEN, _device(device), BLOCK_SIZE)
+    if not all(isinstance(n, int) and n >= 0 for n in (B or 0, H or 0, Q_LEN, KV_LEN)):
+        _extents(B, H, Q_LEN, KV_LEN)  # Says which is wrong.
+    if not isinstance(BLOCK_SIZE, int) or BLOCK_SIZE < 1:
+        BLOCK_SIZE = _tile(BLOCK_SIZE)
+    of = (mask_mod, B, H, Q_LEN, KV_LEN, _placed(device), BLOCK_SIZE)
     more = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
     made: BlockMask
-    if KNOWS_FULL_BLOCKS:
-        made = TORCHS["create_block_mask"](*of, False, *more)
-    elif separate_full_blocks:
-        made = TORCHS["create_block_mask"](*of)
-    else:
-        made = breaking(*of, False, *more)
+    # A mask has no gradient; attention refuses one that could want it.
+    with torch.no_grad():
+        if KNOWS_FULL_BLOCKS:
+            made = TORCHS["create_block_mask"](*of, False, *more)
+        elif separate_full_blocks:
+            made = TORCHS["create_block_mask"](*of)
+        else:
+            made = breaking(*of, False, *more)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
     return made
 
@@ -107,9 +113,7 @@ def create_block_mask(
         TraceError: ``mask_mod`` cannot be traced; the message says what, and where.
     """
     del _compile
-    device = _device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"foveate.create_block_mask makes tables on CPU and CUDA devices, not on {device}")
+    device = _placed(device)
     if not callable(mask_mod):
         raise TypeError(f"create_block_mask requires a mask_mod function! Got {shown(mask_mod)}")
     tile = _tile(BLOCK_SIZE)
@@ -160,6 +164,14 @@ def _device(device: Any) -> torch.device:
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return device_of("device", device)
+
+
+def _placed(device: Any) -> torch.device:
+    """The device of tables."""
+    device = _device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"foveate.create_block_mask makes tables on CPU and CUDA devices, not on {device}")
+    return device
 
 
 def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device) -> Tensor:
@@ -282,6 +294,14 @@ def is_own(mask: BlockMask) -> bool:
     return known is not None and known[0].holds(mask)
 
 
+def check_kind(mask: Any) -> None:
+    """Raises where a block mask is neither one nor a Mask."""
+    if not isinstance(mask, (BlockMask, Mask)):
+        raise TypeError(
+            f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one, and Mask one of a mask function"
+        )
+
+
 def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int], device: torch.device) -> Any:
     """The traced program of a block mask for operands of these extents (b, h, q, kv) on a device."""
     if isinstance(mask, Mask):
@@ -294,8 +314,7 @@ def program_of(mask: BlockMask | Mask, extents: tuple[int, int, int, int], devic
 def kinds_of(mask: BlockMask, extents: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
     """What the lists of a block mask make of each tile: 0 empty, 1 partial, 2 full (uint8, ``[B|1, H|1, rows,
     columns]``); None where its function alone counts."""
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one, and Mask one of a mask function")
+    check_kind(mask)
     batch, heads, q_len, kv_len = extents
     known = _own.get(mask)
     if known is not None and not known[0].holds(mask):

@@ -18,16 +18,26 @@ OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
 
 
 class _Attention(HigherOrderOperator):
-    """Torch's operator, as :mod:`foveate._dynamo` traces it: it is there in no graph, and nothing runs it."""
+    """Torch's operator, as :mod:`foveate._dynamo` traces it. It is there in no graph, and none is made where it is called."""
 
     def __init__(self) -> None:
         super().__init__("foveate_attention")
 
     def __call__(self, *args: Any) -> Any:
-        raise RuntimeError("attention of a compiled region is called outside of one")
+        return None
 
 
-ATTENTION = _Attention()
+class _Outside(HigherOrderOperator):
+    """A call of a function that breaks the graph; where it may not break, the error that the function would raise."""
+
+    def __init__(self) -> None:
+        super().__init__("foveate_outside")
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+ATTENTION, OUTSIDE = _Attention(), _Outside()
 
 F = TypeVar("F", bound=Callable[..., Any])
 

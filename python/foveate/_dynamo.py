@@ -24,9 +24,10 @@ from torch._dynamo.variables import ConstantVariable, higher_order_ops
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._higher_order_ops.flex_attention import flex_attention as _torchs
 from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native, _source, _trace
-from ._compile import ATTENTION
+from ._compile import ATTENTION, OUTSIDE
 from ._native import TraceError
 
 #: What is no error of a mod: Dynamo begins again, or leaves the frame.
@@ -86,9 +87,51 @@ class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
             raise _Refused(_why(kind, self.mods[fn_name], self.extents, error)) from error
 
 
+class _Outside(higher_order_ops.TorchHigherOrderOperatorVariable):
+    """:data:`OUTSIDE` in Dynamo's trace."""
+
+    _HOP_NAME = "foveate.outside"
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        function, *args = args
+        if tx.one_graph or tx.error_on_graph_break:
+            try:
+                given, named = [_python(x) for x in args], {name: _python(x) for name, x in kwargs.items()}
+            except Exception:  # What is made in the region, of what has no value yet.
+                return function.call_function(tx, args, kwargs)
+            try:
+                with tx.fake_mode:
+                    function.get_function()(*given, **named)
+            except Exception as error:
+                _raise_as_dynamos(error)
+        return function.call_function(tx, args, kwargs)
+
+
+def _python(x: Any) -> Any:
+    """What a variable of Dynamo's stands for, if that is known; of a tensor one without elements.
+
+    Raises:
+        Exception: It is not known.
+    """
+    if hasattr(x, "as_proxy") and isinstance(example := _try_example(x), torch.Tensor):
+        return example
+    if x.is_python_constant():
+        return x.as_python_constant()
+    if x.source is not None and hasattr(x, "value"):
+        return x.value
+    return x.get_function()
+
+
+def _try_example(x: Any) -> Any:
+    try:
+        return _example(x.as_proxy())
+    except Exception:
+        return None
+
+
 def register() -> None:
-    """Lets Dynamo know the operator."""
-    higher_order_ops._hop_name_to_variable_class[ATTENTION.__name__] = _Attention
+    """Lets Dynamo know the operators."""
+    higher_order_ops._hop_name_to_variable_class |= {ATTENTION.__name__: _Attention, OUTSIDE.__name__: _Outside}
 
 
 def _example(x: Any) -> Any:
@@ -130,8 +173,12 @@ def _numbers_outside() -> Iterator[None]:
 
 def _check(kind: str, mod: Any, graph: fx.Graph, captured: Sequence[Any]) -> None:
     """Raises what an uncompiled call says of a mod's result, and of what it captures."""
-    if any(node.op == "call_method" and node.target == "item" for node in graph.nodes):
-        int(_native.leaf("q", 1))  # Raises what it says of an index that is made a number.
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue  # What is captured may have any name.
+        if node.op == "call_method" and node.target == "item":
+            int(_native.leaf("q", 1))  # Raises what it says of an index that is made a number.
+        _trace.refuse_random(getattr(node.target, "__name__", str(node.target)))
     (output,) = (node for node in graph.nodes if node.op == "output")
     result = output.args[0]
     result = _example(result) if isinstance(result, fx.Node) else result
@@ -139,7 +186,12 @@ def _check(kind: str, mod: Any, graph: fx.Graph, captured: Sequence[Any]) -> Non
     if wrong is not None:
         raise ValueError(f"{kind}_mod `{_name(mod)}` {wrong}")
     for example in map(_example, captured):
-        if isinstance(example, torch.Tensor) and kind == "mask" and example.requires_grad and torch.is_grad_enabled():
+        if not isinstance(example, torch.Tensor):
+            continue
+        _trace.refuse_capture(example, "a captured tensor")
+        if is_traceable_wrapper_subclass(example):
+            raise TraceError(f"a captured tensor is a {type(example).__name__}, which a graph has no operands of")
+        if kind == "mask" and example.requires_grad and torch.is_grad_enabled():
             raise ValueError(_trace.LEARNS)
 
 
@@ -209,7 +261,7 @@ def _take(tx: Any, graph: fx.Graph, tensors: dict[fx.Node, Any]) -> None:
 def _why(kind: str, mod: Any, extents: tuple[int, ...], error: Exception) -> Exception:
     """What an uncompiled call says of a mod, if that can be asked; else what Dynamo does."""
     try:
-        function: Any = mod.value if hasattr(mod, "value") else mod.get_function()
+        function = _python(mod)
     except Exception:  # One that is made in the region, of what has no value yet.
         function = None
     if function is not None:

@@ -163,6 +163,8 @@ def flex_attention(
     _checks.refuse_tangents(query, key, value, sink)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     if seen:
+        if block_mask is not None:
+            _blocks.check_kind(block_mask)
         mods = (score_mod, block_mask, extents, scale, sink, dropout, wants_max)
         return _returned(*_dispatched.attention(query, key, value, *mods), return_lse, return_aux)
     score, mask = _traced(score_mod, block_mask, extents, query)

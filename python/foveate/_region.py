@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from . import _blocks, _checks
-from ._compile import ATTENTION, LAYOUT, OURS
+from . import _blocks, _checks, _trace
+from ._compile import ATTENTION, LAYOUT, OURS, OUTSIDE
 from ._masks import Mask
 
 
@@ -98,9 +98,11 @@ def flex_attention(
         or not (kernel_options is None or isinstance(kernel_options, dict))
     )
     more = not outside and (sink is not None or dropout_p or isinstance(block_mask, Mask))
+    if isinstance(score_mod, (BlockMask, Mask)):
+        raise TypeError(f"{_trace.NO_SCORE}, got a {type(score_mod).__name__}: it is a block_mask")
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     if outside or (query.dtype == torch.float64 and (more or _by_inductor())):
-        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
     own = block_mask if isinstance(block_mask, BlockMask) else None
     _checks.check_operands(query, key, value, own, enable_gqa)
     if return_lse and return_aux is not None:
@@ -124,7 +126,7 @@ def flex_attention(
         query, key, value, score_mod, block_mask, parts, scale, options, wants_lse, wants_max, sink, dropout_p
     )
     if results is None:
-        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
     out, lse, max_scores = results
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
@@ -230,14 +232,14 @@ def varlen(
     outside = _outside((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
     given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, score_mod, mask, scale)
     if outside or query.is_nested or cu_seqlens_q is None:
-        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
     q, k, v = map(_checks.heads_first, _checks.rows(query, key, value))
     layout = ("varlen", [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k])
     results = _attention(
         q, k, v, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, dropout_p, layout
     )
     if results is None:
-        return breaking(*given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
     out, lse, max_scores = results
     if sink is not None:
         # Rows past the last sequence have no sink either.
@@ -269,14 +271,14 @@ def paged(
     wanted = not outside and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
     given = (query, key_pages, value_pages, page_table, lengths, score_mod, mask, scale)
     if outside or (torch.is_grad_enabled() and wanted):
-        return breaking(*given, return_aux=return_aux, sink=sink)
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink)
     _checks.check_pages(query, key_pages, value_pages)
     layout = ("paged", [page_table, lengths])
     results = _attention(
         query, key_pages, value_pages, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, 0.0, layout
     )
     if results is None:
-        return breaking(*given, return_aux=return_aux, sink=sink)
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink)
     out, lse, max_scores = results
     if return_aux is None:
         return out

@@ -1,0 +1,139 @@
+"""Wrong input of every kind in compiled functions, one after the other in one process: each is an error with the sentence
+of an uncompiled call, and the next good call gives the bits that it gave before."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from compiled import Backend
+from test_wrong_input import WRONG
+
+from foveate import Mask, TraceError, flex_attention, paged, varlen
+
+SLOPE = torch.linspace(0.1, 0.7, 4, requires_grad=True)
+#: What is said instead, or besides, of some: what torch's own ``create_block_mask`` says of its function, and what the
+#: engine does, which knows no names of a graph's operands.
+OTHERWISE = {
+    "on meta": "got cpu and meta",
+    "must return": "must only return Tensors",
+    "4 values": "Expected 4 or 5 positional args, got 3",
+    "control flow": r"calling \.item\(\)",
+    "mask_mod function": "is not a callable object",
+    "`LEARNED`": r"captured tensor of shape \(12,\)",
+    "`ids`": r"captured tensor of shape \(3,\)",
+}
+#: Dynamo makes a tensor of an array, and torch has no rule for a subclass that is made in the graph.
+TAKEN = ("torch.from_numpy", "a `TwoTensor` has no")
+#: What no whole graph can hold, whatever it is given: torch says so.
+NEVER_WHOLE = ("query must be a Tensor", "mixed query, key, and value dtype", "query must be a dense tensor")
+#: Neither can `explain`, nor pages where a gradient is wanted.
+OUTSIDE = "Skip inlining function <function (explain|paged) .*foveate runs outside of compiled regions"
+
+
+def model(q, k, v, alpha):
+    return flex_attention(q * 2, k, v, lambda s, b, h, i, j: s * alpha - SLOPE[h] * (i - j), Mask.causal()).sin()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_wrong_input_is_the_error_of_an_uncompiled_call_and_the_next_call_is_right(whole, repeatable):
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 10, 8, generator=generator).requires_grad_()
+    k, v = (torch.randn(2, 4, 12, 8, generator=generator).requires_grad_() for _ in range(2))
+    backend = Backend()
+    compiled = backend.compile(model, dynamic=True)
+
+    def good():
+        out = compiled(q, k, v, 0.5)
+        return [out, *torch.autograd.grad(out.sum(), (q, k, v, SLOPE))]
+
+    right = good()
+    torch.testing.assert_close(right[0], model(q, k, v, 0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, (call, kind, words) in enumerate(WRONG):
+            if words in TAKEN or whole and words in NEVER_WHOLE:
+                continue
+            wrong = torch.compile(call, backend=Backend()._backend, fullgraph=whole)
+            with pytest.raises(Exception) as raised:
+                wrong(q, k, v)
+                pytest.fail(f"{number}: nothing was raised where an error of {words!r} is due")
+            # Further down torch shows the line that made the call, with the words of this test.
+            said = str(raised.value).split("from user code")[0]
+            wanted = "|".join(filter(None, (words.rstrip("$"), OTHERWISE.get(words), OUTSIDE if whole else None)))
+            assert re.search(wanted, said, re.MULTILINE), f"{number}: {words!r} is not in {said}"
+            if not whole and words in said.splitlines()[0]:
+                assert isinstance(raised.value, kind), f"{number}: {type(raised.value)}"
+            before = backend.compilations
+            assert all(map(torch.equal, good(), right)), f"{number}: another result after it"
+            assert backend.compilations == before, f"{number}: compiled anew"
+
+
+MODS = {
+    "control flow": (lambda s, b, h, i, j: s if i > j else -s, TraceError, "Python control flow .*; File .*test_compile_wrong.py"),
+    "a number of an index": (lambda s, b, h, i, j: s + i.item(), TraceError, "a traced value has no number yet"),
+    "too few values": (lambda s, b, h, i: s, TypeError, "is called with 5 values"),
+    "a list": (lambda s, b, h, i, j: [s], ValueError, "must return a float tensor, got"),
+    "a comparison": (lambda s, b, h, i, j: i >= j, ValueError, "must return a float tensor, got a tensor of torch.bool"),
+    "a row": (lambda s, b, h, i, j: s + SLOPE.view(2, 2)[b], ValueError, r"must return a float tensor, got a vector of 2 traced values"),
+    "a draw": (lambda s, b, h, i, j: s + torch.rand(()), TraceError, "`rand` would draw the same numbers"),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", MODS)
+def test_a_wrong_score_is_an_error_of_its_type_in_a_whole_graph_too(name, whole):
+    score, kind, words = MODS[name]
+    q = torch.randn(2, 4, 10, 8, requires_grad=True)
+    rows, offsets = torch.randn(10, 4, 8), torch.tensor([0, 10])
+    for call in (lambda q: flex_attention(q, q, q, score).sum(), lambda q: varlen(rows, rows, rows, offsets, score_mod=score)):
+        compiled = Backend().compile(call, fullgraph=whole)
+        with pytest.raises(kind, match=words) as raised:
+            compiled(q)
+        assert isinstance(raised.value, torch._dynamo.exc.Unsupported) == whole
+
+
+def test_a_wrong_score_that_a_compiled_function_closes_over_says_what_and_where():
+    """One that is made in the region, of values that have none yet, is nothing that an uncompiled call could be asked of."""
+    q = torch.randn(2, 4, 10, 8)
+
+    def call(q, far):
+        near = far * 2
+        return flex_attention(q, q, q, lambda s, b, h, i, j: s if i > near[0] else -s)
+
+    compiled = Backend().compile(call)
+    with pytest.raises(TraceError, match=r"score_mod `.*lambda>` cannot be part of a graph: Python control flow .*test_compile_wrong.py"):
+        compiled(q, torch.ones(1))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_mask_that_could_want_a_gradient_is_refused(whole):
+    q = torch.randn(2, 4, 10, 8)
+    compiled = Backend().compile(lambda q: flex_attention(q, q, q, block_mask=Mask(lambda b, h, i, j: SLOPE[h] > 0.3)), fullgraph=whole)
+    with pytest.raises(ValueError, match="captures a tensor that requires grad; a mask has no gradient: capture its .detach()"):
+        compiled(q)
+
+
+def test_what_dynamo_does_not_trace_breaks_the_graph_and_is_computed():
+    """The elements of a captured tensor are known to an uncompiled call, and to no graph."""
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+    def score(s, b, h, i, j):
+        return s + slopes[h] * slopes.sum().item()
+
+    q = torch.randn(2, 4, 10, 8, requires_grad=True)
+    backend = Backend()
+    compiled = backend.compile(lambda q: flex_attention(q * 2, q, q, score).sin(), fullgraph=False)
+    torch.testing.assert_close(compiled(q), flex_attention(q * 2, q, q, score).sin())
+    assert backend.operators == []
+    with pytest.raises(TraceError, match="cannot be part of a graph|has no number yet"):
+        Backend().compile(lambda q: flex_attention(q * 2, q, q, score).sin())(q)
+
+
+def test_pages_with_a_wrong_score_are_an_error_too():
+    keys, values = (torch.randn(4, 2, 8, 12) for _ in range(2))
+    query, table, lengths = torch.randn(2, 4, 3, 12), torch.tensor([[3, 1], [0, 2]]), torch.tensor([12, 9])
+    for whole in (False, True):
+        call = Backend().compile(lambda: paged(query, keys, values, table, lengths, lambda s, b, h, i, j: s if i > j else s), fullgraph=whole)
+        with pytest.raises(TraceError, match="Python control flow"):
+            call()
