@@ -146,6 +146,7 @@ def _shaped(trace: Trace, x: Any, size: Sequence[int], **_: Any) -> Any:
 
 def _text(
     trace: Trace,
+    at: Expr,
     text: str,
     tensor_names: Sequence[str],
     tensors: Sequence[torch.Tensor],

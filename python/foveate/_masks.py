@@ -46,7 +46,7 @@ class Mask:
         self._ends: tuple[tuple[str, int, int], ...] = ()
         if isinstance(what, str):
             self._what, names = what, {name: _named(what, name, given) for name, given in names.items()}
-            self._function: Callable[..., Any] = lambda b, h, q, kv: _parsed(what, names)
+            self._function: Callable[..., Any] = lambda b, h, q, kv: _parsed(q, what, names)
             self._reads: tuple[Any, ...] = (what, names)
         elif callable(what) and not names:
             self._what = _source.name_of(what)
@@ -245,14 +245,15 @@ def _ids(offsets: list[int]) -> Tensor:
     return torch.cat([ids, ids.new_full((1,), -1)]).to(torch.int32)
 
 
-def _parsed(text: str, names: dict[str, Any]) -> Any:
+def _parsed(at: Any, text: str, names: dict[str, Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        return _operator(text, names)
+        return _operator(at, text, names)
     return _trace.running().parsed(text, names.items())
 
 
-def _operator(text: str, names: dict[str, Any]) -> Any:
-    """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it."""
+def _operator(at: Tensor, text: str, names: dict[str, Any]) -> Any:
+    """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it, with a
+    coordinate that it is given."""
     kinds: dict[Any, dict[str, Any]] = {Tensor: {}, bool: {}, int: {}}
     for name, given in names.items():
         if isinstance(given, float):
@@ -263,4 +264,4 @@ def _operator(text: str, names: dict[str, Any]) -> Any:
         kind = next(kind for kind in kinds if isinstance(given, kind))
         kinds[kind][name] = given
     by_kind = [part for kind in kinds.values() for part in (list(kind), list(kind.values()))]
-    return torch.ops.foveate.mask(text, *by_kind)
+    return torch.ops.foveate.mask(at, text, *by_kind)

@@ -14,6 +14,7 @@ its stable C functions. What these have no way to say is said here: results of f
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, Callable, Sequence
 
@@ -65,21 +66,21 @@ def _mask(*_: Any) -> Tensor:
     raise NotImplementedError("a Mask in text form runs in a graph that Inductor compiles, or in an uncompiled call")
 
 
-def _mask_fake(*_: Any) -> Tensor:
-    return torch.empty((), dtype=torch.bool)
+def _mask_fake(at: Tensor, *_: Any) -> Tensor:
+    return at.new_empty((), dtype=torch.bool)
 
 
 def _argument(mask: Tensor, name: str, *_: Any) -> Tensor:
     raise NotImplementedError(f"{name} in a compiled function takes the backend Inductor")
 
 
-def _argument_of_many(info: Any, dims: Any, mask: Tensor, name: str, *_: Any) -> Any:
-    """Torch's own operator runs the functions of its graphs under vmap."""
-    return _argument(mask, name)
-
-
 def _argument_fake(mask: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(mask)
+
+
+def _of_many(operator: Callable[..., Any], info: Any, dims: Any, *args: Any) -> Any:
+    """Torch's own operator runs the functions of its graphs under vmap."""
+    return operator(*args)
 
 
 def _exact(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,19 +117,20 @@ for _name, _fake in (
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
 
 # Operators that torch runs in no call: they stand in graphs, until the pass takes them.
-for _schema, _run, _fake, _keys in (
+for _schema, _run, _fake in (
     # What torch's operator has no place for travels in the graph of its mask, of which this is the result.
-    ("argument(Tensor mask, str name, Tensor[] values, float number) -> Tensor", _argument, _argument_fake, ("CPU", "CUDA")),
+    ("argument(Tensor mask, str name, Tensor[] values, float number) -> Tensor", _argument, _argument_fake),
+    # It is given a coordinate, and reads none: a call that is given nothing of a graph is run, and not recorded, where
+    # graphs are read back from Inductor's cache.
     (
-        "mask(str text, str[] tensor_names, Tensor[] tensors, str[] bool_names, bool[] bools, str[] integer_names, "
-        "SymInt[] integers) -> Tensor",
+        "mask(Tensor at, str text, str[] tensor_names, Tensor[] tensors, str[] bool_names, bool[] bools, "
+        "str[] integer_names, SymInt[] integers) -> Tensor",
         _mask,
         _mask_fake,
-        ("CompositeExplicitAutograd",),  # Its arguments need not have a tensor among them.
     ),
 ):
     _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for _key in _keys:
+    for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
     torch.library.register_fake(f"foveate::{_name}", _fake, lib=_library)
-torch.library.register_vmap("foveate::argument", _argument_of_many, lib=_library)
+    torch.library.register_vmap(f"foveate::{_name}", functools.partial(_of_many, _run), lib=_library)

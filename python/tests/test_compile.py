@@ -467,13 +467,15 @@ def test_autocast_casts_queries_keys_and_values_alone():
 
 CACHED = """
 import torch
-from foveate import create_block_mask, flex_attention
+from foveate import Mask, create_block_mask, flex_attention
 
 device = torch.device(DEVICE)
-mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device=device)
+masks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device=device), Mask("kv < 9")
 q, k, v = (torch.randn(1, 2, 32, 8, device=device, requires_grad=True) for _ in range(3))
-out = torch.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), fullgraph=True, mode=MODE)(q, k, v)
-gold = flex_attention(q, k, v, block_mask=mask)
+def model(q, k, v):
+    return sum(flex_attention(q, k, v, block_mask=mask) for mask in masks)
+out = torch.compile(model, fullgraph=True, mode=MODE)(q, k, v)
+gold = model(q, k, v)
 for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(gold.sum(), (q, k, v))):
     torch.testing.assert_close(a, b)
 counted = torch._dynamo.utils.counters
