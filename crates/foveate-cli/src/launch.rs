@@ -142,13 +142,17 @@ fn patient(ranks: usize) -> Result<(), Failure> {
     found.map(|_| ()).map_err(|e| Failure::usage(e.to_string()))
 }
 
-/// Whether ranks can read their command line: what is wrong with it is said once.
+/// Whether ranks can read their command line, and share what it asks for: what is wrong with it is said once.
 fn readable(command: &[String]) -> Result<(), Failure> {
     let words = std::iter::once("foveate").chain(command.iter().map(String::as_str));
     match Cli::try_parse_from(words).map_err(Failure::Misread)?.command {
         Command::Launch(_) => Err(Failure::usage("a rank of `foveate launch` launches no ranks")
             .help("name the command that ranks run, such as: foveate launch --ranks 2 -- train recipe.toml")),
-        _ => Ok(()),
+        Command::Train(_) | Command::Bench(_) | Command::Doctor(_) => Ok(()),
+        _ => {
+            let alone = format!("`foveate {}` is not shared by ranks: each would do all of it", command[0]);
+            Err(Failure::usage(alone).help("give it by itself; ranks share train and bench train"))
+        }
     }
 }
 

@@ -143,6 +143,10 @@ fn wrong_input_gets_one_line_on_one_rank() {
         (&["launch", "--ranks", "0", "--", "train"], "--ranks"),
         (&["launch", "--ranks", "1000000000", "--", "train"], "1000000000 is not in 1..=1024"),
         (&["launch", "--ranks", "2"], "COMMAND"),
+        (
+            &["launch", "--ranks", "2", "--", "eval", "a", "b"],
+            "`foveate eval` is not shared by ranks",
+        ),
         (&["launch", "--ranks", "2", "--", "launch", "--ranks", "2", "--", "doctor"], "no ranks"),
     ] {
         let done = place.run(args);
