@@ -545,7 +545,7 @@ fn a_profile_of_ranks_that_share_rows_says_when_attention_waits() {
     }
     for (how, sends, waits) in [(How::Exchange(1), 4, 8), (How::Heads, 0, 16)] {
         let made = |rank: &TestRank| Steps::of_context(rank, how);
-        let profiled = |steps: &mut Steps, step| match step {
+        let profiled = |_: &TestRank, steps: &mut Steps, step| match step {
             0 => steps.model.profile(true).unwrap(),
             _ => {
                 let times = steps.model.block_times();
@@ -556,9 +556,7 @@ fn a_profile_of_ranks_that_share_rows_says_when_attention_waits() {
                 assert_eq!(["keys send", "gradients return"].map(calls), [sends, 4], "{how:?}");
             }
         };
-        on_ranks_with(2, made, Carrier::Auto, Recompute::None, 2, |_, steps, step| {
-            profiled(steps, step)
-        });
+        on_ranks_with(2, made, Carrier::Auto, Recompute::None, 2, profiled);
     }
 }
 
