@@ -5,11 +5,13 @@ Checks take what torch takes in such a place, and give it back as what it stands
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import sys
+import threading
 import warnings
-from typing import Any, Collection
+from typing import Any, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -94,16 +96,58 @@ def dispatches(*tensors: Any) -> bool:
     return any(isinstance(t, Tensor) and type(t).__torch_dispatch__ is not _LEFT for t in tensors)
 
 
+class Batched(TraceError):
+    """A tensor is a batch of vmap, and no entry of it is chosen."""
+
+    def __init__(self, name: str, batch: Tensor) -> None:
+        super().__init__(f"{name} is a batch of torch.vmap: give its entries in the batch axis of one call instead")
+        self.batch = batch
+
+
+class _Entries(threading.local):
+    """By the level of a vmap, the entry that is chosen of what is a batch there."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+
+
+_entries = _Entries()
+
+
+@contextlib.contextmanager
+def entry(level: int, at: int) -> Iterator[None]:
+    """Lets batches of a vmap be their entry ``at``."""
+    _entries.of[level] = at
+    try:
+        yield
+    finally:
+        del _entries.of[level]
+
+
+def wants_gradient(given: Tensor) -> bool:
+    """Whether a gradient is wanted of a tensor, or of what a vmap made batches of."""
+    if not torch.is_grad_enabled():
+        return False
+    while not given.requires_grad and torch._C._functorch.is_batchedtensor(given):
+        given = torch._C._functorch.get_unwrapped(given)
+    return given.requires_grad
+
+
 def unwrapped(name: str, given: Tensor) -> Tensor:
     """The tensor in memory that transforms of ``torch.func`` have wrapped: inside of one every result is, whether it is
-    differentiated or not.
+    differentiated or not. Of a batch of vmap the :func:`entry` that is chosen.
 
     Raises:
-        TraceError: It is a batch of vmap, or another transform than the innermost wants its gradient.
+        Batched: No entry is.
+        TraceError: Another transform than the innermost wants its gradient.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(given):
         if torch._C._functorch.is_batchedtensor(given):
-            raise TraceError(f"{name} is a batch of torch.vmap: give its entries in the batch axis of one call instead")
+            at = _entries.of.get(torch._C._functorch.maybe_get_level(given))
+            if at is None:
+                raise Batched(name, given)
+            given = torch._C._functorch.get_unwrapped(given).select(torch._C._functorch.maybe_get_bdim(given), at)
+            continue
         given = torch._C._functorch.get_unwrapped(given)
         if torch._C._functorch.is_functorch_wrapped_tensor(given) and given.requires_grad and torch.is_grad_enabled():
             raise TraceError(f"{name} gets its gradient by an outer transform of torch.func; pass it through the inner one")

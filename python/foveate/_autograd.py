@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
 from . import _checks, _native, _source
+from ._arguments import Batched, entry
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -16,6 +17,11 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any
     """``out``, ``lse`` and ``max_scores`` of a call, with a gradient where one is wanted."""
     learned = () if call.score is None else call.score.learned
     if _transforms_active():
+        of = call
+        while of.entries is not None:
+            # A batch of each vmap whose entries the functions read, so that it runs each of them.
+            q = q - torch.zeros_like(of.batch, dtype=q.dtype, device=q.device).sum()
+            of = of.entries[0]
         return _Attention.apply(q, k, v, sink, call, *learned)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and (
         q.requires_grad
@@ -31,7 +37,8 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any
 class Call:
     """What one call asks for, besides tensors; after ``forward``, its plan."""
 
-    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "varlen", "pages", "plan")
+    #: ``entries`` are the calls of each entry of the vmap in which functions capture ``batch``.
+    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "varlen", "pages", "plan", "entries", "batch")
 
     def __init__(
         self,
@@ -47,11 +54,24 @@ class Call:
         self.score, self.mask, self.scale, self.dropout = score, mask, scale, dropout
         self.wants_lse, self.wants_max, self.varlen, self.pages = wants_lse, wants_max, varlen, pages
         self.plan: Any = None
+        self.entries: list[Call] | None = None
+        self.batch: Any = None
 
     def again(self) -> Call:
         """The same, for another run."""
         of = (self.score, self.mask, self.scale, self.dropout, self.wants_lse, self.wants_max, self.varlen, self.pages)
-        return Call(*of)
+        made = Call(*of)
+        made.entries, made.batch = self.entries, self.batch
+        return made
+
+    def entry(self, level: int, at: int) -> Call:
+        """The same for one entry of a vmap, for another run."""
+        if self.entries is not None and torch._C._functorch.maybe_get_level(self.batch) == level:
+            return self.entries[at].again()
+        made = self.again()
+        if self.entries is not None:
+            made.entries = [of.entry(level, at) for of in self.entries]
+        return made
 
     def placed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rows ``[T, H, D]`` of one sequence after another as plans take them, ``[1, H, T, D]``; other tensors are that."""
@@ -80,6 +100,24 @@ class Call:
             raise _source.named(error, self.score, self.mask) from None
         self.plan = plan
         return out, lse, max_scores
+
+
+def of_entries(make: Callable[[], Call]) -> Call:
+    """The call that ``make`` makes of functions that it traces; of such as capture a batch of vmap, one of each entry."""
+    try:
+        return make()
+    except Batched as found:
+        batch = found.batch
+    level, dim = torch._C._functorch.maybe_get_level(batch), torch._C._functorch.maybe_get_bdim(batch)
+    entries = []
+    for at in range(torch._C._functorch.get_unwrapped(batch).size(dim)):
+        with entry(level, at):
+            entries.append(of_entries(make))
+    if not entries:
+        raise ValueError("a mask or score captures a batch of torch.vmap that has no entries")
+    call = entries[0].again()
+    call.entries, call.batch = entries, batch
+    return call
 
 
 class _Attention(torch.autograd.Function):
@@ -203,9 +241,10 @@ def _each_entry(
 ) -> tuple[Any, tuple[Any, ...]]:
     """``function`` on each entry of a batch axis, stacked."""
     runs = []
+    level = (torch._C._functorch.maybe_current_level() or 0) + 1  # Torch calls a rule in the level below.
     for at in range(info.batch_size):
-        entry = (x.select(dim, at) if isinstance(x, Tensor) and dim is not None else x for x, dim in zip(inputs, in_dims))
-        runs.append(function.apply(*(x.again() if isinstance(x, Call) else x for x in entry)))
+        entries = (x.select(dim, at) if isinstance(x, Tensor) and dim is not None else x for x, dim in zip(inputs, in_dims))
+        runs.append(function.apply(*(x.entry(level, at) if isinstance(x, Call) else x for x in entries)))
     outputs = tuple(None if of[0] is None else torch.stack(of) for of in zip(*runs))
     return outputs, tuple(None if out is None else 0 for out in outputs)
 

@@ -167,8 +167,8 @@ def flex_attention(
             _blocks.check_kind(block_mask)
         mods = (score_mod, block_mask, extents, scale, sink, dropout, wants_max)
         return _returned(*_dispatched.attention(query, key, value, *mods), return_lse, return_aux)
-    score, mask = _traced(score_mod, block_mask, extents, query)
-    call = _autograd.Call(score, mask, scale, dropout, wants_lse, wants_max)
+    of: tuple[Any, ...] = (scale, dropout, wants_lse, wants_max)
+    call = _autograd.of_entries(lambda: _autograd.Call(*_traced(score_mod, block_mask, extents, query), *of))
     out, lse, max_scores = _autograd.run(call, query, key, value, sink)
     return _returned(out, lse, max_scores, return_lse, return_aux)
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterable
 import torch
 
 from . import _checks, _kept, _native
-from ._arguments import unwrapped
+from ._arguments import Batched, unwrapped, wants_gradient
 from ._calls import RUNNING, Many, Reader, applied, called
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
@@ -46,7 +46,7 @@ class Trace(Reader):
             return found
         if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
             refuse_capture(tensor, name or captured(self.function, tensor))
-        wanted = tensor.requires_grad and torch.is_grad_enabled()
+        wanted = wants_gradient(tensor)
         if wanted and self.kind == "mask":
             raise ValueError(LEARNS)
         _checks.refuse_tangents(tensor)
@@ -66,10 +66,10 @@ class Trace(Reader):
             if x.dim() != 0:
                 raise TraceError(f"`{name}` is given {captured(self.function, x)} of shape {tuple(x.shape)}; index it first")
             # The value of one on a device is read by the kernel: nothing waits for it.
-            if not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+            if not x.is_cpu or wants_gradient(x):
                 return self.capture(x).only()
             self.read_elements = True
-            return _native.constant(x.item(), x.dtype)
+            return _native.constant(unwrapped("a captured tensor", x).item(), x.dtype)
         return x
 
     def left_symbolic(self, x: Any) -> list[bool]:
@@ -201,6 +201,9 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
             if isinstance(result, torch.Tensor):
                 result = trace.operand("return", result)
             return result
+    except Batched as error:
+        error.args = (said_of(error, error),)  # Who made the trace may choose an entry.
+        raise
     except TraceError as error:
         what = f"{trace.kind}_mod `{name_of(function)}`: {error}"
         raise TraceError(what if "File" in what else said_of(error, error)) from error

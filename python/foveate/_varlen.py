@@ -133,9 +133,13 @@ def varlen(
             lse = torch.where(torch.arange(q.size(0), device=q.device) < cu_seqlens_q[-1], lse, -math.inf)
     else:
         offsets, extents = sequences(cu_seqlens_q, both, q, k, longest_q, longest_k)
-        score = None if score_mod is None else _trace.score(score_mod, extents)
-        traced = None if mask is None else _trace.mask(mask, extents)
-        call = _autograd.Call(score, traced, number, dropout, aux.lse, aux.max_scores, offsets)
+
+        def made() -> _autograd.Call:
+            score = None if score_mod is None else _trace.score(score_mod, extents)
+            traced = None if mask is None else _trace.mask(mask, extents)
+            return _autograd.Call(score, traced, number, dropout, aux.lse, aux.max_scores, offsets)
+
+        call = _autograd.of_entries(made)
         out, lse, max_scores = _autograd.run(call, q, k, v, logits)
     if nested is not None:
         out = torch.nested.nested_tensor_from_jagged(out, nested.offsets())

@@ -106,8 +106,7 @@ def test_what_only_an_outer_transform_differentiates_is_refused():
 
     with pytest.raises(TraceError, match="a captured tensor gets its gradient by an outer transform"):
         torch.func.grad(inner)(torch.ones(4))
-    with pytest.raises(TraceError, match="vmap"):
-        torch.vmap(inner)(torch.ones(3, 4))
+    assert torch.equal(torch.vmap(inner)(torch.ones(3, 4)), torch.stack([inner(torch.ones(4))] * 3))
     with pytest.raises(ValueError, match="dropout_p in torch.vmap takes randomness='same'"):
         torch.vmap(lambda x: flex_attention(x, k, v, dropout_p=0.5), randomness="different")(q[None])
     with pytest.raises(NotImplementedError, match="no rule for torch.vmap"):
@@ -163,14 +162,74 @@ def test_a_transform_in_a_compiled_function_breaks_its_graph(transform):
     torch.testing.assert_close(torch.compile(step)(q), step(q))
 
 
-def test_a_captured_batch_is_refused():
+SLOPES, DOCUMENTS, SCALES = torch.randn(3, 4, generator=G), torch.randint(0, 3, (3, 13), generator=G), torch.rand(3, generator=G)
+
+
+KEYS = operands()[1:]
+
+
+def scored(x, slope, ids, scale):
+    k, v = KEYS
+    mask = Mask.document(ids) & Mask(lambda b, h, i, j: (ids * 2)[i] <= 2 * ids[j])
+    return flex_attention(x, k, v, lambda s, b, h, i, j: s * scale + slope[h] * (i - j), mask)
+
+
+CAPTURED = {
+    "a score's": lambda x, slope, ids, scale: scored(x, slope, DOCUMENTS[0], SCALES[0]),
+    "a mask's": lambda x, slope, ids, scale: scored(x, SLOPES[0], ids, SCALES[0]),
+    "a number": lambda x, slope, ids, scale: scored(x, SLOPES[0], DOCUMENTS[0], scale),
+    "all": scored,
+    "of rows": lambda x, slope, ids, scale: varlen(
+        *(t[0, :, :11].transpose(0, 1) for t in (x, *KEYS)), torch.tensor([0, 4, 11]),
+        score_mod=lambda s, b, h, i, j: s + slope[h] * j, mask=Mask(lambda b, h, i, j: ids[i] <= ids[j]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_batch_is_read_entry_by_entry(name):
+    call, q = CAPTURED[name], operands(3)[0]
+    batches = q, SLOPES, DOCUMENTS, SCALES
+    gold = torch.stack([call(*entry) for entry in zip(*batches)])
+    assert torch.equal(torch.vmap(call)(*batches), gold)
+    # Where functions alone have a batch, and where it is another axis.
+    gold = torch.stack([call(q[0], *entry) for entry in zip(*batches[1:])])
+    assert torch.equal(torch.vmap(call, in_dims=(None, 0, 0, 0))(q[0], *batches[1:]), gold)
+    assert torch.equal(torch.vmap(call, in_dims=(None, 1, 1, 0))(q[0], SLOPES.T, DOCUMENTS.T, SCALES), gold)
+
+    def gradient(*entry):
+        return torch.func.grad(lambda x, slope: call(x, slope, *entry[2:]).square().sum(), argnums=(0, 1))(*entry[:2])
+
+    each = [gradient(*entry) for entry in zip(*batches)]
+    for ours, golds in zip(torch.vmap(gradient)(*batches), zip(*each)):
+        close("per entry", ours, torch.stack(golds), torch.float32, 13 * 8 * 11)
+    leaves = [t.clone().requires_grad_() for t in batches[:2]]
+    out = torch.vmap(call)(*leaves, *batches[2:])
+    for ours, golds in zip(torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True), zip(*each)):
+        close("in all", ours, torch.stack(golds), torch.float32, 13 * 8 * 11)
+
+
+def test_batches_of_several_vmaps_are_read_in_any_order():
+    q = operands(3)[0]
+    pairs = [[scored(q[0], slope, ids, SCALES[0]) for ids in DOCUMENTS] for slope in SLOPES]
+    gold = torch.stack([torch.stack(of) for of in pairs])
+
+    def both(outer, inner, dims):
+        return torch.vmap(lambda a: torch.vmap(lambda b: scored(q[0], *dims(a, b), SCALES[0]))(inner))(outer)
+
+    assert torch.equal(both(SLOPES, DOCUMENTS, lambda slope, ids: (slope, ids)), gold)
+    assert torch.equal(both(DOCUMENTS, SLOPES, lambda ids, slope: (slope, ids)), gold.transpose(0, 1))
+    inner = torch.vmap(lambda slope: torch.vmap(lambda x: scored(x, slope, DOCUMENTS[0], SCALES[0]))(q))(SLOPES)
+    assert torch.equal(inner, torch.stack([torch.stack([scored(x, slope, DOCUMENTS[0], SCALES[0]) for x in q]) for slope in SLOPES]))
+
+
+def test_a_captured_batch_that_no_call_reads_entry_by_entry_is_refused():
     q, k, v = operands()
-    slopes, documents = torch.randn(3, 4), torch.zeros(3, 13, dtype=torch.long)
     words = "is a batch of torch.vmap: give its entries in the batch axis of one call instead"
-    with pytest.raises(TraceError, match=words):
-        torch.vmap(lambda slope: flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h]))(slopes)
+    with pytest.raises(TraceError, match=f"mask_mod `<lambda>`: a captured tensor {words}; File .*test_func.py"):
+        torch.vmap(lambda ids: create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 11, 13).kv_indices)(DOCUMENTS)
     with pytest.raises(TraceError, match=f"`ids` {words}"):
-        torch.vmap(lambda ids: flex_attention(q, k, v, block_mask=Mask.document(ids)))(documents)
+        torch.vmap(lambda ids: flex_attention(q.double(), k.double(), v.double(), block_mask=Mask.document(ids)))(DOCUMENTS)
 
 
 class Layer(torch.nn.Module):
