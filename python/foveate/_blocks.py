@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from . import _native, _source, _trace
 from ._arguments import device as device_of
 from ._arguments import dispatches, flag, integer, shown, unwrapped
-from ._compile import also_compiled
+from ._compile import INSTEAD, also_compiled, register
 from ._masks import Mask
 from ._native import State
 from ._torchs import KNOWS_FULL_BLOCKS, TORCHS
@@ -58,15 +58,16 @@ def _in_region(
         _extents(B, H, Q_LEN, KV_LEN)  # Says which is wrong.
     if not isinstance(BLOCK_SIZE, int) or BLOCK_SIZE < 1:
         BLOCK_SIZE = _tile(BLOCK_SIZE)
+    register()
     of = (mask_mod, B, H, Q_LEN, KV_LEN, _placed(device), BLOCK_SIZE)
     more = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
     made: BlockMask
     # A mask has no gradient; attention refuses one that could want it.
     with torch.no_grad():
         if KNOWS_FULL_BLOCKS:
-            made = TORCHS["create_block_mask"](*of, False, *more)
+            made = INSTEAD(breaking, TORCHS["create_block_mask"], *of, False, *more)
         elif separate_full_blocks:
-            made = TORCHS["create_block_mask"](*of)
+            made = INSTEAD(breaking, TORCHS["create_block_mask"], *of)
         else:
             made = breaking(*of, False, *more)
     made._foveate = (mask_mod, made.kv_indices)  # type: ignore[attr-defined]
@@ -168,10 +169,10 @@ def _device(device: Any) -> torch.device:
 
 def _placed(device: Any) -> torch.device:
     """The device of tables."""
-    device = _device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"foveate.create_block_mask makes tables on CPU and CUDA devices, not on {device}")
-    return device
+    placed = _device(device)
+    if placed.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"foveate.create_block_mask makes tables on CPU and CUDA devices, not on {placed}")
+    return placed
 
 
 def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ class _Attention(HigherOrderOperator):
     """Torch's operator, as :mod:`foveate._dynamo` traces it. It is there in no graph, and none is made where it is called."""
 
     def __init__(self) -> None:
-        super().__init__("foveate_attention")
+        super().__init__("foveate_attention")  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> Any:
         return None
@@ -31,13 +31,33 @@ class _Outside(HigherOrderOperator):
     """A call of a function that breaks the graph; where it may not break, the error that the function would raise."""
 
     def __init__(self) -> None:
-        super().__init__("foveate_outside")
+        super().__init__("foveate_outside")  # type: ignore[no-untyped-call]
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-ATTENTION, OUTSIDE = _Attention(), _Outside()
+class _Instead(HigherOrderOperator):
+    """A call of torch's function in place of ours; where torch's fails and the graph may not break, the error of ours."""
+
+    def __init__(self) -> None:
+        super().__init__("foveate_instead")  # type: ignore[no-untyped-call]
+
+    def __call__(self, ours: Any, torchs: Any, *args: Any) -> Any:
+        return torchs(*args)
+
+
+ATTENTION, OUTSIDE, INSTEAD = _Attention(), _Outside(), _Instead()
+
+
+def register() -> None:
+    """Lets Dynamo, which calls it when it traces, know these."""
+    from . import _dynamo
+
+    _dynamo.register()
+
+
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -27,19 +27,22 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native, _source, _trace
-from ._compile import ATTENTION, OUTSIDE
+from ._arguments import warn
+from ._compile import ATTENTION, INSTEAD, OUTSIDE
 from ._native import TraceError
 
 #: What is no error of a mod: Dynamo begins again, or leaves the frame.
 _PASSING = (exc.RestartAnalysis, exc.SkipFrame)
+_said: set[str] = set()
 
 
 class _Refused(Exception):
-    """A call that no graph is made of; ``reason`` is what is raised where the graph cannot break."""
+    """A call that no graph is made of: ``reason`` is what is raised where the graph cannot break, and ``is_wrong`` whether
+    an uncompiled call raises it."""
 
-    def __init__(self, reason: Exception) -> None:
+    def __init__(self, reason: Exception, is_wrong: bool = False) -> None:
         super().__init__(str(reason))
-        self.reason = reason
+        self.reason, self.is_wrong = reason, is_wrong
 
 
 class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
@@ -65,8 +68,11 @@ class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
             raise
         except Exception as error:
             refused = error if isinstance(error, _Refused) else _Refused(TraceError(f"flex_attention: {_first_line(error)}"))
-            if tx.one_graph or tx.error_on_graph_break:
+            if _is_whole(tx):
                 _raise_as_dynamos(refused.reason)
+            if not refused.is_wrong and str(refused) not in _said:
+                _said.add(str(refused))
+                warn(f"a call of flex_attention runs outside of the compiled graph: {refused}")
         # The trace begins again, and comes here without what it has entered since.
         del log.entries[begun:]
         tried.fail_and_restart_analysis(tx.error_on_graph_break)
@@ -74,17 +80,17 @@ class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
     def create_wrapped_node(self, tx: Any, query: Any, fn: Any, fn_name: str) -> tuple[Any, tuple[Any, ...]]:
         try:
             with _numbers_outside():
-                body, captured = super().create_wrapped_node(tx, query, fn, fn_name)
+                body, lifted = super().create_wrapped_node(tx, query, fn, fn_name)
             module = tx.output.nn_modules[body.node.target]
-            _check("mask" if fn_name == "mask_fn" else "score", self.mods[fn_name], module.graph, captured)
-            captured = _with_tensors(tx, query, module.graph, captured)
+            _check("mask" if fn_name == "mask_fn" else "score", self.mods[fn_name], module.graph, lifted)
+            captured = tuple(_with_tensors(tx, query, module.graph, lifted))
             module.recompile()
-            return body, tuple(captured)
+            return body, captured
         except _PASSING:
             raise
         except Exception as error:
             kind = "mask" if fn_name == "mask_fn" else "score"
-            raise _Refused(_why(kind, self.mods[fn_name], self.extents, error)) from error
+            raise _refused(kind, self.mods[fn_name], self.extents, error) from error
 
 
 class _Outside(higher_order_ops.TorchHigherOrderOperatorVariable):
@@ -94,17 +100,44 @@ class _Outside(higher_order_ops.TorchHigherOrderOperatorVariable):
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         function, *args = args
-        if tx.one_graph or tx.error_on_graph_break:
-            try:
-                given, named = [_python(x) for x in args], {name: _python(x) for name, x in kwargs.items()}
-            except Exception:  # What is made in the region, of what has no value yet.
-                return function.call_function(tx, args, kwargs)
-            try:
-                with tx.fake_mode:
-                    function.get_function()(*given, **named)
-            except Exception as error:
-                _raise_as_dynamos(error)
+        if _is_whole(tx):
+            _raise_outside(tx, function, args, kwargs)
         return function.call_function(tx, args, kwargs)
+
+
+class _Instead(higher_order_ops.TorchHigherOrderOperatorVariable):
+    """:data:`INSTEAD` in Dynamo's trace."""
+
+    _HOP_NAME = "foveate.instead"
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        ours, torchs, *args = args
+        try:
+            return torchs.call_function(tx, args, kwargs)
+        except _PASSING:
+            raise
+        except Exception:
+            if _is_whole(tx):
+                _raise_outside(tx, ours, args, kwargs)
+            raise
+
+
+def _is_whole(tx: Any) -> bool:
+    """Whether the graph may not break."""
+    return bool(tx.one_graph or tx.error_on_graph_break)
+
+
+def _raise_outside(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
+    """Raises what a call outside of the graph raises, if that is known: it is made, of tensors without elements."""
+    try:
+        given, named = [_python(x) for x in args], {name: _python(x) for name, x in kwargs.items()}
+    except Exception:  # What is made in the region, of what has no value yet.
+        return
+    try:
+        with tx.fake_mode:
+            function.get_function()(*given, **named)
+    except Exception as error:
+        _raise_as_dynamos(error)
 
 
 def _python(x: Any) -> Any:
@@ -131,7 +164,8 @@ def _try_example(x: Any) -> Any:
 
 def register() -> None:
     """Lets Dynamo know the operators."""
-    higher_order_ops._hop_name_to_variable_class |= {ATTENTION.__name__: _Attention, OUTSIDE.__name__: _Outside}
+    known = {ATTENTION: _Attention, OUTSIDE: _Outside, INSTEAD: _Instead}
+    higher_order_ops._hop_name_to_variable_class |= {of.__name__: variable for of, variable in known.items()}
 
 
 def _example(x: Any) -> Any:
@@ -258,8 +292,8 @@ def _take(tx: Any, graph: fx.Graph, tensors: dict[fx.Node, Any]) -> None:
         node.meta["example_value"] = value
 
 
-def _why(kind: str, mod: Any, extents: tuple[int, ...], error: Exception) -> Exception:
-    """What an uncompiled call says of a mod, if that can be asked; else what Dynamo does."""
+def _refused(kind: str, mod: Any, extents: tuple[int, ...], error: Exception) -> _Refused:
+    """With what an uncompiled call says of a mod, if that can be asked; else with what Dynamo does."""
     try:
         function = _python(mod)
     except Exception:  # One that is made in the region, of what has no value yet.
@@ -268,17 +302,16 @@ def _why(kind: str, mod: Any, extents: tuple[int, ...], error: Exception) -> Exc
         try:
             getattr(_trace, kind)(function, extents, constants=True)
         except Exception as said:
-            return said
+            return _Refused(said, is_wrong=True)
     if isinstance(error, (ValueError, TraceError)):
-        return error
-    what = {"Data-dependent branching": bool}.get(getattr(error, "gb_type", None) or "")
-    said = _first_line(error)
-    if what is not None:
+        return _Refused(error)
+    why = _first_line(error)
+    if why.startswith("Data-dependent branching"):
         try:
-            what(_native.leaf("q", 1))
+            bool(_native.leaf("q", 1))
         except TraceError as branch:
-            said = str(branch)
-    return TraceError(f"{kind}_mod `{_name(mod)}` cannot be part of a graph: {said}{_place(error)}")
+            why = str(branch)
+    return _Refused(TraceError(f"{kind}_mod `{_name(mod)}` cannot be part of a graph: {why}{_place(error)}"))
 
 
 def _name(mod: Any) -> str:

@@ -16,14 +16,13 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _checks, _trace
-from ._compile import ATTENTION, LAYOUT, OURS, OUTSIDE
+from ._compile import ATTENTION, LAYOUT, OURS, OUTSIDE, register
 from ._masks import Mask
 
 
 def _install() -> None:
-    from . import _dynamo, _inductor
+    from . import _inductor
 
-    _dynamo.register()
     _inductor.install()
 
 
@@ -92,6 +91,7 @@ def flex_attention(
     Arguments of a wrong kind, which are errors there, break the graph, and so does float64, which Inductor has no operator
     for; other backends run torch's, of plain operations. A sink joins the operator's results by their ``lse``.
     """
+    register()
     outside = (
         _outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
         or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
@@ -227,6 +227,7 @@ def varlen(
     dropout_p: float = 0,
 ) -> Any:
     """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph."""
+    register()
     aux = AuxRequest() if return_aux is None else return_aux
     offsets, longest = (cu_seqlens_q, cu_seqlens_k, sink), (max_seqlen_q, max_seqlen_k)
     outside = _outside((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
@@ -265,6 +266,7 @@ def paged(
     sink: Tensor | None = None,
 ) -> Any:
     """:func:`foveate.paged` in a compiled region. What wants a gradient breaks the graph, for there is none."""
+    register()
     aux = AuxRequest() if return_aux is None else return_aux
     tensors = (query, key_pages, value_pages, page_table, lengths)
     outside = _outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)

@@ -12,14 +12,10 @@ from test_wrong_input import WRONG
 from foveate import Mask, TraceError, flex_attention, paged, varlen
 
 SLOPE = torch.linspace(0.1, 0.7, 4, requires_grad=True)
-#: What is said instead, or besides, of some: what torch's own ``create_block_mask`` says of its function, and what the
-#: engine does, which knows no names of a graph's operands.
+#: What is said instead of some: of a block mask that torch makes where its lists are, and what the engine says, which
+#: knows no names of a graph's operands.
 OTHERWISE = {
     "on meta": "got cpu and meta",
-    "must return": "must only return Tensors",
-    "4 values": "Expected 4 or 5 positional args, got 3",
-    "control flow": r"calling \.item\(\)",
-    "mask_mod function": "is not a callable object",
     "`LEARNED`": r"captured tensor of shape \(12,\)",
     "`ids`": r"captured tensor of shape \(3,\)",
 }
@@ -124,7 +120,8 @@ def test_what_dynamo_does_not_trace_breaks_the_graph_and_is_computed():
     q = torch.randn(2, 4, 10, 8, requires_grad=True)
     backend = Backend()
     compiled = backend.compile(lambda q: flex_attention(q * 2, q, q, score).sin(), fullgraph=False)
-    torch.testing.assert_close(compiled(q), flex_attention(q * 2, q, q, score).sin())
+    with pytest.warns(UserWarning, match="runs outside of the compiled graph: "):
+        torch.testing.assert_close(compiled(q), flex_attention(q * 2, q, q, score).sin())
     assert backend.operators == []
     with pytest.raises(TraceError, match="cannot be part of a graph|has no number yet"):
         Backend().compile(lambda q: flex_attention(q * 2, q, q, score).sin())(q)
