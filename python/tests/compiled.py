@@ -27,7 +27,9 @@ class Backend:
 
     @property
     def operators(self):
-        targets = (str(node.target) for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function")
+        targets = (
+            str(node.target) for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"
+        )
         return [name for name in targets if name.startswith("foveate.") or name.startswith("flex_attention")]
 
     def _backend(self, graph, inputs):

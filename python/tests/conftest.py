@@ -1,5 +1,6 @@
-"""Runs tests on another device: ``pytest --device cuda python/tests/test_dot_product.py`` makes every tensor that says no
-device, and every generator, there. ``test_cuda*.py`` need no option. Tests marked ``cpu`` are of the CPU only."""
+"""Runs tests on another device: ``pytest --device cuda python/tests/test_dot_product.py`` makes every tensor that says
+no device, and every generator, there. ``test_cuda*.py`` need no option. Tests marked ``cpu`` are of the CPU only.
+"""
 
 import os
 

@@ -1,5 +1,6 @@
-"""What the tests of CUDA tensors share. Each of their files imports ``pytestmark``, which skips it without a device, and
-the fixture ``exact_matmul``, which keeps the reference free of TF32."""
+"""What the tests of CUDA tensors share. Each of their files imports ``pytestmark``, which skips it without a device,
+and the fixture ``exact_matmul``, which keeps the reference free of TF32.
+"""
 
 import pytest
 import torch

@@ -25,7 +25,9 @@ class _Indexing(TransformGetItemToIndex):
             if any(isinstance(i, torch.Tensor) for i in index):
                 if all(isinstance(i, (torch.Tensor, int)) or i == slice(None) for i in index):
                     number = lambda i: torch.tensor(i, device=of.device) if isinstance(i, int) else i  # noqa: E731
-                    return torch.ops.aten.index.Tensor(of, [number(i) if not isinstance(i, slice) else None for i in index])
+                    return torch.ops.aten.index.Tensor(
+                        of, [number(i) if not isinstance(i, slice) else None for i in index]
+                    )
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -42,7 +42,9 @@ FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 def test_tables_are_torchs_bit_for_bit(mask_mod, tile):
     for batch, heads, q_len, kv_len in ((2, 3, 390, 390), (None, None, 256, 384), (1, 2, 130, 257)):
         ours = create_block_mask(mask_mod, batch, heads, q_len, kv_len, BLOCK_SIZE=tile)
-        theirs = torch_flex.create_block_mask(mask_mod, batch, heads, q_len, kv_len, device=torch.get_default_device(), BLOCK_SIZE=tile)
+        theirs = torch_flex.create_block_mask(
+            mask_mod, batch, heads, q_len, kv_len, device=torch.get_default_device(), BLOCK_SIZE=tile
+        )
         for field in FIELDS:
             one, two = getattr(ours, field), getattr(theirs, field)
             assert one.dtype == two.dtype and torch.equal(one, two), field
@@ -102,7 +104,10 @@ def test_a_table_of_tiles_is_read_by_no_more_axes_than_it_needs(shape):
     lists = BlockMask.from_kv_blocks(lists.kv_num_blocks, lists.kv_indices, BLOCK_SIZE=16, seq_lengths=(200, 210))
     said = _blocks.program_of(lists, (2, 4, 200, 210), torch.get_default_device()).text()
     index = re.search(r"m0\[(.*?)\]", said).group(1)
-    assert [axis.split()[0] for axis in index.split(", ")] == ["b"] * (shape[0] > 1) + ["h"] * (shape[1] > 1) + ["q", "kv"], said
+    assert [axis.split()[0] for axis in index.split(", ")] == ["b"] * (shape[0] > 1) + ["h"] * (shape[1] > 1) + [
+        "q",
+        "kv",
+    ], said
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -172,7 +177,10 @@ def test_what_stands_behind_a_rows_count_is_not_read():
 @UNREAD
 def test_a_list_that_names_a_tile_outside_is_refused():
     q, k, v = operands(1, 1, 64, 64)
-    counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[99, 0], [0, 1]]]], dtype=torch.int32)
+    counts, indices = (
+        torch.tensor([[[1, 2]]], dtype=torch.int32),
+        torch.tensor([[[[99, 0], [0, 1]]]], dtype=torch.int32),
+    )
     mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32, compute_q_blocks=False)
     with pytest.raises(ValueError, match="outside"):
         flex_attention(q, k, v, block_mask=mask)

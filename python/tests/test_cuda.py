@@ -205,7 +205,9 @@ def test_an_operator_takes_no_operand_of_another_device():
             torch.ops.foveate.forward.default(q, other, v, *PLAIN, False)
 
 
-@pytest.mark.skipif(not hasattr(_native, "panic_next"), reason="skipped: only debug builds of the native module can be let panic")
+@pytest.mark.skipif(
+    not hasattr(_native, "panic_next"), reason="skipped: only debug builds of the native module can be let panic"
+)
 @pytest.mark.parametrize("name", ["forward", "varlen_forward", "paged", "backward", "varlen_backward"])
 def test_a_panic_in_an_operator_is_an_exception_and_the_next_call_is_right(name):
     q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
@@ -222,7 +224,9 @@ def test_a_panic_in_an_operator_is_an_exception_and_the_next_call_is_right(name)
     _native.panic_next()
     with pytest.raises(RuntimeError, match="a bug in Foveate, please report it: injected by a test"):
         operator(*arguments)
-    assert all((a == b).all() or (a - b).abs().max() <= 0.02 * b.abs().max() for a, b in zip(operator(*arguments)[:3], gold))
+    assert all(
+        (a == b).all() or (a - b).abs().max() <= 0.02 * b.abs().max() for a, b in zip(operator(*arguments)[:3], gold)
+    )
 
 
 def test_the_workspaces_memory_error_is_torchs_too():
@@ -251,8 +255,16 @@ def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
     wrong = [
         (ValueError, lambda: flex_attention(q, k.cpu(), v)),
         (TraceError, lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + here[i], enable_gqa=True)),
-        (RuntimeError, lambda: flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, 64, 64, "cpu"), enable_gqa=True)),
-        (ValueError, lambda: varlen(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor([0, 64]))),
+        (
+            RuntimeError,
+            lambda: flex_attention(
+                q, k, v, block_mask=create_block_mask(causal, None, None, 64, 64, "cpu"), enable_gqa=True
+            ),
+        ),
+        (
+            ValueError,
+            lambda: varlen(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor([0, 64])),
+        ),
         (ValueError, lambda: flex_attention(q.int(), k, v, enable_gqa=True)),
         (ValueError, lambda: flex_attention(q, k, v, scale=math.nan, enable_gqa=True)),
     ]
@@ -310,7 +322,9 @@ def test_the_nvrtc_of_torchs_wheels_is_found_without_another_process(tmp_path):
     show = "print([l.split()[-1] for l in open('/proc/self/maps') if 'libnvrtc.so' in l][:1])\n"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FOVEATE_CACHE_DIR": str(tmp_path)}
     environment.pop("FOVEATE_CUDA_LIBRARIES", None)
-    run = subprocess.run([sys.executable, "-c", spy + SCRIPT + show], env=environment, capture_output=True, text=True, timeout=90)
+    run = subprocess.run(
+        [sys.executable, "-c", spy + SCRIPT + show], env=environment, capture_output=True, text=True, timeout=90
+    )
     assert run.returncode == 0 and "ran" in run.stdout and "started" not in run.stdout, run.stdout + run.stderr
     print(run.stdout)
 
@@ -321,7 +335,9 @@ def test_an_autocast_casts_operands_only():
     with torch.autocast("cuda", torch.bfloat16):
         out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[h] * (j - i), enable_gqa=True)
     assert out.dtype == torch.bfloat16
-    exact = flex_attention(*(t.bfloat16() for t in (q, k, v)), lambda s, b, h, i, j: s + slope[h] * (j - i), enable_gqa=True)
+    exact = flex_attention(
+        *(t.bfloat16() for t in (q, k, v)), lambda s, b, h, i, j: s + slope[h] * (j - i), enable_gqa=True
+    )
     assert torch.equal(out, exact)
 
 
@@ -354,7 +370,9 @@ def test_checkpointing_repeats_dropout():
     kept = torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=False)
     assert torch.equal(plain, kept)
     d_out = like(plain, 4)
-    for name, a, b in zip("qkv", torch.autograd.grad(kept, (q, k, v), d_out), torch.autograd.grad(plain, (q, k, v), d_out)):
+    for name, a, b in zip(
+        "qkv", torch.autograd.grad(kept, (q, k, v), d_out), torch.autograd.grad(plain, (q, k, v), d_out)
+    ):
         assert (a - b).abs().max() <= 0.02 * b.abs().max(), name
     torch.manual_seed(4)
     assert not torch.equal(plain, layer(q, k, v))
@@ -399,7 +417,14 @@ def test_sequences_one_after_another_need_no_offsets_on_the_host():
     packed = flex_attention(q2, k2, v2, block_mask=same, enable_gqa=True)
     golds = torch.autograd.grad(packed, (q2, k2, v2), like(out, 1)[:200].transpose(0, 1)[None])
     for name, mine, theirs in zip("qkv", gradients, golds):
-        close(f"gradient of {name}", mine[:200].transpose(0, 1)[None], theirs.double(), BF16, 200 * 64, mine[:200].transpose(0, 1)[None])
+        close(
+            f"gradient of {name}",
+            mine[:200].transpose(0, 1)[None],
+            theirs.double(),
+            BF16,
+            200 * 64,
+            mine[:200].transpose(0, 1)[None],
+        )
         assert torch.equal(mine[200:], torch.zeros_like(mine[200:]))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -436,7 +461,9 @@ def test_pages_and_lengths_that_32_bits_do_not_hold_are_the_nearest_that_they_ho
     assert torch.equal(torch.ops.foveate.paged(query, keys, values, table, lengths, *mods, False)[0], gold)
 
 
-@pytest.mark.parametrize("mask", [None, Mask.causal(bottom_right=True), Mask(lambda b, h, i, j: j % 3 != 1)], ids=["all", "causal", "third"])
+@pytest.mark.parametrize(
+    "mask", [None, Mask.causal(bottom_right=True), Mask(lambda b, h, i, j: j % 3 != 1)], ids=["all", "causal", "third"]
+)
 def test_lengths_of_pages_that_stay_on_the_device_grow_in_a_graph(mask):
     g = torch.Generator(DEVICE).manual_seed(0)
     keys, values = (torch.randn(16, 2, 128, 64, generator=g, device=DEVICE).bfloat16() for _ in range(2))
@@ -482,7 +509,9 @@ def test_torchs_own_block_masks_count():
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("shape", [(2, 4, 2, 200, 200, 64, 64), (1, 6, 3, 77, 130, 40, 24), (1, 2, 2, 130, 130, 192, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 2, 200, 200, 64, 64), (1, 6, 3, 77, 130, 40, 24), (1, 2, 2, 130, 130, 192, 128)], ids=str
+)
 def test_gradients_that_nobody_wants_are_not_made(shape, dtype):
     every = [*operands(*shape, dtype=dtype), torch.randn(shape[1], device=DEVICE).requires_grad_()]
 
@@ -500,7 +529,14 @@ def test_gradients_that_nobody_wants_are_not_made(shape, dtype):
         assert made.keys() == set(wanted) and memory <= most
         for i, gradient in made.items():
             # Sums are in another order.
-            close(f"gradient {i} of {wanted}", gradient, expected[i].double(), dtype, max(shape[3:5]) * shape[5], expected[i] * 1.01)
+            close(
+                f"gradient {i} of {wanted}",
+                gradient,
+                expected[i].double(),
+                dtype,
+                max(shape[3:5]) * shape[5],
+                expected[i] * 1.01,
+            )
 
 
 def test_deterministic_algorithms_give_the_same_bits():
@@ -550,7 +586,17 @@ def test_masks_and_scores_with_gradients_of_captures(name, dtype):
     compare(*operands(dtype=dtype), score, mask, learned=learned)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 8, 8), (1, 6, 3, 37, 130, 40, 24), (2, 2, 1, 257, 65, 128, 128), (1, 2, 2, 64, 0, 64, 64), (0, 2, 2, 8, 8, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 1, 1, 8, 8),
+        (1, 6, 3, 37, 130, 40, 24),
+        (2, 2, 1, 257, 65, 128, 128),
+        (1, 2, 2, 64, 0, 64, 64),
+        (0, 2, 2, 8, 8, 64, 64),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_uneven_shapes(shape, dtype):
     b, hq, hkv, l, s, e, ev = shape
@@ -665,14 +711,20 @@ print(dict(kernels))
 
 def test_other_lengths_values_and_documents_are_no_other_program_and_few_kernels(tmp_path):
     dumped = tmp_path / "kernels"
-    more = dict(FOVEATE_DUMP_KERNELS=str(dumped), FOVEATE_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=os.pathsep.join(sys.path))
+    more = dict(
+        FOVEATE_DUMP_KERNELS=str(dumped),
+        FOVEATE_CACHE_DIR=str(tmp_path / "cache"),
+        PYTHONPATH=os.pathsep.join(sys.path),
+    )
     run = [sys.executable, "-c", _VARIANTS, str(dumped)]
     done = subprocess.run(run, env=os.environ | more, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "fv_backward" in done.stdout, done.stdout
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 30 << 30, reason="skipped: it takes 30 GB")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 30 << 30, reason="skipped: it takes 30 GB"
+)
 def test_more_than_2_to_the_31_elements():
     q = torch.zeros(1, 1, 64, 64, device=DEVICE, dtype=BF16)
     k = torch.zeros(1, 1, (1 << 25) + 300, 64, device=DEVICE, dtype=BF16)

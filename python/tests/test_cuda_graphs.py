@@ -143,7 +143,9 @@ def test_float64_is_recorded_in_a_graph():
     layer = torch.tensor(1, device=DEVICE)
 
     def step():
-        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slope[layer, h] * (j - i), Mask.causal(), enable_gqa=True)
+        out = flex_attention(
+            q, k, v, lambda s, b, h, i, j: s + slope[layer, h] * (j - i), Mask.causal(), enable_gqa=True
+        )
         return (out,)
 
     step()

@@ -1,5 +1,6 @@
-"""Tensors that have others' elements, and modes of dispatch that look on: fake tensors, counters of operations, policies of
-checkpointing."""
+"""Tensors that have others' elements, and modes of dispatch that look on: fake tensors, counters of operations,
+policies of checkpointing.
+"""
 
 import functools
 
@@ -79,14 +80,22 @@ def attended(q, k, v, bias, name):
         torch.manual_seed(7)
         return flex(dropout_p=0.3)
     if name == "sequences":
-        return varlen(*rows(q, k, v), CU, score_mod=biased(bias, bias, 0.5), mask=Mask.causal(), return_aux=AuxRequest(lse=True))
+        return varlen(
+            *rows(q, k, v), CU, score_mod=biased(bias, bias, 0.5), mask=Mask.causal(), return_aux=AuxRequest(lse=True)
+        )
     assert name == "sequences and a sink"
     return varlen(*rows(q, k, v), CU[:3], CU[:3], sink=bias, return_aux=AuxRequest(lse=True))
 
 
 CALLS = (
-    "no mask", "a named mask and lse", "lists", "lists of entries and heads", "a mask of the package and a sink", "dropout",
-    "sequences", "sequences and a sink",
+    "no mask",
+    "a named mask and lse",
+    "lists",
+    "lists of entries and heads",
+    "a mask of the package and a sink",
+    "dropout",
+    "sequences",
+    "sequences and a sink",
 )
 
 
@@ -137,7 +146,9 @@ def test_fake_tensors_need_no_device():
     with FakeTensorMode():
         q, bias = torch.empty(2, 4, 40, 16, device="cuda", dtype=torch.bfloat16), torch.empty(4, device="cuda")
         mask = create_block_mask(causal, None, None, 40, 40, device="cuda")
-        out, aux = flex_attention(q, q, q, biased(bias, bias, 0.1), mask, dropout_p=0.1, return_aux=AuxRequest(lse=True))
+        out, aux = flex_attention(
+            q, q, q, biased(bias, bias, 0.1), mask, dropout_p=0.1, return_aux=AuxRequest(lse=True)
+        )
     assert out.device.type == "cuda" and out.shape == q.shape and out.dtype == q.dtype and aux.lse.shape == (2, 4, 40)
 
 
@@ -158,7 +169,9 @@ def test_pages_are_seen_and_have_no_gradient():
         with Watching() as watching:
             ours = call(q[:, :, :3], *pages(k, v), return_aux=aux)
         assert watching.seen == ["paged.default"]
-        for one, two in zip((ours,) if aux is None else (ours[0], *ours[1]), (gold,) if aux is None else (gold[0], *gold[1])):
+        for one, two in zip(
+            (ours,) if aux is None else (ours[0], *ours[1]), (gold,) if aux is None else (gold[0], *gold[1])
+        ):
             assert (one is None) is (two is None)
             one is None or torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
     q.requires_grad_()

@@ -128,7 +128,9 @@ def test_masks_of_padding_are_tensors_too_and_one_may_be_arbitrary():
 
 
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
-@pytest.mark.parametrize("shape", [(1, HEADS, SQ, SKV), (B, 1, SQ, SKV), (B, HEADS, SQ, SKV), (1, 1, SQ, SKV), (1, 1, 1, SKV)])
+@pytest.mark.parametrize(
+    "shape", [(1, HEADS, SQ, SKV), (B, 1, SQ, SKV), (B, HEADS, SQ, SKV), (1, 1, SQ, SKV), (1, 1, 1, SKV)]
+)
 def test_biases_of_every_shape_get_their_gradients(kind, shape):
     tensors, bias = operands(), torch.randn(shape, generator=G).requires_grad_()
     module = DotProductAttention(HEADS, (D, DV), GROUPS, qkv_format="bshd", attn_mask_type="padding_causal")
@@ -169,7 +171,9 @@ def test_sinks_and_the_largest_score_of_each_head(softmax, form):
                                  softmax_type=softmax, return_max_logit=True)
     if softmax == "learnable":
         module.load_state_dict({"softmax_offset": torch.randn(HEADS, generator=G), "_extra_state": torch.empty(0)})
-    out, largest = module(*in_format(form, tensors, (Q_LENGTHS, KV_LENGTHS)), cu_seqlens_q=cu(Q_LENGTHS), cu_seqlens_kv=cu(KV_LENGTHS))
+    out, largest = module(
+        *in_format(form, tensors, (Q_LENGTHS, KV_LENGTHS)), cu_seqlens_q=cu(Q_LENGTHS), cu_seqlens_kv=cu(KV_LENGTHS)
+    )
     keep, _ = allowed("padding_causal", None, None, (Q_LENGTHS, KV_LENGTHS))
     sink = module.softmax_offset
     golden, most = gold(*(t.transpose(1, 2) for t in tensors), keep, sink=sink)
@@ -182,7 +186,10 @@ def test_rows_between_sequences_count_for_nothing():
     room = (Q_LENGTHS + torch.tensor([2, 0, 3]), KV_LENGTHS + torch.tensor([1, 4, 0]))
 
     def spread(t, lengths, room):
-        rows = [torch.cat([t[b, : lengths[b]], torch.full((int(room[b] - lengths[b]), *t.shape[2:]), math.nan)]) for b in range(B)]
+        rows = [
+            torch.cat([t[b, : lengths[b]], torch.full((int(room[b] - lengths[b]), *t.shape[2:]), math.nan)])
+            for b in range(B)
+        ]
         return torch.cat(rows).detach().requires_grad_()
 
     q, k, v = (spread(t, n, r) for t, n, r in zip(tensors, (Q_LENGTHS, KV_LENGTHS, KV_LENGTHS), (*room, room[1])))
@@ -199,7 +206,14 @@ def test_rows_between_sequences_count_for_nothing():
     for gradient, inside in ((q.grad, kept), (k.grad, kept_kv), (v.grad, kept_kv)):
         assert bool(torch.isfinite(gradient).all()) and not gradient[~inside].any()
     with pytest.raises(ValueError, match="no room"):
-        module(q, k, v, **cus, cu_seqlens_q_padded=cu(Q_LENGTHS - 1 + torch.tensor([0, 0, 1])), cu_seqlens_kv_padded=cu(room[1]))
+        module(
+            q,
+            k,
+            v,
+            **cus,
+            cu_seqlens_q_padded=cu(Q_LENGTHS - 1 + torch.tensor([0, 0, 1])),
+            cu_seqlens_kv_padded=cu(room[1]),
+        )
 
 
 @pytest.mark.parametrize("at", [-3, -2])
@@ -207,7 +221,9 @@ def test_rows_between_sequences_count_for_nothing():
 def test_one_buffer_of_queries_keys_and_values_gets_one_gradient(form, at):
     lead = {"sbhd": (SQ, B), "bshd": (B, SQ), "thd": (SQ,)}[form]
     packed = torch.randn((*lead, 3, HEADS, D) if at == -3 else (*lead, HEADS, 3, D), generator=G).requires_grad_()
-    module = DotProductAttention(HEADS, D, qkv_format=form, attn_mask_type="padding_causal" if form == "thd" else "causal")
+    module = DotProductAttention(
+        HEADS, D, qkv_format=form, attn_mask_type="padding_causal" if form == "thd" else "causal"
+    )
     lengths = torch.tensor([9, 14])
     cus = dict(cu_seqlens_q=cu(lengths), cu_seqlens_kv=cu(lengths)) if form == "thd" else {}
     out = module(qkv_layer=packed, qkv_interleave_dim=at, **cus)
@@ -254,22 +270,33 @@ def test_sixteen_bits(dtype):
     close("out", out_of_format("bshd", out), gold(*(t.transpose(1, 2) for t in tensors), keep)[0], dtype, SKV * D)
 
 
-@pytest.mark.parametrize("change, words, error", [
-    (dict(query_layer=torch.zeros(SQ, B, HEADS, D + 1)), "query_layer must be", ValueError),
-    (dict(value_layer=None), "query_layer, key_layer and value_layer", ValueError),
-    (dict(attn_mask_type="diagonal"), "not one of", ValueError),
-    (dict(attn_mask_type="no_mask", window_size=(3, -1)), "both sides", ValueError),
-    (dict(attn_mask_type="padding"), "needs attention_mask", ValueError),
-    (dict(attn_mask_type="arbitrary", attention_mask=torch.zeros(2, 2, dtype=torch.bool)), "broadcastable", ValueError),
-    (dict(core_attention_bias_type="post_scale_bias"), "core_attention_bias None", ValueError),
-    (dict(alibi_slopes=torch.ones(HEADS)), "alibi_slopes are given", ValueError),
-    (dict(core_attention_bias_type="alibi", alibi_slopes=torch.ones(3)), "alibi_slopes must be", ValueError),
-    (dict(qkv_format="bhsd"), "not one of", ValueError),
-    (dict(attn_mask_type="padding", cu_seqlens_q=cu(Q_LENGTHS + 9), cu_seqlens_kv=cu(KV_LENGTHS)), "at most 23", ValueError),
-    (dict(fp8_output=True), "fp8_output", NotImplementedError),
-    (dict(inference_params=object()), "inference_params", NotImplementedError),
-    (dict(score_mod=abs), "score_mod", NotImplementedError),
-])
+@pytest.mark.parametrize(
+    "change, words, error",
+    [
+        (dict(query_layer=torch.zeros(SQ, B, HEADS, D + 1)), "query_layer must be", ValueError),
+        (dict(value_layer=None), "query_layer, key_layer and value_layer", ValueError),
+        (dict(attn_mask_type="diagonal"), "not one of", ValueError),
+        (dict(attn_mask_type="no_mask", window_size=(3, -1)), "both sides", ValueError),
+        (dict(attn_mask_type="padding"), "needs attention_mask", ValueError),
+        (
+            dict(attn_mask_type="arbitrary", attention_mask=torch.zeros(2, 2, dtype=torch.bool)),
+            "broadcastable",
+            ValueError,
+        ),
+        (dict(core_attention_bias_type="post_scale_bias"), "core_attention_bias None", ValueError),
+        (dict(alibi_slopes=torch.ones(HEADS)), "alibi_slopes are given", ValueError),
+        (dict(core_attention_bias_type="alibi", alibi_slopes=torch.ones(3)), "alibi_slopes must be", ValueError),
+        (dict(qkv_format="bhsd"), "not one of", ValueError),
+        (
+            dict(attn_mask_type="padding", cu_seqlens_q=cu(Q_LENGTHS + 9), cu_seqlens_kv=cu(KV_LENGTHS)),
+            "at most 23",
+            ValueError,
+        ),
+        (dict(fp8_output=True), "fp8_output", NotImplementedError),
+        (dict(inference_params=object()), "inference_params", NotImplementedError),
+        (dict(score_mod=abs), "score_mod", NotImplementedError),
+    ],
+)
 def test_wrong_input_is_one_clear_error(change, words, error):
     q, k, v = in_format("sbhd", operands(), None)
     module = DotProductAttention(HEADS, (D, DV), GROUPS)
@@ -283,7 +310,9 @@ def test_fp8_is_refused_by_the_name_of_its_recipe(monkeypatch):
         pass
 
     manager = types.SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=DelayedScaling)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", types.SimpleNamespace(FP8GlobalStateManager=manager))
+    monkeypatch.setitem(
+        sys.modules, "transformer_engine.pytorch.quantization", types.SimpleNamespace(FP8GlobalStateManager=manager)
+    )
     with pytest.raises(NotImplementedError, match="DelayedScaling"):
         DotProductAttention(HEADS, D)(*(torch.zeros(4, 1, HEADS, D),) * 3)
     with pytest.raises(NotImplementedError, match="tp_size"):

@@ -43,7 +43,9 @@ def test_float64_says_what_float32_says():
     q, k, v = operands(2, 4, 2, 70, 90, 8, 8)
     table = torch.randn(4, 90, generator=G)
     mask = create_block_mask(causal, 2, 4, 70, 90, BLOCK_SIZE=16)
-    lists = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=16, mask_mod=causal, seq_lengths=(70, 90))
+    lists = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, BLOCK_SIZE=16, mask_mod=causal, seq_lengths=(70, 90)
+    )
 
     def score_mod(score, b, h, i, j):
         return score + table[h][j] - i / (h + 1)
@@ -93,7 +95,13 @@ def test_rows_of_captured_tensors_are_vectors_as_in_other_dtypes():
     assert torch.autograd.gradcheck(run, (q, k, v, places))
     ours = flex_attention(q.float(), k.float(), v.float(), score_mod, mask)
     torch.testing.assert_close(ours.double(), run(q, k, v, places), rtol=1e-5, atol=1e-5)
-    none = flex_attention(q[:, :, :0], k, v, score_mod, BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, None, None, 128, mask.mask_mod, (0, 7)))
+    none = flex_attention(
+        q[:, :, :0],
+        k,
+        v,
+        score_mod,
+        BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, None, None, 128, mask.mask_mod, (0, 7)),
+    )
     assert none.shape == (2, 4, 0, 2)
 
 

@@ -485,7 +485,8 @@ def test_a_deprecated_argument_is_said_once_and_again_when_torchs_list_is_cleare
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_lies_behind_a_mask_reaches_no_result_and_no_gradient_of_a_key_or_query(dtype, junk):
-    """Values beside a key that is seen, in a tile of their own and past the last document. The forward is safe of keys, too."""
+    """Values beside a key that is seen, in a tile of their own and past the last document. The forward is safe of
+    keys, too."""
     hidden = torch.zeros(90, dtype=torch.bool)
     hidden[[3, 40, *range(64, 90)]] = True
     q, k, v = operands((2, 4, 2, 70, 90, 16, 16), dtype)

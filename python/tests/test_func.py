@@ -84,7 +84,9 @@ def test_what_a_function_captures_beside_a_gradient_of_something_else_is_read():
         "a block mask": lambda x: scored(x, outside[0]),
         "lists": lambda x: scored(x, outside[1]),
         "a block mask that is made there": lambda x: scored(x, made(create_block_mask)),
-        "rows": lambda x: varlen(*(t[0, :, :11].transpose(0, 1) for t in (x, k, v)), torch.tensor([0, 4, 11]), mask=Mask.causal()),
+        "rows": lambda x: varlen(
+            *(t[0, :, :11].transpose(0, 1) for t in (x, k, v)), torch.tensor([0, 4, 11]), mask=Mask.causal()
+        ),
     }
     for name, call in calls.items():
         leaf = q.clone().requires_grad_()
@@ -102,7 +104,9 @@ def test_what_only_an_outer_transform_differentiates_is_refused():
     q, k, v = operands()
 
     def inner(slope):
-        return torch.func.grad(lambda x: flex_attention(x, k, v, lambda s, b, h, i, j: s * (slope * 2)[h]).sum())(q).sum()
+        return torch.func.grad(lambda x: flex_attention(x, k, v, lambda s, b, h, i, j: s * (slope * 2)[h]).sum())(
+            q
+        ).sum()
 
     with pytest.raises(TraceError, match="a captured tensor gets its gradient by an outer transform"):
         torch.func.grad(inner)(torch.ones(4))
@@ -246,8 +250,8 @@ class Layer(torch.nn.Module):
         return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-# What a schedule that splits the backward sets for compiled parts of any kind. Without the header that Inductor compiles
-# once for all processes of a user, where one may read what another is writing.
+# What a schedule that splits the backward sets for compiled parts of any kind. Without the header that Inductor
+# compiles once for all processes of a user, where one may read what another is writing.
 @torch._inductor.config.patch(cpp_cache_precompile_headers=False)
 @pytest.mark.parametrize("compiled", [False, True])
 @torch._functorch.config.patch(donated_buffer=False)

@@ -31,7 +31,10 @@ EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 KINDS = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", dict(sliding_window=7)),
-    "qwen2": ("Qwen2", dict(use_sliding_window=True, sliding_window=7, layer_types=["sliding_attention", "full_attention"])),
+    "qwen2": (
+        "Qwen2",
+        dict(use_sliding_window=True, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
+    ),
     "qwen3": ("Qwen3", {}),
     "gemma2": ("Gemma2", dict(sliding_window=7, attn_logit_softcapping=2.0, query_pre_attn_scalar=8)),
     "gemma3": ("Gemma3", dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])),
@@ -104,7 +107,9 @@ def test_logits_and_gradients_are_those_of_eager_attention(kind, case):
     model, valid = model_of(kind), arguments.get("attention_mask")
     if "cu_seq_lens_q" in arguments:
         if kind == "llama4" and Version(transformers.__version__) < Version("5.23"):
-            pytest.skip("skipped: of a packed row this transformers' Llama 4 computes something else by every attention")
+            pytest.skip(
+                "skipped: of a packed row this transformers' Llama 4 computes something else by every attention"
+            )
         theirs = run(model, "eager", ids, {}, pieces=((0, 13), (13, 18), (18, 29)))
     else:
         theirs = run(model, "eager", ids, arguments, valid)
@@ -164,8 +169,17 @@ def test_checkpointing_repeats_the_forward_with_its_dropout(dropout):
 @pytest.mark.parametrize("padded", [False, True])
 def test_position_biases_of_an_encoder_and_decoder_get_their_gradients(padded):
     torch.manual_seed(9)
-    config = transformers.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-                                   decoder_start_token_id=0, pad_token_id=0)
+    config = transformers.T5Config(
+        vocab_size=61,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     model = transformers.T5ForConditionalGeneration(config).eval()
     arguments = dict(decoder_input_ids=IDS[:, :17], **(dict(attention_mask=RIGHT) if padded else {}))
     theirs = run(model, "eager", IDS, arguments)
@@ -190,7 +204,9 @@ def test_weights_are_not_given():
 
 def test_an_encoder_sees_both_sides():
     torch.manual_seed(2)
-    config = transformers.ModernBertConfig(**(TINY | dict(pad_token_id=0, local_attention=6, global_attn_every_n_layers=2)))
+    config = transformers.ModernBertConfig(
+        **(TINY | dict(pad_token_id=0, local_attention=6, global_attn_every_n_layers=2))
+    )
     model = transformers.ModernBertForMaskedLM(config).eval()
     for arguments in ({}, dict(attention_mask=RIGHT)):
         results = []
@@ -265,10 +281,16 @@ def test_offsets_that_change_in_place_change_the_result():
     assert torch.equal(after, fresh) and not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("offsets, words", [
-    (dict(cu_seq_lens_q=torch.tensor([0, 8, 20])), "cu_seq_lens_q ends at 20, past the 19 rows"),
-    (dict(cu_seq_lens_q=torch.tensor([0, 8, 19]), cu_seq_lens_k=torch.tensor([0, 8, 24])), "cu_seq_lens_k ends at 24, past the 23 rows"),
-])
+@pytest.mark.parametrize(
+    "offsets, words",
+    [
+        (dict(cu_seq_lens_q=torch.tensor([0, 8, 20])), "cu_seq_lens_q ends at 20, past the 19 rows"),
+        (
+            dict(cu_seq_lens_q=torch.tensor([0, 8, 19]), cu_seq_lens_k=torch.tensor([0, 8, 24])),
+            "cu_seq_lens_k ends at 24, past the 23 rows",
+        ),
+    ],
+)
 def test_offsets_that_end_past_the_rows_are_refused(offsets, words):
     with pytest.raises(ValueError, match=words):
         attention(Layer(), *operands(19, 23 if "cu_seq_lens_k" in offsets else 19), None, **offsets)

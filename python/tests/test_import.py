@@ -10,7 +10,8 @@ from processes import run
 
 import foveate
 
-# Both imports are timed by the processor's time of one process: other work on the machine slows one as it does the other.
+# Both imports are timed by the processor's time of one process: other work on the machine slows one as it does the
+# other.
 IMPORT = """
 import os, sys, time
 start = time.process_time()
@@ -82,7 +83,9 @@ def test_modules_import_each_other_in_one_direction():
     needs = {}
     for path in sorted(glob.glob(os.path.join(folder, "*.py"))):
         tree = ast.parse(Path(path).read_text())
-        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        ]
         names = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level == 1:

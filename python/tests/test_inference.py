@@ -67,7 +67,9 @@ def through_transformers(q, k, v):
     cu, both = CU.clone(), []
     for end in (13, 20):
         cu[1:3] = end
-        both.append(huggingface.attention(module, *(t[:1] for t in (q, k, v)), mask, cu_seq_lens_q=cu, cu_seq_lens_k=cu)[0])
+        both.append(
+            huggingface.attention(module, *(t[:1] for t in (q, k, v)), mask, cu_seq_lens_q=cu, cu_seq_lens_k=cu)[0]
+        )
     assert not torch.equal(*both)
     return both
 
@@ -78,7 +80,9 @@ def transformer_engine(q, k, v):
 
 
 def padded(q, k, v):
-    layer = foveate.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal", softmax_type="learnable")
+    layer = foveate.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal", softmax_type="learnable"
+    )
     hidden = torch.zeros(2, 1, 1, 40, dtype=torch.bool)
     hidden[0, ..., 30:] = True
     return layer(*(t.transpose(1, 2) for t in (q, k, v)), attention_mask=hidden)
@@ -121,14 +125,20 @@ CALLS = {
     "varlen": lambda q, k, v: varlen(*rows(q, k, v), CU.clone(), score_mod=biased, mask=Mask.causal()),
     "nested tensors": nested,
     "pages": in_pages,
-    "explain": lambda q, k, v: foveate.explain(q, k, v, biased, create_block_mask(causal, None, None, 40, 40), enable_gqa=True),
+    "explain": lambda q, k, v: foveate.explain(
+        q, k, v, biased, create_block_mask(causal, None, None, 40, 40), enable_gqa=True
+    ),
     "transformers": through_transformers,
     "DotProductAttention of sequences": transformer_engine,
     "DotProductAttention of padded ones": padded,
     "TransformerLayer": layer,
-    "xla": lambda q, k, v: xla.flash_attention(q, k, v, True, IDS.expand(2, -1).clone(), IDS.expand(2, -1).clone(), ab=BIAS[None, :, None, None]),
+    "xla": lambda q, k, v: xla.flash_attention(
+        q, k, v, True, IDS.expand(2, -1).clone(), IDS.expand(2, -1).clone(), ab=BIAS[None, :, None, None]
+    ),
     "SDPA": lambda q, k, v: sdpa.forward(q, k, v, 0.0, True)[:2],
-    "varlen_attn": lambda q, k, v: sdpa.flash_forward(*rows(q, k, v), CU.clone(), CU.clone(), 27, 27, 0.0, True, False)[:2],
+    "varlen_attn": lambda q, k, v: sdpa.flash_forward(*rows(q, k, v), CU.clone(), CU.clone(), 27, 27, 0.0, True, False)[
+        :2
+    ],
     "enable": over_torchs_names,
     "compiled": compiled,
 }

@@ -155,7 +155,11 @@ CHANGES = {
     "a mask's number": (Mask.sliding_window(4), Mask.sliding_window(5), True),
     "a mask's tensor": (Mask.causal() & Mask.document(FIRST), Mask.causal() & Mask.document(other(FIRST)), False),
     "a mask's sign": (Mask.causal() & Mask.document(FIRST), Mask.causal() | Mask.document(FIRST), True),
-    "a mask's parts": (Mask(closure(1)) & (lambda b, h, i, j: i > j), Mask(closure(1)) & (lambda b, h, i, j: i < j), True),
+    "a mask's parts": (
+        Mask(closure(1)) & (lambda b, h, i, j: i > j),
+        Mask(closure(1)) & (lambda b, h, i, j: i < j),
+        True,
+    ),
     "a mask's class": (Mask(closure(1)), Nearer(closure(1)), True),
     # On a device it is read there.
     "the element that is a number": (of_an_element(torch.tensor(4)), of_an_element(torch.tensor(6)), FIRST.is_cpu),

@@ -44,13 +44,22 @@ CASES = {
     "document pair": (Mask.document(IDS[:L], BATCHED), IDS[:L, None] == BATCHED[:, None, None, :]),
     "cu_seqlens": (Mask.from_cu_seqlens(CU_Q, CU_K), (QI == KI) & (QI >= 0) & (KI >= 0)),
     "text": (Mask("causal & (document | kv < n)", doc=IDS, n=12), (I >= J) & ((IDS[:L, None] == IDS[None]) | (J < 12))),
-    "numbers of numpy": (Mask("causal & f32(kv) < n & q - kv < w", n=np.float32(11.5), w=np.int64(8)), (I >= J) & (J < 12) & (I - J < 8)),
+    "numbers of numpy": (
+        Mask("causal & f32(kv) < n & q - kv < w", n=np.float32(11.5), w=np.int64(8)),
+        (I >= J) & (J < 12) & (I - J < 8),
+    ),
     "a truth value": (Mask("causal & (kv < 12 | all)", all=False), (I >= J) & (J < 12)),
     "a truth value of numpy": (Mask("causal & (kv < 12 | all)", all=np.bool_(False)), (I >= J) & (J < 12)),
-    "text of heads": (Mask("q - kv < w[h]", w=torch.tensor([3, 9, 1, 70])), I - J < torch.tensor([3, 9, 1, 70])[:, None, None]),
+    "text of heads": (
+        Mask("q - kv < w[h]", w=torch.tensor([3, 9, 1, 70])),
+        I - J < torch.tensor([3, 9, 1, 70])[:, None, None],
+    ),
     "two windows": (Mask.sliding_window(40) & ~Mask.sliding_window(9), (I - J < 40) & (I - J >= 9)),
     "either": (Mask.sliding_window(5) | Mask.chunked(8), ((I >= J) & (I - J < 5)) | (I // 8 == J // 8)),
-    "with a function": (Mask.causal() & (lambda b, h, i, j: j % 2 == h % 2), (I >= J) & (J % 2 == torch.arange(4)[:, None, None] % 2)),
+    "with a function": (
+        Mask.causal() & (lambda b, h, i, j: j % 2 == h % 2),
+        (I >= J) & (J % 2 == torch.arange(4)[:, None, None] % 2),
+    ),
     "function first": ((lambda b, h, i, j: j != 3) & Mask.causal(), (I >= J) & (J != 3)),
 }
 
@@ -101,35 +110,54 @@ def test_one_mask_serves_all_lengths():
         close("out", flex_attention(q, k, v, block_mask=mask), gold, q.dtype, n * 8)
 
 
-@pytest.mark.parametrize("make, kind, words", [
-    (lambda: Mask("causl"), ValueError, "causal"),
-    (lambda: Mask("kv < n"), ValueError, "n"),
-    (lambda: Mask("causal", window=8), ValueError, "mask `causal`: `window` is given, and the mask does not read it$"),
-    (lambda: Mask("q >= kv", q=IDS), ValueError, "mask `q >= kv`: the text form gives `q` a meaning; call the tensor something else$"),
-    (lambda: Mask("causal & document", doc=IDS, ids=IDS), ValueError, "`ids` is given, and"),
-    (lambda: Mask("score > 0"), ValueError, "score"),
-    (lambda: Mask("kv < n", n=2**40), ValueError, "32 bits"),
-    (lambda: Mask("kv < n", n=np.ones(3)), ValueError, "mask `kv < n`: `n` must be a number or a tensor, got array"),
-    (lambda: Mask("kv < n", n="x"), ValueError, "`n` must be a number or a tensor, got 'x'"),
-    (lambda: Mask(3), TypeError, "text"),
-    (lambda: Mask.causal() & 3, TypeError, "operand"),
-    (lambda: Mask.causal() & "causal", TypeError, "operand"),
-    (lambda: "causal" & Mask.causal(), TypeError, "operand"),
-    (lambda: Mask.causal() and Mask.document(IDS), TypeError, r"got Mask\(causal\) in `and`, .*: join masks with &, \| and ~"),
-    (lambda: Mask.causal() or Mask.document(IDS), TypeError, "join masks with &"),
-    (lambda: not Mask.causal(), TypeError, "join masks with &"),
-    (lambda: Mask.causal() if Mask.document(IDS) else None, TypeError, "ask whether there is one with `is None`"),
-    (lambda: Mask.causal() and BLOCK, TypeError, "join masks with &"),
-    (lambda: Mask.causal() and causal, TypeError, "join masks with &"),
-    (lambda: any([Mask.causal(), Mask.document(IDS)]), TypeError, "join masks with &"),
-    (lambda: Mask("causal\n& document", doc=IDS) and None, TypeError, "got a Mask in"),
-    (lambda: Mask(*Mask.causal()), TypeError, "not iterable|iterable, not Mask"),
-    (lambda: Mask.from_cu_seqlens(torch.tensor([0, 5, 3])), ValueError, "decrease"),
-    (lambda: Mask.from_cu_seqlens(torch.tensor([1, 5])), ValueError, "begin at 0"),
-    (lambda: Mask.from_cu_seqlens(CU_Q, torch.tensor([0, 5])), ValueError, "as many"),
-    (lambda: Mask.from_cu_seqlens(torch.tensor([0.0, 5.0])), ValueError, "integer"),
-    pytest.param(lambda: Mask.document(torch.zeros(3).long()), IndexError, "captured tensor `ids`", marks=UNREAD),
-])
+@pytest.mark.parametrize(
+    "make, kind, words",
+    [
+        (lambda: Mask("causl"), ValueError, "causal"),
+        (lambda: Mask("kv < n"), ValueError, "n"),
+        (
+            lambda: Mask("causal", window=8),
+            ValueError,
+            "mask `causal`: `window` is given, and the mask does not read it$",
+        ),
+        (
+            lambda: Mask("q >= kv", q=IDS),
+            ValueError,
+            "mask `q >= kv`: the text form gives `q` a meaning; call the tensor something else$",
+        ),
+        (lambda: Mask("causal & document", doc=IDS, ids=IDS), ValueError, "`ids` is given, and"),
+        (lambda: Mask("score > 0"), ValueError, "score"),
+        (lambda: Mask("kv < n", n=2**40), ValueError, "32 bits"),
+        (
+            lambda: Mask("kv < n", n=np.ones(3)),
+            ValueError,
+            "mask `kv < n`: `n` must be a number or a tensor, got array",
+        ),
+        (lambda: Mask("kv < n", n="x"), ValueError, "`n` must be a number or a tensor, got 'x'"),
+        (lambda: Mask(3), TypeError, "text"),
+        (lambda: Mask.causal() & 3, TypeError, "operand"),
+        (lambda: Mask.causal() & "causal", TypeError, "operand"),
+        (lambda: "causal" & Mask.causal(), TypeError, "operand"),
+        (
+            lambda: Mask.causal() and Mask.document(IDS),
+            TypeError,
+            r"got Mask\(causal\) in `and`, .*: join masks with &, \| and ~",
+        ),
+        (lambda: Mask.causal() or Mask.document(IDS), TypeError, "join masks with &"),
+        (lambda: not Mask.causal(), TypeError, "join masks with &"),
+        (lambda: Mask.causal() if Mask.document(IDS) else None, TypeError, "ask whether there is one with `is None`"),
+        (lambda: Mask.causal() and BLOCK, TypeError, "join masks with &"),
+        (lambda: Mask.causal() and causal, TypeError, "join masks with &"),
+        (lambda: any([Mask.causal(), Mask.document(IDS)]), TypeError, "join masks with &"),
+        (lambda: Mask("causal\n& document", doc=IDS) and None, TypeError, "got a Mask in"),
+        (lambda: Mask(*Mask.causal()), TypeError, "not iterable|iterable, not Mask"),
+        (lambda: Mask.from_cu_seqlens(torch.tensor([0, 5, 3])), ValueError, "decrease"),
+        (lambda: Mask.from_cu_seqlens(torch.tensor([1, 5])), ValueError, "begin at 0"),
+        (lambda: Mask.from_cu_seqlens(CU_Q, torch.tensor([0, 5])), ValueError, "as many"),
+        (lambda: Mask.from_cu_seqlens(torch.tensor([0.0, 5.0])), ValueError, "integer"),
+        pytest.param(lambda: Mask.document(torch.zeros(3).long()), IndexError, "captured tensor `ids`", marks=UNREAD),
+    ],
+)
 def test_a_wrong_mask_is_one_clear_error(make, kind, words):
     q, k, v = operands()
     with pytest.raises(kind, match=words) as raised:
@@ -155,7 +183,10 @@ def test_pickle_takes_the_functions_of_a_mask_that_it_takes_of_a_block_mask():
     mask = Mask(causal) & ~Mask.sliding_window(3)
     again = pickle.loads(pickle.dumps(mask))
     assert repr(again) == repr(mask) and torch.equal(create_mask(again, 1, 1, L, S), create_mask(mask, 1, 1, L, S))
-    for made in (CASES["function first"][0], create_block_mask(lambda b, h, i, j: i >= j, None, None, L, S, device="cpu")):
+    for made in (
+        CASES["function first"][0],
+        create_block_mask(lambda b, h, i, j: i >= j, None, None, L, S, device="cpu"),
+    ):
         with pytest.raises((AttributeError, pickle.PicklingError), match="Can't pickle"):
             pickle.dumps(made)
 

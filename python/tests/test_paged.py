@@ -140,4 +140,10 @@ def test_what_torchs_paged_attention_converts_is_what_it_was_converted_from():
     close("out", out, gold, torch.float32, length * 8)
     close("lse", aux.lse, lse, torch.float32, length * 8)
     views = [c[0].unflatten(1, (-1, page)).transpose(0, 1) for c in (k_cache, v_cache)]
-    close("paged", paged(q, *views, pages.page_table, torch.full((batch,), length), alibi, causal), gold, torch.float32, length * 8)
+    close(
+        "paged",
+        paged(q, *views, pages.page_table, torch.full((batch,), length), alibi, causal),
+        gold,
+        torch.float32,
+        length * 8,
+    )

@@ -1,5 +1,6 @@
-"""Masks and scores that papers and libraries publish, in words of our own, beside dense attention: forward and gradients,
-uncompiled and compiled; in float32 on the CPU and bfloat16 on CUDA."""
+"""Masks and scores that papers and libraries publish, in words of our own, beside dense attention: forward and
+gradients, uncompiled and compiled; in float32 on the CPU and bfloat16 on CUDA.
+"""
 
 import math
 
@@ -77,7 +78,9 @@ def block_diffusion(b, h, q, kv):
     """The first half is noised and sees its block, and of the clean second half what lies before."""
     noised, to_noised = q < LENGTH // 2, kv < LENGTH // 2
     block, to_block = q % (LENGTH // 2) // 5, kv % (LENGTH // 2) // 5
-    return ((block == to_block) & (noised == to_noised)) | (~to_noised & torch.where(noised, block > to_block, block >= to_block))
+    return ((block == to_block) & (noised == to_noised)) | (
+        ~to_noised & torch.where(noised, block > to_block, block >= to_block)
+    )
 
 
 def tree(b, h, q, kv):
@@ -200,7 +203,9 @@ def test_a_published_mask_is_dense_attentions(name):
     agrees(None, MASKS[name], [])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NO_LOGSIGMOID) if name == "gated keys" else name for name in SCORES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NO_LOGSIGMOID) if name == "gated keys" else name for name in SCORES]
+)
 def test_a_published_score_is_dense_attentions(name, tables):
     make, learned = SCORES[name]
     old = torch.__version__.startswith("2.10") and name in NOT_IN_2_10

@@ -1,4 +1,6 @@
-"""``foveate.sdpa``: the functions that take the place of PyTorch's operators, on CPU tensors; and on CUDA that they take it."""
+"""``foveate.sdpa``: the functions that take the place of PyTorch's operators, on CPU tensors; and on CUDA that they
+take it.
+"""
 
 import math
 
@@ -51,12 +53,16 @@ def test_the_dense_operators(causal, lengths):
         torch.testing.assert_close(a.transpose(1, 2), b)
 
 
-@pytest.mark.parametrize("causal, left, right", [(False, None, None), (True, -1, -1), (False, 5, 3), (True, 6, 0), (False, -1, 2)])
+@pytest.mark.parametrize(
+    "causal, left, right", [(False, None, None), (True, -1, -1), (False, 5, 3), (True, 6, 0), (False, -1, 2)]
+)
 @pytest.mark.parametrize("same", [True, False])
 def test_sequences_with_windows(same, causal, left, right):
     q_lengths = [7, 0, 20, 1]
     k_lengths = q_lengths if same else [11, 3, 20, 9]
-    cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (q_lengths, k_lengths))
+    cu_q, cu_k = (
+        torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (q_lengths, k_lengths)
+    )
     rows, keys = sum(q_lengths), sum(k_lengths)
     tensors = operands((rows, 4, 16), (keys, 2, 16), (keys, 2, 16))
     plain = [t.detach() for t in tensors]
@@ -115,13 +121,18 @@ def test_what_it_does_not_do_is_refused_by_name():
 
 
 REGISTRY = pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="skipped: torch 2.11 is the first that takes and gives back"
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"),
+    reason="skipped: torch 2.11 is the first that takes and gives back",
 )
 
 
 @REGISTRY
 def test_it_is_registered_and_undone_by_torchs_own_call():
-    from torch.nn.attention import current_flash_attention_impl, list_flash_attention_impls, restore_flash_attention_impl
+    from torch.nn.attention import (
+        current_flash_attention_impl,
+        list_flash_attention_impls,
+        restore_flash_attention_impl,
+    )
 
     assert current_flash_attention_impl() is None
     sdpa.activate()
@@ -169,7 +180,9 @@ def test_sdpa_and_varlen_attn_run_here_while_it_is_active(dtype, monkeypatch):
         assert (one - two).abs().max() <= 0.02 * two.abs().max(), name
 
 
-@pytest.mark.skipif(hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="skipped: this torch has a registry")
+@pytest.mark.skipif(
+    hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="skipped: this torch has a registry"
+)
 def test_an_older_torch_is_one_sentence():
     with pytest.raises(RuntimeError, match="needs PyTorch 2.11 or newer, and this is"):
         sdpa.activate()

@@ -38,7 +38,8 @@ def ranks(rank, folder):
     for mask in masks:
         for places in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):
             whole = [
-                torch.randn(4, heads, 21, dim, generator=generator).requires_grad_() for heads, dim in ((8, 8), (4, 8), (4, 12))
+                torch.randn(4, heads, 21, dim, generator=generator).requires_grad_()
+                for heads, dim in ((8, 8), (4, 8), (4, 12))
             ]
             options = dict(enable_gqa=True, return_aux=AuxRequest(lse=True), sink=sink)
             out, aux = flex_attention(*whole, score, mask, **options)

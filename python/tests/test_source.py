@@ -14,7 +14,9 @@ def begins_as_its_base(made: ast.FunctionDef) -> bool:
 
 def test_a_class_that_sets_fields_has_those_of_its_base_too():
     # A field that is added to the base is otherwise missing in objects of the class.
-    classes = {c.name: c for path in SOURCES for c in ast.walk(ast.parse(path.read_text())) if isinstance(c, ast.ClassDef)}
+    classes = {
+        c.name: c for path in SOURCES for c in ast.walk(ast.parse(path.read_text())) if isinstance(c, ast.ClassDef)
+    }
     checked, without = 0, []
     for name, made in classes.items():
         own = any(ast.unparse(base).split(".")[-1] in classes for base in made.bases)

@@ -83,8 +83,17 @@ def test_torchtitan_trains_on_packed_documents_as_with_its_own_attention(monkeyp
 
     def trained(kind="flex", mask="block_causal"):
         torch.manual_seed(2)
-        args = TransformerModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCAB, multiple_of=32, max_seq_len=SEQ,
-                                    attn_type=kind, attn_mask_type=mask)
+        args = TransformerModelArgs(
+            dim=64,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            vocab_size=VOCAB,
+            multiple_of=32,
+            max_seq_len=SEQ,
+            attn_type=kind,
+            attn_mask_type=mask,
+        )
         model = Transformer(args)
         with torch.no_grad():
             model.init_weights()
@@ -96,7 +105,9 @@ def test_torchtitan_trains_on_packed_documents_as_with_its_own_attention(monkeyp
         keep = create_mask(block_mask.mask_mod, q.shape[0], 1, SEQ, SEQ, q.device)
         return F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=enable_gqa)
 
-    monkeypatch.setattr(attention, "_compiled_create_block_mask", lambda *of: create_block_mask(*of, device=torch.get_default_device()))
+    monkeypatch.setattr(
+        attention, "_compiled_create_block_mask", lambda *of: create_block_mask(*of, device=torch.get_default_device())
+    )
     monkeypatch.setattr(attention.FlexAttentionWrapper, "_compiled_flex_attn", dense)
     theirs = trained()
     alone = trained("sdpa", "causal")

@@ -61,7 +61,9 @@ def gelu(x):
 
 def test_an_encoder_layer_is_torchs():
     ours = filled(TransformerLayer(HIDDEN, 48, HEADS, attn_input_format="bshd"))
-    theirs = into_torch(ours, torch.nn.TransformerEncoderLayer(HIDDEN, HEADS, 48, 0.0, gelu, batch_first=True, norm_first=True))
+    theirs = into_torch(
+        ours, torch.nn.TransformerEncoderLayer(HIDDEN, HEADS, 48, 0.0, gelu, batch_first=True, norm_first=True)
+    )
     x = states(B, S)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(S)
     golden = theirs(x, src_mask=mask)
@@ -76,7 +78,9 @@ def test_an_encoder_layer_is_torchs():
 
 def test_a_decoder_layer_is_torchs():
     ours = filled(TransformerLayer(HIDDEN, 48, HEADS, layer_type="decoder", activation="relu"))
-    theirs = into_torch(ours, torch.nn.TransformerDecoderLayer(HIDDEN, HEADS, 48, 0.0, "relu", norm_first=True), cross=True)
+    theirs = into_torch(
+        ours, torch.nn.TransformerDecoderLayer(HIDDEN, HEADS, 48, 0.0, "relu", norm_first=True), cross=True
+    )
     x, memory = states(S, B), states(23, B, seed=9)
     out = ours(x, encoder_output=memory)
     golden = theirs(x, memory, tgt_mask=torch.nn.Transformer.generate_square_subsequent_mask(S))
@@ -92,7 +96,9 @@ def test_fused_weights_give_what_their_parts_give(groups, kind, interleaved, for
     options = dict(num_gqa_groups=groups, attention_type=kind, qkv_format=form, input_layernorm=True,
                    attn_mask_type="padding_causal" if form == "thd" else "causal")
     apart = filled(MultiheadAttention(HIDDEN, HEADS, **options))
-    fused = MultiheadAttention(HIDDEN, HEADS, **options, fuse_qkv_params=True, qkv_weight_interleaved=interleaved).eval()
+    fused = MultiheadAttention(
+        HIDDEN, HEADS, **options, fuse_qkv_params=True, qkv_weight_interleaved=interleaved
+    ).eval()
     state = {}
     for name, value in apart.state_dict().items():
         module, _, of = name.rpartition(".")
@@ -126,11 +132,25 @@ def rotated(x, angles, interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("norm, before", [(None, False), ("RMSNorm", True), ("LayerNorm", False), ("L2Normalization", False)])
+@pytest.mark.parametrize(
+    "norm, before", [(None, False), ("RMSNorm", True), ("LayerNorm", False), ("L2Normalization", False)]
+)
 def test_rotary_embeddings_and_norms_of_heads(interleaved, norm, before):
-    module = filled(MultiheadAttention(HIDDEN, HEADS, num_gqa_groups=2, qkv_format="bshd", rotary_pos_interleaved=interleaved,
-                                       qk_norm_type=norm, qk_norm_before_rope=before, input_layernorm=True, normalization="RMSNorm",
-                                       zero_centered_gamma=True, bias=False))
+    module = filled(
+        MultiheadAttention(
+            HIDDEN,
+            HEADS,
+            num_gqa_groups=2,
+            qkv_format="bshd",
+            rotary_pos_interleaved=interleaved,
+            qk_norm_type=norm,
+            qk_norm_before_rope=before,
+            input_layernorm=True,
+            normalization="RMSNorm",
+            zero_centered_gamma=True,
+            bias=False,
+        )
+    )
     half = torch.arange(S)[:, None] * 0.3 ** torch.arange(3)
     angles = half.repeat_interleave(2, -1) if interleaved else torch.cat([half, half], -1)
     x = states(B, S)
@@ -144,7 +164,11 @@ def test_rotary_embeddings_and_norms_of_heads(interleaved, norm, before):
         if norm == "L2Normalization":
             return t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()
         weight = p[f"{which}_norm.weight"]
-        return F.rms_norm(t, (D,), weight, 1e-6) if norm == "RMSNorm" else F.layer_norm(t, (D,), weight, p[f"{which}_norm.bias"], 1e-6)
+        return (
+            F.rms_norm(t, (D,), weight, 1e-6)
+            if norm == "RMSNorm"
+            else F.layer_norm(t, (D,), weight, p[f"{which}_norm.bias"], 1e-6)
+        )
 
     turn = lambda t: rotated(t, angles, interleaved)  # noqa: E731
     q, k = ((turn(normed(t, w)) if before else normed(turn(t), w)) for t, w in ((q, "q"), (k, "k")))
@@ -168,10 +192,19 @@ def test_positions_of_packed_sequences_begin_anew():
         module(x, rotary_pos_emb=angles[:5], cu_seqlens_q=cu, cu_seqlens_kv=cu)
 
 
-@pytest.mark.parametrize("activation, act, gates", [
-    ("gelu", gelu, False), ("geglu", gelu, True), ("reglu", F.relu, True), ("silu", F.silu, False), ("swiglu", F.silu, True),
-    ("srelu", lambda x: F.relu(x) ** 2, False), ("qgelu", lambda x: x * torch.sigmoid(1.702 * x), False), ("glu", torch.sigmoid, True),
-])
+@pytest.mark.parametrize(
+    "activation, act, gates",
+    [
+        ("gelu", gelu, False),
+        ("geglu", gelu, True),
+        ("reglu", F.relu, True),
+        ("silu", F.silu, False),
+        ("swiglu", F.silu, True),
+        ("srelu", lambda x: F.relu(x) ** 2, False),
+        ("qgelu", lambda x: x * torch.sigmoid(1.702 * x), False),
+        ("glu", torch.sigmoid, True),
+    ],
+)
 @pytest.mark.parametrize("shape", ["plain", "parallel", "output_layernorm", "residual of norms"])
 def test_the_blocks_of_a_layer_are_joined_as_asked(activation, act, gates, shape):
     options = {
@@ -187,8 +220,10 @@ def test_the_blocks_of_a_layer_are_joined_as_asked(activation, act, gates, shape
     def attention(t):
         prefix = "self_attention.qkv." if shape == "output_layernorm" else "self_attention.layernorm_qkv."
         n = t if shape == "output_layernorm" else norm(t, prefix + "layer_norm_")
-        q, k, v = (F.linear(n, p[f"{prefix}{w}_weight"], p[f"{prefix}{w}_bias"]).unflatten(-1, (HEADS, D)).permute(1, 2, 0, 3)
-                   for w in ("query", "key", "value"))
+        q, k, v = (
+            F.linear(n, p[f"{prefix}{w}_weight"], p[f"{prefix}{w}_bias"]).unflatten(-1, (HEADS, D)).permute(1, 2, 0, 3)
+            for w in ("query", "key", "value")
+        )
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
         return n, F.linear(context, p["self_attention.proj.weight"], p["self_attention.proj.bias"])
 
@@ -262,18 +297,33 @@ def test_paths_are_dropped_on_the_device_of_the_input_not_on_the_default_one():
         assert layer(x).device == x.device
 
 
-@pytest.mark.parametrize("make, error, words", [
-    (lambda: MultiheadAttention(HIDDEN, HEADS, tp_size=2), NotImplementedError, "tp_size"),
-    (lambda: MultiheadAttention(HIDDEN, HEADS, fuse_wgrad_accumulation=True), NotImplementedError, "fuse_wgrad_accumulation"),
-    (lambda: MultiheadAttention(HIDDEN, HEADS, num_gqa_groups=3), ValueError, "divide"),
-    (lambda: MultiheadAttention(HIDDEN, HEADS, qk_norm_type="Norm"), ValueError, "L2Normalization"),
-    (lambda: TransformerLayer(HIDDEN, 48, HEADS, activation="step"), ValueError, "not one of"),
-    (lambda: TransformerLayer(HIDDEN, 48, HEADS, normalization="Norm"), ValueError, "not one of"),
-    (lambda: TransformerLayer(HIDDEN, 48, HEADS, layer_type="both"), ValueError, "not one of"),
-    (lambda: TransformerLayer(HIDDEN, 48, HEADS, ub_tp_comm_overlap=True), NotImplementedError, "ub_tp_comm_overlap"),
-    (lambda: TransformerLayer(HIDDEN, 48, HEADS, parallel_attention_mlp=True, output_layernorm=True), ValueError, "parallel"),
-    (lambda: MultiheadAttention(HIDDEN, HEADS, attention_type="cross")(states(S, B)), ValueError, "encoder_output"),
-])
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: MultiheadAttention(HIDDEN, HEADS, tp_size=2), NotImplementedError, "tp_size"),
+        (
+            lambda: MultiheadAttention(HIDDEN, HEADS, fuse_wgrad_accumulation=True),
+            NotImplementedError,
+            "fuse_wgrad_accumulation",
+        ),
+        (lambda: MultiheadAttention(HIDDEN, HEADS, num_gqa_groups=3), ValueError, "divide"),
+        (lambda: MultiheadAttention(HIDDEN, HEADS, qk_norm_type="Norm"), ValueError, "L2Normalization"),
+        (lambda: TransformerLayer(HIDDEN, 48, HEADS, activation="step"), ValueError, "not one of"),
+        (lambda: TransformerLayer(HIDDEN, 48, HEADS, normalization="Norm"), ValueError, "not one of"),
+        (lambda: TransformerLayer(HIDDEN, 48, HEADS, layer_type="both"), ValueError, "not one of"),
+        (
+            lambda: TransformerLayer(HIDDEN, 48, HEADS, ub_tp_comm_overlap=True),
+            NotImplementedError,
+            "ub_tp_comm_overlap",
+        ),
+        (
+            lambda: TransformerLayer(HIDDEN, 48, HEADS, parallel_attention_mlp=True, output_layernorm=True),
+            ValueError,
+            "parallel",
+        ),
+        (lambda: MultiheadAttention(HIDDEN, HEADS, attention_type="cross")(states(S, B)), ValueError, "encoder_output"),
+    ],
+)
 def test_wrong_input_is_one_clear_error(make, error, words):
     with pytest.raises(error, match=words) as raised:
         make()

@@ -84,7 +84,12 @@ SHARDED = [
     (dict(ab=(1, 1, 1, 29)), ((2, 2), ("data", "model")), (("data", "model"), None, None, None), False),
     (dict(lead=(3,), ab=(3, 1, 29, 29)), ((4,), ("data",)), ("data", None, None, None), False),
     (dict(lead=(1,), ab=(1, 4, 29, 29)), ((2, 2), ("data", "model")), ("data", "model", None, None), False),
-    (dict(lead=(2, 2), lengths=(29, 41), ab=(2, 1, 4, 29, 41)), ((2, 2), ("fsdp", "dp")), ("fsdp", "dp", None, None, None), False),
+    (
+        dict(lead=(2, 2), lengths=(29, 41), ab=(2, 1, 4, 29, 41)),
+        ((2, 2), ("fsdp", "dp")),
+        ("fsdp", "dp", None, None, None),
+        False,
+    ),
     (dict(ab=(4, 4, 29, 29)), ((2, 2), ("data", "other")), ("data", None, None, None), False),
 ]
 
