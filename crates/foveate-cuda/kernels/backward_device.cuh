@@ -65,8 +65,9 @@ constexpr int scratch_bytes(int columns) { return 16 * scratch_pitch(columns); }
 // stands at `first` in its view, and `dim` columns; the first accumulator is at row0, column0 of
 // them. They pass through `scratch`, shared memory of the warp, to be written along rows.
 template <int M, int N>
-__device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim, const float (&sum)[M][N][4],
-                           int row0, int column0, float factor, bool accumulate, char* scratch) {
+__device__ void store_rows(const View& view, int batch, int head, int first, int count, int dim,
+                           const float (&sum)[M][N][4], int row0, int column0, float factor, bool accumulate,
+                           char* scratch) {
     if (!view.data) return;     // not asked for
     const int lane = threadIdx.x % 32;
     GradElem* data = static_cast<GradElem*>(view.data) + view.at(batch, head, first);
@@ -113,7 +114,9 @@ __device__ float* dq_accum_fragment(const BackwardParams& p, int head, i64 row, 
 
 // How many tiles of keys have added to dq_accum, in the order of their ranks, for each 16 rows with which a tile of
 // queries begins: [heads_q, sum_rows / 16], behind dq_accum.
-__device__ u32* dq_added(const BackwardParams& p) { return reinterpret_cast<u32*>(p.dq_accum + p.heads_q * p.sum_rows * FV_DP); }
+__device__ u32* dq_added(const BackwardParams& p) {
+    return reinterpret_cast<u32*>(p.dq_accum + p.heads_q * p.sum_rows * FV_DP);
+}
 
 __device__ void add_to_dq_accum(float* fragment, const float (&x)[4]) {
     int lane = threadIdx.x % 32;
@@ -125,6 +128,7 @@ __device__ void add_to_dq_accum(float* fragment, const float (&x)[4]) {
     } else {
         #pragma unroll
         for (int i = 0; i < 4; ++i)
-            asm volatile("red.global.add.f32 [%0], %1;" :: "l"(fragment + dq_accum_offset(lane, i)), "f"(x[i]) : "memory");
+            asm volatile("red.global.add.f32 [%0], %1;" :: "l"(fragment + dq_accum_offset(lane, i)), "f"(x[i])
+                         : "memory");
     }
 }

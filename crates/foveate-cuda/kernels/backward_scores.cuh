@@ -52,7 +52,9 @@ constexpr int WARP_KEYS = KEYS_DOWN ? WARPS_S.rows * 16 : WARPS_S.columns * 8;
 struct Spot {
     int query, key;
 
-    __device__ static constexpr Spot of(int row, int column) { return KEYS_DOWN ? Spot{column, row} : Spot{row, column}; }
+    __device__ static constexpr Spot of(int row, int column) {
+        return KEYS_DOWN ? Spot{column, row} : Spot{row, column};
+    }
     // The way from a lane's first score to number i of accumulator (m, n).
     __device__ static constexpr Spot step(int m, int n, int i) { return of(m * 16 + i / 2 * 8, n * 8 + i % 2); }
     __device__ constexpr Spot operator+(Spot other) const { return {query + other.query, key + other.key}; }
@@ -68,7 +70,9 @@ __device__ constexpr int query_held(int m, int n, int i) { return KEYS_DOWN ? n 
 __device__ constexpr int held_query(int held) { return KEYS_DOWN ? held / 2 * 8 + held % 2 : held * 8; }
 
 // Whether a query that is held has scores in columns from .. to of accumulators.
-__device__ constexpr bool is_of_columns(int held, int from, int to) { return !KEYS_DOWN || (held / 2 >= from && held / 2 < to); }
+__device__ constexpr bool is_of_columns(int held, int from, int to) {
+    return !KEYS_DOWN || (held / 2 >= from && held / 2 < to);
+}
 
 // Calls `f(m, n, i)` for each score of the lane: number i of accumulator (m, n).
 template <typename F>
@@ -89,7 +93,9 @@ constexpr bool USES_HIDDEN = HIDES_FIRST && !SCORES_IN_LOOP;
 
 // row_weight_sum of the rows of a tile, from query `first` on.
 __device__ const float* row_weight_sums_of(const BackwardParams& p, int batch, int head, int first) {
-    return HAS_ROW_WEIGHT_SUM ? p.row_weight_sum + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row : nullptr;
+    return HAS_ROW_WEIGHT_SUM
+               ? p.row_weight_sum + batch * p.delta.batch + head * p.delta.head + i64(first) * p.delta.row
+               : nullptr;
 }
 
 #if FV_CAPTURES
@@ -184,8 +190,8 @@ struct Scores {
 #endif
     }
 
-    // From plain scores S to the exponents of P, of columns from .. to of accumulators; and of those in the first POWERS
-    // columns, now and not later, to P. compute_p<POWERS> goes on from there.
+    // From plain scores S to the exponents of P, of columns from .. to of accumulators; and of those in the first
+    // POWERS columns, now and not later, to P. compute_p<POWERS> goes on from there.
     template <int POWERS>
     __device__ void subtract(float scale, const float (&lse)[QUERIES_HELD], int from = 0, int to = WARPS_S.columns) {
         for_each_score([&](int m, int n, int i) {
@@ -198,14 +204,15 @@ struct Scores {
         });
     }
 
-    // Calls `f(holds)` with each condition that some entry of the tile may not meet, and has to, to be visible: `holds(spot)`.
-    // Rows past the end have zeros for q, d_out and delta, and zero or infinity for lse, and contribute nothing unless a
-    // score function gives them a gradient.
+    // Calls `f(holds)` with each condition that some entry of the tile may not meet, and has to, to be visible:
+    // `holds(spot)`. Rows past the end have zeros for q, d_out and delta, and zero or infinity for lse, and contribute
+    // nothing unless a score function gives them a gradient.
     template <typename F>
     __device__ static void for_each_condition(const Mods& mods, const ScoreTile& c, F f) {
         if (c.keys < FV_BN || (FV_SCORE && c.queries < FV_BM))
             f([&](Spot at) { return at.key < c.keys && (!FV_SCORE || at.query < c.queries); });
-        if (FV_MASK && c.evaluate) f([&](Spot at) { return fv_mask(mods, c.place, c.query + at.query, c.key + at.key); });
+        if (FV_MASK && c.evaluate)
+            f([&](Spot at) { return fv_mask(mods, c.place, c.query + at.query, c.key + at.key); });
     }
 
     __device__ void hide(int m, int n, int i) {
@@ -215,11 +222,13 @@ struct Scores {
 #endif
     }
 
-    // From S, or from what subtract<POWERS> made of it, to P, of columns from .. to of accumulators (of all of them where
-    // SCORES_IN_LOOP). `lse` is lse_of() of each of their queries, and `lse_at` the smem address of that of the lane's first.
+    // From S, or from what subtract<POWERS> made of it, to P, of columns from .. to of accumulators (of all of them
+    // where SCORES_IN_LOOP). `lse` is lse_of() of each of their queries, and `lse_at` the smem address of that of the
+    // lane's first.
     template <int POWERS = -1>
-    __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, const float (&lse)[QUERIES_HELD], u32 lse_at,
-                              const float* row_weight_sums, i64 row_weight_stride, int from = 0, int to = WARPS_S.columns) {
+    __device__ void compute_p(const Mods& mods, const ScoreTile& c, float scale, const float (&lse)[QUERIES_HELD],
+                              u32 lse_at, const float* row_weight_sums, i64 row_weight_stride, int from = 0,
+                              int to = WARPS_S.columns) {
         const Spot lane = Spot::of_lane();
         [[maybe_unused]] ScoreBits hidden;
         if constexpr (USES_HIDDEN)
@@ -239,7 +248,10 @@ struct Scores {
         // products has their rounding error. And __fsub_rn keeps the score rounded, without contraction
         // into a multiply-add, as in fv_row_weight_sum.
         auto exp_score = [&](float score, int m, int n, int i, Spot at) {
-            return exp2_score(__fsub_rn(score, SCORES_IN_LOOP ? lse_of(load_shared(lse_at + (at.query - lane.query) * 4)) : lse[query_held(m, n, i)]) * LOG2_E);
+            return exp2_score(__fsub_rn(score, SCORES_IN_LOOP
+                                                   ? lse_of(load_shared(lse_at + (at.query - lane.query) * 4))
+                                                   : lse[query_held(m, n, i)]) *
+                              LOG2_E);
         };
         // Of the lane's first score; that of another is so many more, as the compiler knows.
         [[maybe_unused]] const float first_distance = to_float(Int(c.query + lane.query - (c.key + lane.key)));
@@ -277,10 +289,14 @@ struct Scores {
         const int query0 = c.query + Spot::of_warp().query, key0 = c.key + Spot::of_warp().key;
         if (!SCORES_IN_LOOP && fv_reads_one(mods, c.place, query0, query0 + WARP_QUERIES, key0, key0 + WARP_KEYS)) {
             const ScoreReads given = fv_score_reads(mods, c.place, query0, key0);
-            compute_all([&](int q, int kv, float s, float distance) { return fv_score_given(mods, c.place, q, kv, s, distance, reads, given); });
+            compute_all([&](int q, int kv, float s, float distance) {
+                return fv_score_given(mods, c.place, q, kv, s, distance, reads, given);
+            });
         } else
 #endif
-        compute_all([&](int q, int kv, float s, float distance) { return fv_score(mods, c.place, q, kv, s, distance, reads); });
+            compute_all([&](int q, int kv, float s, float distance) {
+                return fv_score(mods, c.place, q, kv, s, distance, reads);
+            });
         // Rare; the check is repeated for each row, so that it occupies no registers.
         if (HAS_ROW_WEIGHT_SUM && __any_sync(~0u, has_huge_lse)) {
             #pragma unroll
@@ -322,7 +338,8 @@ struct Scores {
                 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const Spot spot = first + Spot::step(0, 0, i);
-                    bits |= u32(fv_dropout_keep(mods, c.place, c.query + spot.query, c.key + spot.key)) << (at % 32 + i);
+                    bits |= u32(fv_dropout_keep(mods, c.place, c.query + spot.query, c.key + spot.key))
+                            << (at % 32 + i);
                 }
             }
             dropout_keep[word] = bits;
@@ -330,8 +347,8 @@ struct Scores {
 #endif
     }
 
-    // From dP to dS; `delta_at` is the smem address of the delta of the lane's first query. An entry whose weight is 0, as
-    // that of a hidden one is, has no gradient, also where a non-finite v makes dP and delta NaN.
+    // From dP to dS; `delta_at` is the smem address of the delta of the lane's first query. An entry whose weight is 0,
+    // as that of a hidden one is, has no gradient, also where a non-finite v makes dP and delta NaN.
     __device__ void differentiate(const ScoreFragment& dp, u32 delta_at) {
         #pragma unroll
         for (int h = 0; h < QUERIES_HELD; ++h) {
@@ -360,7 +377,9 @@ struct Scores {
 
     // One instruction less than a selection.
     __device__ static void multiply_unless_zero(float& x, float y) {
-        asm("{ .reg .pred is_weight; setp.neu.f32 is_weight, %0, 0f00000000; @is_weight mul.f32 %0, %0, %1; }" : "+f"(x) : "f"(y));
+        asm("{ .reg .pred is_weight; setp.neu.f32 is_weight, %0, 0f00000000; @is_weight mul.f32 %0, %0, %1; }"
+            : "+f"(x)
+            : "f"(y));
     }
 
     __device__ void differentiate_one(const ScoreFragment& dp, float delta, int m, int n, int i) {
@@ -453,7 +472,8 @@ struct Scores {
             for (int r = 0; r < WARPS_S.rows * 2; ++r) {
                 float sum = 0.f;
                 #pragma unroll
-                for (int n = 0; n < WARPS_S.columns; ++n) sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
+                for (int n = 0; n < WARPS_S.columns; ++n)
+                    sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
                 add(member == 0, Spot::of(r * 8, 0), sum_over(sum, 1, 4));
             }
         } else if constexpr (Read::kind == CAPTURE_ROW || Read::kind == CAPTURE_COLUMN) {

@@ -74,15 +74,20 @@ struct Cells {
     __device__ int kind_bits() const { return strips == 1 ? 1 : 2 * strips; }
     __device__ int joined() const { return (1 << kind_bits()) - 1; }
 
-    __device__ unsigned live(int strip, int w) const { return unsigned(w) < unsigned(words) ? lives[strip * words + w] : 0; }
-    __device__ unsigned partial(int strip, int w) const { return unsigned(w) < unsigned(words) ? lives[strip * words + w] & ~fulls[strip * words + w] : 0; }
+    __device__ unsigned live(int strip, int w) const {
+        return unsigned(w) < unsigned(words) ? lives[strip * words + w] : 0;
+    }
+    __device__ unsigned partial(int strip, int w) const {
+        return unsigned(w) < unsigned(words) ? lives[strip * words + w] & ~fulls[strip * words + w] : 0;
+    }
 
     // Of a live tile.
     __device__ int kind(int tile) const {
         const int w = tile / 32, bit = tile % 32;
         if (strips == 1) return partial(0, w) >> bit & 1;
         int kind = 0;
-        for (int strip = strips - 1; strip >= 0; --strip) kind = kind << 2 | (partial(strip, w) >> bit & 1) << 1 | (live(strip, w) >> bit & 1);
+        for (int strip = strips - 1; strip >= 0; --strip)
+            kind = kind << 2 | (partial(strip, w) >> bit & 1) << 1 | (live(strip, w) >> bit & 1);
         return kind;
     }
 };
@@ -169,7 +174,8 @@ struct RowRuns {
         });
         // Ends and beginnings of a run may come from two lanes.
         __syncwarp();
-        for (int run = lane; run < count; run += 32) runs[run].count_kind = int(unsigned(runs[run].count_kind) - (unsigned(runs[run].first) << kind_bits));
+        for (int run = lane; run < count; run += 32)
+            runs[run].count_kind = int(unsigned(runs[run].count_kind) - (unsigned(runs[run].first) << kind_bits));
     }
 
     // Number of gaps between neighbouring runs of at most `widest` tiles.
@@ -199,7 +205,9 @@ struct RowRuns {
         if (lane != 0) return;
         const int kind_bits = cells.kind_bits();
         int first = -1, kind = 0, last = -1, run = 0;
-        auto close = [&](int last) { runs[run++] = {first, int(unsigned(last + 1 - first) << kind_bits | unsigned(kind))}; };
+        auto close = [&](int last) {
+            runs[run++] = {first, int(unsigned(last + 1 - first) << kind_bits | unsigned(kind))};
+        };
         for (int w = 0; w < words; ++w) {
             Word word(cells, w);
             for (unsigned starts = word.starts; starts != 0;) {
@@ -267,7 +275,8 @@ fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant
     for (int i = warp; i < all_words; i += LIST_WARPS) {
         const unsigned open = opens[i];
         if (open == 0) continue;
-        const int column = i % words * 32 + lane, answer = open >> lane & 1 ? strip_row(i / words).cover(column, column + 1) : 0;
+        const int column = i % words * 32 + lane,
+                  answer = open >> lane & 1 ? strip_row(i / words).cover(column, column + 1) : 0;
         unsigned full = __ballot_sync(ALL_LANES, answer == 1), undecided = __ballot_sync(ALL_LANES, answer == 2);
         if (lane == 0) {
             lives[i] = fulls[i] = full;
@@ -297,7 +306,8 @@ fv_block_lists(const __grid_constant__ BlockListsParams p, const __grid_constant
 }
 
 // The order in which tiles of keys add to a tile of queries, which is that of their numbers: how many of those that see
-// it come before, for each. A warp counts for one tile of queries of a sequence, 32 tiles of keys at a time, one a lane.
+// it come before, for each. A warp counts for one tile of queries of a sequence, 32 tiles of keys at a time, one a
+// lane.
 extern "C" __global__ void __launch_bounds__(LIST_WARPS * 32)
 fv_dq_ranks(const __grid_constant__ BlockListsParams p) {
     const int lane = threadIdx.x % 32, column = blockIdx.z * LIST_WARPS + threadIdx.x / 32;
@@ -319,10 +329,10 @@ fv_dq_ranks(const __grid_constant__ BlockListsParams p) {
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-// The mask bits of partial tiles, in the order in which accumulators of Hopper's consumers have their pairs: rows of them
-// are positions of the list's own axis, 16 a warp. A tile stands at its slot, [warps][lanes][mask_words(side)]; bit j of a lane
-// is that of its j-th number, and false for what the sequence has not got. Runs of a row get slots in order, as long as all
-// of a run's tiles find room. CTAs along z share a row.
+// The mask bits of partial tiles, in the order in which accumulators of Hopper's consumers have their pairs: rows of
+// them are positions of the list's own axis, 16 a warp. A tile stands at its slot, [warps][lanes][mask_words(side)];
+// bit j of a lane is that of its j-th number, and false for what the sequence has not got. Runs of a row get slots in
+// order, as long as all of a run's tiles find room. CTAs along z share a row.
 extern "C" __global__ void __launch_bounds__(LIST_WARPS * 32)
 fv_mask_bits(const __grid_constant__ BlockListsParams p, const __grid_constant__ Mods mods) {
     const int lane = threadIdx.x % 32, head = blockIdx.y;
@@ -355,8 +365,10 @@ fv_mask_bits(const __grid_constant__ BlockListsParams p, const __grid_constant__
                 const int numbers = min(32, side / 2 - word * 32);
                 #pragma unroll 4
                 for (int j = 0; j < numbers; ++j) {
-                    const int number = word * 32 + j, a = down + number % 4 / 2 * 8, b = across + number / 4 * 8 + number % 2;
-                    const bool is = a < rows && b < length && (p.of_keys ? fv_mask(mods, place, b, a) : fv_mask(mods, place, a, b));
+                    const int number = word * 32 + j, a = down + number % 4 / 2 * 8,
+                              b = across + number / 4 * 8 + number % 2;
+                    const bool is = a < rows && b < length &&
+                                    (p.of_keys ? fv_mask(mods, place, b, a) : fv_mask(mods, place, a, b));
                     bits |= u32(is) << j;
                 }
                 to[word] = bits;

@@ -37,14 +37,18 @@ fv_combine(const __grid_constant__ ForwardParams p) {
         const i64 first = sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start + query;
         // Each lane reduces every 32nd split to row_max and row_sum.
         float row_max = -infinity();
-        for (int i = lane; i < p.kv_splits; i += 32) row_max = max_or_nan(row_max, __ldg(p.partial_max + i * p.partial_rows + first));
-        for (int step = 16; step > 0; step /= 2) row_max = max_or_nan(row_max, __shfl_xor_sync(0xffffffff, row_max, step));
+        for (int i = lane; i < p.kv_splits; i += 32)
+            row_max = max_or_nan(row_max, __ldg(p.partial_max + i * p.partial_rows + first));
+        for (int step = 16; step > 0; step /= 2)
+            row_max = max_or_nan(row_max, __shfl_xor_sync(0xffffffff, row_max, step));
         const float reference = row_max == -infinity() ? 0.f : row_max;
         auto weight = [&](int i) {
-            return i < p.kv_splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - reference) * LOG2_E) : 0.f;
+            return i < p.kv_splits ? exp2f((__ldg(p.partial_max + i * p.partial_rows + first) - reference) * LOG2_E)
+                                   : 0.f;
         };
         float row_sum = 0.f;
-        for (int i = lane; i < p.kv_splits; i += 32) row_sum += __ldg(p.partial_sum + i * p.partial_rows + first) * weight(i);
+        for (int i = lane; i < p.kv_splits; i += 32)
+            row_sum += __ldg(p.partial_sum + i * p.partial_rows + first) * weight(i);
         for (int step = 16; step > 0; step /= 2) row_sum += __shfl_xor_sync(0xffffffff, row_sum, step);
 
         float2 sum[COLUMNS];

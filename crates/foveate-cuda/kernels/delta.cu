@@ -105,7 +105,8 @@ fv_sink_gradient(const __grid_constant__ BackwardParams p) {
             const float delta = p.delta.data[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row];
             if (lse == -infinity()) continue;
             const bool huge = p.row_weight_sum && is_huge(lse);
-            const float weight_sum = huge ? p.row_weight_sum[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] : 1.f;
+            const float weight_sum =
+                huge ? p.row_weight_sum[s.q_batch * p.delta.batch + head * p.delta.head + at * p.delta.row] : 1.f;
             sum -= expf(sink - lse) / weight_sum * delta;
         }
     }

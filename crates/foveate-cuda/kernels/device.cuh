@@ -68,8 +68,10 @@ __device__ u32 narrow2(float low, float high) {
 // Four numbers rounded to e4m3, `a` in the lowest byte; those above 448 become 448.
 [[maybe_unused]] __device__ u32 narrow4(float a, float b, float c, float d) {
     u32 bits;
-    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
-        : "=r"(bits) : "f"(a), "f"(b), "f"(c), "f"(d));
+    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
+        : "=r"(bits)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
     return bits;
 }
 
@@ -106,9 +108,11 @@ __device__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_t
 template <int BYTES>
 __device__ void copy_async(u32 target, const void* source, int valid) {
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(target), "l"(source), "r"(valid) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(target), "l"(source), "r"(valid)
+                     : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(target), "l"(source), "n"(BYTES), "r"(valid) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(target), "l"(source), "n"(BYTES), "r"(valid)
+                     : "memory");
 }
 __device__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -138,7 +142,8 @@ template <int COLUMNS>
 struct Chunks {
     static constexpr int BYTES = FV_ALIGN >= 4 ? FV_ALIGN : ELEM_BYTES;
     static constexpr int PER_ROW = COLUMNS * ELEM_BYTES / BYTES;
-    static constexpr int THREADS_PER_ROW = min_of(32, PER_ROW & -PER_ROW);   // threads that copy consecutive chunks of one row
+    // Threads that copy consecutive chunks of one row.
+    static constexpr int THREADS_PER_ROW = min_of(32, PER_ROW & -PER_ROW);
     static constexpr int ROWS_PER_PASS = THREADS / THREADS_PER_ROW;              // rows that the CTA copies in one pass
 };
 
@@ -180,7 +185,8 @@ __device__ void load_tile(u32 tile, const Rows& rows) {
 // One f32 for each of ROWS rows from two views (lse, delta) one after the other; zeros where there
 // is no row.
 template <int ROWS>
-__device__ void load_row_values(u32 target, const RowView& x, const RowView& y, int batch, int head, int first, int count) {
+__device__ void load_row_values(u32 target, const RowView& x, const RowView& y, int batch, int head, int first,
+                                int count) {
     #pragma unroll
     for (int start = 0; start < 2 * ROWS; start += THREADS) {
         int i = start + threadIdx.x;
@@ -203,7 +209,8 @@ __device__ float load_shared(u32 address) {
 #ifdef BOUNDED_WAITS
 // Waits of a build for tests: one that takes longer than BOUNDED_WAITS seconds ends the kernel by an assertion, for
 // which the driver prints what was waited for, its number in place of a line, CTA and thread.
-extern "C" __device__ void __assertfail(const char* assertion, const char* file, unsigned line, const char* function, decltype(sizeof 0) char_size);
+extern "C" __device__ void __assertfail(const char* assertion, const char* file, unsigned line, const char* function,
+                                        decltype(sizeof 0) char_size);
 
 struct BoundedWait {
     unsigned long long until = now() + BOUNDED_WAITS * 1000000000ull;
@@ -255,11 +262,14 @@ struct Mbarrier {
 #endif
         do {
 #ifdef BOUNDED_WAITS
-            bounded.turn(round & 1 ? "an mbarrier's odd round is complete" : "an mbarrier's even round is complete", mbarrier_number(at));
+            bounded.turn(round & 1 ? "an mbarrier's odd round is complete" : "an mbarrier's even round is complete",
+                         mbarrier_number(at));
 #endif
-            asm volatile(
-                "{ .reg .pred over; mbarrier." MBARRIER_WAIT ".parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
-                : "=r"(done) : "r"(at), "r"(round & 1) : "memory");
+            asm volatile("{ .reg .pred over; mbarrier." MBARRIER_WAIT
+                         ".parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+                         : "=r"(done)
+                         : "r"(at), "r"(round & 1)
+                         : "memory");
         } while (!done);
     }
 };
@@ -336,9 +346,11 @@ __device__ Tf32Pair split_tf32(u32 bits) {
     return s;
 }
 __device__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 struct FragmentA {
     u32 high[4], low[4];
@@ -365,13 +377,17 @@ __device__ void multiply_add(float (&d)[4], const FragmentA& a, u32 b0, u32 b1) 
     multiply_tf32x3(sum, a, split_tf32(b0), split_tf32(b1));
     for (int i = 0; i < 4; ++i) d[i] += sum[i];
 #elif FV_DTYPE == 1
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.bits[0]), "r"(a.bits[1]), "r"(a.bits[2]), "r"(a.bits[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.bits[0]), "r"(a.bits[1]), "r"(a.bits[2]), "r"(a.bits[3]), "r"(b0), "r"(b1));
 #else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.bits[0]), "r"(a.bits[1]), "r"(a.bits[2]), "r"(a.bits[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.bits[0]), "r"(a.bits[1]), "r"(a.bits[2]), "r"(a.bits[3]), "r"(b0), "r"(b1));
 #endif
 }
 

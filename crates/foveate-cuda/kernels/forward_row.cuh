@@ -11,7 +11,8 @@
 // Roles: a warp owns its rows of fv_forward, a lane every 32nd key and every 32nd column of out.
 // No barriers beyond the warp, no shared memory.
 
-// The page that an entry of a sequence's table holds: one outside 0 .. page_count is clamped, and reported by checked kernels.
+// The page that an entry of a sequence's table holds: one outside 0 .. page_count is clamped, and reported by checked
+// kernels.
 __device__ int valid_page(const ForwardParams& p, int sequence, int page) {
     const int clamped = max(min(page, p.page_count - 1), 0);
     if (FV_CHECKED && page != clamped) report_index(p.page_report, -1, sequence, page);
@@ -25,7 +26,8 @@ __device__ int read_entry(const ForwardParams& p, int sequence, int entry) {
 // Paged KV: elements from row 0 of page 0 to the row of key `key`.
 __device__ i64 row_in_pages(const ForwardParams& p, const View& view, int sequence, u32 key) {
     const u32 entry = key / u32(p.page_size);
-    return valid_page(p, sequence, read_entry(p, sequence, entry)) * view.batch + (key - entry * p.page_size) * view.row;
+    return valid_page(p, sequence, read_entry(p, sequence, entry)) * view.batch +
+           (key - entry * p.page_size) * view.row;
 }
 
 // The row of key `key` of a sequence whose row 0 is at `all`; with paged KV, row 0 of page 0 is there.
@@ -44,7 +46,8 @@ struct RowScales {
 
 // `steps` are those of the row's CTA.
 template <typename Steps, typename Scales>
-__device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Sequence& sequence, Steps steps, Scales scales, int head, int query) {
+__device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Sequence& sequence, Steps steps,
+                              Scales scales, int head, int query) {
     constexpr int COLUMNS = ceil_div(FV_DVP, 32);          // of a lane, 32 apart
     const int lane = threadIdx.x % 32, head_kv = head / FV_GROUP;
     const Place place = {sequence.b, head, head_kv, sequence.q_len, sequence.k_len};
@@ -58,7 +61,8 @@ __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Se
         #pragma unroll 1
         for (int d = 0; d < FV_D; ++d)
             sum = fmaf(widen<FV_DTYPE>(__ldg(q + d * p.q.elem)), widen<FV_DTYPE>(__ldg(k + d * p.k.elem)), sum);
-        return fv_score(mods, place, query, key, sum * scales.of_score(key), to_float(Int(query - key)), fv_place_reads(mods, place));
+        return fv_score(mods, place, query, key, sum * scales.of_score(key), to_float(Int(query - key)),
+                        fv_place_reads(mods, place));
     };
 
     float out[COLUMNS] = {}, row_max = -infinity(), row_sum = 0.f;
@@ -71,7 +75,8 @@ __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Se
             const bool visible = key < end && (!steps.evaluate || fv_mask(mods, place, query, key));
             const float score = visible ? score_of(key) : -infinity();
             float new_max = max_or_nan(row_max, score);
-            for (int distance = 16; distance > 0; distance /= 2) new_max = max_or_nan(new_max, __shfl_xor_sync(~0u, new_max, distance));
+            for (int distance = 16; distance > 0; distance /= 2)
+                new_max = max_or_nan(new_max, __shfl_xor_sync(~0u, new_max, distance));
             const float rescale = row_max == new_max ? 1.f : exp2f((row_max - new_max) * LOG2_E);
             float weight = score == -infinity() ? 0.f : exp2f((score - new_max) * LOG2_E);
             row_max = new_max;
@@ -86,7 +91,8 @@ __device__ void recompute_row(const ForwardParams& p, const Mods& mods, const Se
                 const Elem* v = row_of_key(p, p.v, of_v, sequence.b, first + from);
                 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c)
-                    if (lane + c * 32 < FV_DV) out[c] = fmaf(w, widen<FV_DTYPE>(__ldg(v + (lane + c * 32) * p.v.elem)), out[c]);
+                    if (lane + c * 32 < FV_DV)
+                        out[c] = fmaf(w, widen<FV_DTYPE>(__ldg(v + (lane + c * 32) * p.v.elem)), out[c]);
             }
         }
     }

@@ -8,7 +8,9 @@ struct WorkItem {
     u32 tile, head;
 
     // Of a launch over tiles x heads.
-    __device__ static WorkItem of(const ForwardParams& p) { return at(p, blockIdx.x, blockIdx.y, gridDim.x, gridDim.y); }
+    __device__ static WorkItem of(const ForwardParams& p) {
+        return at(p, blockIdx.x, blockIdx.y, gridDim.x, gridDim.y);
+    }
 
     // Item `number` of a launch whose CTAs take one after the other, of all tiles and heads.
     __device__ static WorkItem number(const ForwardParams& p, u32 number) {
@@ -84,5 +86,6 @@ struct Steps {
 
 // The row of the partial results, among those of all KV splits.
 [[maybe_unused]] __device__ i64 partial_row(const ForwardParams& p, const Sequence& sequence, int head, int query) {
-    return blockIdx.z * p.partial_rows + sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start + query;
+    return blockIdx.z * p.partial_rows + sequence.q_batch * p.partial_batch + head * p.partial_head + sequence.q_start +
+           query;
 }

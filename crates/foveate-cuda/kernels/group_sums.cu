@@ -1,8 +1,10 @@
-// dk and dv of key/value heads from those of their query heads: fv_group_sums<<<(tiles of keys, heads_kv), FV_WARPS * 32>>>
+// dk and dv of key/value heads from those of their query heads: fv_group_sums<<<(tiles of keys, heads_kv), FV_WARPS *
+// 32>>>
 //
 //     dk = sum of head_dk over the query heads of the group, or dk += it with accumulate, rounded once to its dtype
 //
-// and dv alike. Summed in f32, in order of the heads. fv_backward with FV_SPLIT_GQA has written them, dk with its scale.
+// and dv alike. Summed in f32, in order of the heads. fv_backward with FV_SPLIT_GQA has written them, dk with its
+// scale.
 //
 // Roles: a thread sums 8 columns of a row of dk or of dv.
 // No barriers, no shared memory.
@@ -10,7 +12,8 @@
 extern "C" __device__ const int fv_shared_bytes = 0;
 
 // Columns column .. column + 8 of row `row` of the tile's sequence.
-__device__ void sum_group(const View& to, const View& of_head, const Sequence& s, int head_kv, int row, int column, int dim, bool accumulate) {
+__device__ void sum_group(const View& to, const View& of_head, const Sequence& s, int head_kv, int row, int column,
+                          int dim, bool accumulate) {
     if (!to.data) return;     // not asked for
     float x[8] = {};
     #pragma unroll 8

@@ -71,7 +71,9 @@ struct Divisor {
     }
     __device__ int rest(int x) const { return int(unsigned(x) - unsigned(quotient(x)) * unsigned(size)) & some; }
 };
-__device__ Int operator/(Int x, Divisor y) { return int(unsigned(y.quotient(x.v) ^ y.negative) + (y.rest(x.v) == 0 & y.negative)); }
+__device__ Int operator/(Int x, Divisor y) {
+    return int(unsigned(y.quotient(x.v) ^ y.negative) + (y.rest(x.v) == 0 & y.negative));
+}
 __device__ Int operator%(Int x, Divisor y) { return y.rest(x.v); }
 
 __device__ Int operator&(Int x, Int y) { return x.v & y.v; }
@@ -360,7 +362,8 @@ __device__ float fast_sine(float x, int quarters) {
     r = fabsf(x) < 2147483648.f ? r : 0.f * x;
     const float z = r * r;
     const float sine = fmaf(r * z, fmaf(z, fmaf(z, -1.95152959e-4f, 8.33216087e-3f), -1.66666546e-1f), r);
-    const float cosine = fmaf(z * z, fmaf(z, fmaf(z, 2.44331571e-5f, -1.38873163e-3f), 4.16666456e-2f), fmaf(z, -0.5f, 1.f));
+    const float cosine = fmaf(z * z, fmaf(z, fmaf(z, 2.44331571e-5f, -1.38873163e-3f), 4.16666456e-2f),
+                              fmaf(z, -0.5f, 1.f));
     const float y = quarters & 1 ? cosine : sine;
     return quarters & 2 ? -y : y;
 }

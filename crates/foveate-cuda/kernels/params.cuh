@@ -51,9 +51,9 @@ struct Tile {
 // A run of consecutive live tiles on the other axis: tiles first .. first + (count_kind >> 1);
 // the mask is evaluated in them when count_kind & 1.
 //
-// A tile of queries by keys may have several cells, strips of its queries by all of its keys. Then a run is of tiles that
-// have the same cells, and its kind takes two bits for each, the first strip's lowest: whether it is live, and whether
-// the mask is evaluated in it.
+// A tile of queries by keys may have several cells, strips of its queries by all of its keys. Then a run is of tiles
+// that have the same cells, and its kind takes two bits for each, the first strip's lowest: whether it is live, and
+// whether the mask is evaluated in it.
 struct Run {
     int first;
     int count_kind;
@@ -145,8 +145,8 @@ struct BackwardParams {
     const int* dq_ranks;         // [rows, dq_rank_columns]
 };
 
-// Where the values of a sequence begin among those that fv_transpose_values writes: each sequence has as many tiles of keys
-// as it can need, which begin with it.
+// Where the values of a sequence begin among those that fv_transpose_values writes: each sequence has as many tiles of
+// keys as it can need, which begin with it.
 __device__ inline int first_value(const Sequence& sequence, int tile_kv, int packed) {
     return (sequence.k_start / tile_kv + (packed ? sequence.b : 0)) * tile_kv;
 }
@@ -166,7 +166,7 @@ struct SequencesParams {
     const int* cu_k;
     Sequence* sequences;         // [count + 1] to be written; the last is empty
     Tile* tiles;                 // [tile_capacity] to be written, tiles of queries or of keys
-    int* report;                 // reports offsets that were clamped: {1, OFFSETS_Q or OFFSETS_K, index, offset}; or null
+    int* report;    // reports offsets that were clamped: {1, OFFSETS_Q or OFFSETS_K, index, offset}; or null
     int count;
     int rows_q, rows_k;          // of the tensors
     int longest_q, longest_k;    // of a sequence

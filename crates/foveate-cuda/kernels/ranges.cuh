@@ -81,7 +81,9 @@ __device__ IntRange operator-(IntRange x, IntRange y) {
     if (x.known() && y.known()) return Int(x.lo) - Int(y.lo);
     return IntRange::wide(i64(x.lo) - y.hi, i64(x.hi) - y.lo);
 }
-__device__ IntRange operator-(IntRange x) { return x.known() ? IntRange(-Int(x.lo)) : IntRange::wide(-i64(x.hi), -i64(x.lo)); }
+__device__ IntRange operator-(IntRange x) {
+    return x.known() ? IntRange(-Int(x.lo)) : IntRange::wide(-i64(x.hi), -i64(x.lo));
+}
 
 __device__ IntRange operator*(IntRange x, IntRange y) {
     if (x.known() && y.known()) return Int(x.lo) * Int(y.lo);
@@ -181,23 +183,29 @@ __device__ BoolRange operator<=(IntRange x, IntRange y) { return {x.lo <= y.hi, 
 // Floats.
 __device__ FloatRange operator+(FloatRange x, FloatRange y) {
     // Rounding to nearest keeps sums of the ends at the ends.
-    return FloatRange::of(x.low() + y.low(), x.high() + y.high(), x.low() + y.high(), x.high() + y.low(), x.nan || y.nan);
+    return FloatRange::of(x.low() + y.low(), x.high() + y.high(), x.low() + y.high(), x.high() + y.low(),
+                          x.nan || y.nan);
 }
 __device__ FloatRange operator-(FloatRange x, FloatRange y) {
-    return FloatRange::of(x.low() - y.high(), x.high() - y.low(), x.low() - y.low(), x.high() - y.high(), x.nan || y.nan);
+    return FloatRange::of(x.low() - y.high(), x.high() - y.low(), x.low() - y.low(), x.high() - y.high(),
+                          x.nan || y.nan);
 }
 __device__ FloatRange operator-(FloatRange x) { return {-x.hi, -x.lo, x.nan}; }
 
 __device__ FloatRange operator*(FloatRange x, FloatRange y) {
-    auto infinite = [](FloatRange x) { return fabsf(x.lo) == of_bits(0x7f800000) || fabsf(x.hi) == of_bits(0x7f800000); };
+    auto infinite = [](FloatRange x) {
+        return fabsf(x.lo) == of_bits(0x7f800000) || fabsf(x.hi) == of_bits(0x7f800000);
+    };
     auto zero = [](FloatRange x) { return x.lo <= 0.f && 0.f <= x.hi; };
     if ((infinite(x) && zero(y)) || (infinite(y) && zero(x))) return FloatRange::any();
-    return FloatRange::of(x.low() * y.low(), x.low() * y.high(), x.high() * y.low(), x.high() * y.high(), x.nan || y.nan);
+    return FloatRange::of(x.low() * y.low(), x.low() * y.high(), x.high() * y.low(), x.high() * y.high(),
+                          x.nan || y.nan);
 }
 
 __device__ FloatRange operator/(FloatRange x, FloatRange y) {
     if (!(y.lo > 0.f || y.hi < 0.f)) return FloatRange::any();
-    return FloatRange::of(x.low() / y.low(), x.low() / y.high(), x.high() / y.low(), x.high() / y.high(), x.nan || y.nan);
+    return FloatRange::of(x.low() / y.low(), x.low() / y.high(), x.high() / y.low(), x.high() / y.high(),
+                          x.nan || y.nan);
 }
 
 __device__ FloatRange operator%(FloatRange x, FloatRange y) {
@@ -218,11 +226,21 @@ __device__ FloatRange abs(FloatRange x) {
 __device__ FloatRange floor(FloatRange x) { return {floorf(x.lo), floorf(x.hi), x.nan}; }
 
 // Functions that grow with their argument.
-__device__ FloatRange exp(FloatRange x) { return x.known() ? FloatRange(exp(x.low())) : FloatRange::widened(exp(x.low()), exp(x.high()), x.nan); }
-__device__ FloatRange exp2(FloatRange x) { return x.known() ? FloatRange(exp2(x.low())) : FloatRange::widened(exp2(x.low()), exp2(x.high()), x.nan); }
-__device__ FloatRange tanh(FloatRange x) { return x.known() ? FloatRange(tanh(x.low())) : FloatRange::widened(tanh(x.low()), tanh(x.high()), x.nan); }
-__device__ FloatRange sigmoid(FloatRange x) { return x.known() ? FloatRange(sigmoid(x.low())) : FloatRange::widened(sigmoid(x.low()), sigmoid(x.high()), x.nan); }
-__device__ FloatRange erf(FloatRange x) { return x.known() ? FloatRange(erf(x.low())) : FloatRange::widened(erf(x.low()), erf(x.high()), x.nan); }
+__device__ FloatRange exp(FloatRange x) {
+    return x.known() ? FloatRange(exp(x.low())) : FloatRange::widened(exp(x.low()), exp(x.high()), x.nan);
+}
+__device__ FloatRange exp2(FloatRange x) {
+    return x.known() ? FloatRange(exp2(x.low())) : FloatRange::widened(exp2(x.low()), exp2(x.high()), x.nan);
+}
+__device__ FloatRange tanh(FloatRange x) {
+    return x.known() ? FloatRange(tanh(x.low())) : FloatRange::widened(tanh(x.low()), tanh(x.high()), x.nan);
+}
+__device__ FloatRange sigmoid(FloatRange x) {
+    return x.known() ? FloatRange(sigmoid(x.low())) : FloatRange::widened(sigmoid(x.low()), sigmoid(x.high()), x.nan);
+}
+__device__ FloatRange erf(FloatRange x) {
+    return x.known() ? FloatRange(erf(x.low())) : FloatRange::widened(erf(x.low()), erf(x.high()), x.nan);
+}
 
 // The same for arguments that are not negative.
 __device__ FloatRange log(FloatRange x) {
@@ -286,8 +304,8 @@ constexpr int RANGE_BLOCK = 32;
 // Leading axes with up to this many rows are joined row by row; beyond, anything is possible.
 constexpr int RANGE_ROWS = 64;
 
-// Where a table is. One that a CTA makes for itself (own_tables.cuh) is told by the bytes before it in the CTA's dynamic
-// shared memory: less than OWN_TABLES_END, where no device memory lies.
+// Where a table is. One that a CTA makes for itself (own_tables.cuh) is told by the bytes before it in the CTA's
+// dynamic shared memory: less than OWN_TABLES_END, where no device memory lies.
 constexpr i64 OWN_TABLES_END = 1 << 20;
 template <typename Ends>
 __device__ bool is_own(const Ends* table) { return reinterpret_cast<i64>(table) < OWN_TABLES_END; }

@@ -36,7 +36,8 @@ __device__ Row finish_row(const ForwardParams& p, const Sequence& sequence, int 
         const i64 of_head = sequence.q_batch * p.lse.batch + head * p.lse.head;
         p.lse.data[of_head + at * p.lse.row] = row_sum == 0.f ? -infinity() : max_with_sink + log2_of(row_sum) * LN_2;
         if (p.max_score.data)
-            p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] = row_max;
+            p.max_score.data[sequence.q_batch * p.max_score.batch + head * p.max_score.head + at * p.max_score.row] =
+                row_max;
     }
     OutElem* out = static_cast<OutElem*>(p.out.data) + p.out.at(sequence.q_batch, head, at);
     return {out, p.out.elem, row_sum == 0.f ? 0.f : ratio(factor, row_sum)};

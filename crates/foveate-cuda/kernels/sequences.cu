@@ -72,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(SEQUENCE_THREADS) fv_sequences(cons
         const Scan before = scan<Total>(own, of_warps);
         // Rounded up to 16 rows, a sequence ends before floor16(its end) + 16 (i + 1).
         if (i < p.count)
-            p.sequences[i] = {i, 0, 0, q.start, q.length, k.start, k.length, tiles + before.here - own, q.start / 16 * 16 + 16 * i};
+            p.sequences[i] = {
+                i, 0, 0, q.start, q.length, k.start, k.length, tiles + before.here - own, q.start / 16 * 16 + 16 * i};
         tiles += before.all;
     }
     if (threadIdx.x == 0) p.sequences[p.count] = {0, 0, 0, 0, 0, 0, 0, p.tile_capacity, 0};

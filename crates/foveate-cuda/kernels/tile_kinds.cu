@@ -25,7 +25,8 @@ struct TileKindsParams {
     i64 lines;                  // batch * heads * rows
 };
 
-__device__ void write_listed(const TileList& list, i64 b, i64 h, i64 row, unsigned char kind, unsigned char* kinds, i64 columns) {
+__device__ void write_listed(const TileList& list, i64 b, i64 h, i64 row, unsigned char kind, unsigned char* kinds,
+                             i64 columns) {
     const i64* by = list.count_strides;
     const i64 count = list.counts[b * by[0] + h * by[1] + row * by[2]];
     const int* tiles = list.tiles + b * list.tile_strides[0] + h * list.tile_strides[1] + row * list.tile_strides[2];

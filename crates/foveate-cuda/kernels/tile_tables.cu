@@ -1,7 +1,7 @@
 // The tables of other libraries' block masks from runs of live tiles: fv_tile_tables<<<lines / 4, 128>>>
 //
-// A warp owns a line: a row of tiles, whose tables list key tiles, or a column, whose tables list query tiles. A table of a line has
-// the number of its tiles, and all tiles: first its own, then the others, both in order.
+// A warp owns a line: a row of tiles, whose tables list key tiles, or a column, whose tables list query tiles. A table
+// of a line has the number of its tiles, and all tiles: first its own, then the others, both in order.
 //
 //   runs of a row   (2, 2 full) (5, 1 partial) of 7 columns
 //   partial         1: 5, 0 1 2 3 4 6

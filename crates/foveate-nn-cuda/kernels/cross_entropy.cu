@@ -4,9 +4,9 @@
 //     dz = (exp(y - lse) (1 + 2 z_weight lse) - [label]) dy/dz
 //
 // The gradient is of both losses. A token without a label has losses 0 and gradient 0. Logits are read twice: the
-// second time, where a rank has all words, from the end of the row to its start, so that what was read last is still in L2;
-// the gradient is written there by streaming stores, which leave room for logits. Long rows have CTAs of so many threads that an SM has one, for
-// 132 rows of 128,256 words are 34 MB, and twice as many more than L2 holds.
+// second time, where a rank has all words, from the end of the row to its start, so that what was read last is still in
+// L2; the gradient is written there by streaming stores, which leave room for logits. Long rows have CTAs of so many
+// threads that an SM has one, for 132 rows of 128,256 words are 34 MB, and twice as many more than L2 holds.
 //
 //   FV_CAP       0 no cap, 1 a cap
 
@@ -23,7 +23,7 @@ struct CrossEntropyParams {
 struct LogitSumsParams {
     Rows logits;                // [tokens, vocabulary]
     u64 labels;                 // i32 [tokens]; negative: none
-    u64 sums;                   // f32 [tokens, 3], written: the largest logit, the sum of exponentials beside it, the label's logit
+    u64 sums;    // f32 [tokens, 3], written: the largest logit, the sum of exponentials beside it, the label's logit
     int vocabulary, first;      // ids of the rank, and the first of them
     float cap;
 };
@@ -59,7 +59,9 @@ struct Exponentials {
     __device__ void add(const Exponentials& other) {
         const float top = max_or_nan(most, other.most);
         // No logit yet: most is -infinity, and -infinity - -infinity NaN.
-        auto scaled = [&](const Exponentials& e) { return e.sum == 0.f ? 0.f : e.sum * exp2_fast((e.most - top) * LOG2_E); };
+        auto scaled = [&](const Exponentials& e) {
+            return e.sum == 0.f ? 0.f : e.sum * exp2_fast((e.most - top) * LOG2_E);
+        };
         sum = scaled(*this) + scaled(other);
         most = top;
     }
@@ -135,7 +137,8 @@ fv_cross_entropy(const __grid_constant__ CrossEntropyParams p) {
         tell(p.losses, p.z_losses, 0.f, 0.f);
         const float zeros[VECTOR] = {};
         if (p.wants_gradient)
-            for (int column = threadIdx.x * VECTOR; column < p.vocabulary; column += THREADS * VECTOR) store(logits + column, zeros);
+            for (int column = threadIdx.x * VECTOR; column < p.vocabulary; column += THREADS * VECTOR)
+                store(logits + column, zeros);
         return;
     }
     const float at_label = capped(widen<FV_DTYPE>(logits[label]), p.cap).value;

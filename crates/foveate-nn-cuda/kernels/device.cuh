@@ -61,7 +61,9 @@ template <typename T>
 __device__ T load_streaming(const T* from) {
     if constexpr (sizeof(T) == 16) {
         uint4 words;
-        asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(from));
+        asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                     : "l"(from));
         return reinterpret_cast<const T&>(words);
     } else return *from;
 }
@@ -78,7 +80,9 @@ template <typename T>
 __device__ void store_whole(T* to, const T& x) {
     if constexpr (sizeof(T) == 16) {
         const uint4& words = reinterpret_cast<const uint4&>(x);
-        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");
+        asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+                     "r"(words.w)
+                     : "memory");
     } else *to = x;
 }
 // Of the device's clock, since a moment that is always the same.

@@ -43,7 +43,9 @@ __device__ void widened(float (&x)[VECTOR], const Vector<typename ElemOf<DTYPE>:
     for (int i = 0; i < VECTOR; ++i) x[i] = widen<DTYPE>(from.of[i]);
 }
 template <int DTYPE = FV_DTYPE>
-__device__ void load(float (&x)[VECTOR], const typename ElemOf<DTYPE>::type* from) { widened<DTYPE>(x, fetch<DTYPE>(from)); }
+__device__ void load(float (&x)[VECTOR], const typename ElemOf<DTYPE>::type* from) {
+    widened<DTYPE>(x, fetch<DTYPE>(from));
+}
 template <int DTYPE = FV_DTYPE>
 __device__ Vector<typename ElemOf<DTYPE>::type, VECTOR> narrowed(const float (&x)[VECTOR]) {
     Vector<typename ElemOf<DTYPE>::type, VECTOR> v;

@@ -87,7 +87,8 @@ fv_embedding_join(const __grid_constant__ EmbeddingBackwardParams p) {
     const int row = joined.token - p.first;
     if (row < 0 || row >= p.rows) return;
     float sum = 0.f;
-    for (int i = joined.first; i < joined.end; ++i) sum += reinterpret_cast<const float*>(p.partial)[i64(i) * p.width + column];
+    for (int i = joined.first; i < joined.end; ++i)
+        sum += reinterpret_cast<const float*>(p.partial)[i64(i) * p.width + column];
     constexpr int DTYPE = FV_NARROW ? FV_DTYPE : 2;
     Gradient& to = reinterpret_cast<Gradient*>(p.d_table)[i64(row) * p.width + column];
     to = narrow<DTYPE>(widen<DTYPE>(to) + p.scale * sum);

@@ -53,10 +53,12 @@ __device__ void for_each_held(int dim, F each) {
         if (const int column = column_of(h); column < dim) each(h, column);
 }
 
-__device__ int position_of(u64 positions, i64 token) { return FV_TURN ? reinterpret_cast<const int*>(positions)[token] : 0; }
+__device__ int position_of(u64 positions, i64 token) {
+    return FV_TURN ? reinterpret_cast<const int*>(positions)[token] : 0;
+}
 
-// By what this lane's vectors of a head at a position turn, forward or, with a sign of -1, back. Nothing waits for angles
-// before they are used.
+// By what this lane's vectors of a head at a position turn, forward or, with a sign of -1, back. Nothing waits for
+// angles before they are used.
 struct Turn {
     float cosines[HELD][VECTOR], sines[HELD][VECTOR], sign;
     int half;
@@ -272,10 +274,12 @@ fv_head_norm_backward(const __grid_constant__ HeadNormBackwardParams p) {
                     d_w[keys][h][i] += shuffle_xor(d_w[keys][h][i], lanes);
         #pragma unroll 1
         for (int turn = 0; turn < WARPS; ++turn) {
-            if (turn == warp && threadIdx.x % 32 < LANES) for_each_held(p.dim, [&](int h, int column) {
-                #pragma unroll
-                for (int i = 0; i < VECTOR; ++i) sums[column + i] = (turn > 0 ? sums[column + i] : 0.f) + d_w[keys][h][i];
-            });
+            if (turn == warp && threadIdx.x % 32 < LANES)
+                for_each_held(p.dim, [&](int h, int column) {
+                    #pragma unroll
+                    for (int i = 0; i < VECTOR; ++i)
+                        sums[column + i] = (turn > 0 ? sums[column + i] : 0.f) + d_w[keys][h][i];
+                });
             sync_cta();
         }
         float* const partial = reinterpret_cast<float*>(p.partial) + (i64(blockIdx.x) * 2 + keys) * p.dim;

@@ -9,7 +9,8 @@ __device__ void store_moments(Moment* to, const float (&x)[VECTOR], const u32 (&
 }
 
 // Takes the random bits from elements whose numbers are not numbers: then their weight is none.
-__device__ void keep_nan(const float (&w)[VECTOR], u32 (&of_means)[VECTOR], u32 (&of_squares)[VECTOR], u32 (&of_weights)[VECTOR]) {
+__device__ void keep_nan(const float (&w)[VECTOR], u32 (&of_means)[VECTOR], u32 (&of_squares)[VECTOR],
+                         u32 (&of_weights)[VECTOR]) {
     bool some = false;
     #pragma unroll
     for (int i = 0; i < VECTOR; ++i) some |= w[i] != w[i];
@@ -23,7 +24,8 @@ fv_update(const __grid_constant__ UpdateParams p) {
     const Totals& totals = *reinterpret_cast<const Totals*>(p.totals);
     const StepConstants& step = *reinterpret_cast<const StepConstants*>(p.constants);
     const PieceParams* const pieces = reinterpret_cast<const PieceParams*>(p.pieces);
-    const PieceParams piece = pieces[last_piece(p.piece_count, [&](int i) { return pieces[i].chunk <= int(blockIdx.x); })];
+    const PieceParams piece =
+        pieces[last_piece(p.piece_count, [&](int i) { return pieces[i].chunk <= int(blockIdx.x); })];
     const Rule rule(p, step, piece, totals.factor);
     const Weights weights(p);
     Draw draw = {step.random, 0};

@@ -4,8 +4,8 @@
 
 constexpr int BLOCK = 256, HELD = BLOCK / 32 / VECTOR;
 
-// A code: 4 bits of exponent and `MANTISSA` of mantissa, with zero and subnormals. Those lie as far apart as the numbers
-// of the least exponent, so that they are codes of these with LEAST, their smallest, taken away.
+// A code: 4 bits of exponent and `MANTISSA` of mantissa, with zero and subnormals. Those lie as far apart as the
+// numbers of the least exponent, so that they are codes of these with LEAST, their smallest, taken away.
 constexpr float LEAST = 1.f / 16384.f;
 
 template <int MANTISSA>
@@ -47,7 +47,8 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
     float& mean_scale = reinterpret_cast<float*>(mean_codes + blocks * BLOCK)[block];
     float m[HELD][VECTOR], v[HELD][VECTOR] = {}, most_mean = 0.f, most_root = 0.f;
     i64 shift = 0;
-    const float scale_of_mean = mean_scale, scale_of_root = FV_RULE == 0 ? reinterpret_cast<float*>(square_codes + blocks * BLOCK)[block] : 0.f;
+    const float scale_of_mean = mean_scale,
+                scale_of_root = FV_RULE == 0 ? reinterpret_cast<float*>(square_codes + blocks * BLOCK)[block] : 0.f;
     int number = last_piece(p.piece_count, [&](int i) { return pieces[i].first <= block * BLOCK; });
     #pragma unroll
     for (int h = 0; h < HELD; ++h) {
@@ -57,7 +58,8 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
         if constexpr (FV_RULE == 0) of_root = *reinterpret_cast<const Codes*>(square_codes + at);
         #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const float mean = number_of<3>(of_mean.of[i] & 0x7f) * scale_of_mean, root = number_of<4>(of_root.of[i]) * scale_of_root;
+            const float mean = number_of<3>(of_mean.of[i] & 0x7f) * scale_of_mean,
+                        root = number_of<4>(of_root.of[i]) * scale_of_root;
             m[h][i] = bits_float(float_bits(mean) ^ (of_mean.of[i] & 0x80) << 24);
             v[h][i] = root * root;
         }
@@ -95,7 +97,8 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
         for (int i = 0; i < VECTOR; ++i) {
             draw.to(at + shift, i);
             const float mean = fabsf(m[h][i]), root = sqrt_fast(v[h][i] * NORMAL) * (NORMAL_ROOT * of_root);
-            const u32 of_m = code_of<3>(mean * of_mean, draw.of(at + shift, i, OF_MEAN)), code = code_of<4>(root, draw.of(at + shift, i, OF_SQUARE));
+            const u32 of_m = code_of<3>(mean * of_mean, draw.of(at + shift, i, OF_MEAN)),
+                      code = code_of<4>(root, draw.of(at + shift, i, OF_SQUARE));
             means.of[i] = of_m | (m[h][i] < 0.f && of_m > 0 ? 0x80 : 0);
             roots.of[i] = code > 0 || root == 0.f ? code : 1;
         }

@@ -100,7 +100,8 @@ struct Draw {
     }
 };
 
-// Rounded to bf16 up with the probability of what is cut off, by 16 random bits. Infinity stays; NaN does with bits of 0
+// Rounded to bf16 up with the probability of what is cut off, by 16 random bits. Infinity stays; NaN does with bits of
+// 0
 // (`keep_nan`), since a carry could make it zero.
 template <typename To>
 __device__ void store_rounded(To* to, const float (&x)[VECTOR], const u32 (&random)[VECTOR]) {
@@ -137,7 +138,8 @@ constexpr float NORMAL = 16777216.f, NORMAL_ROOT = 1.f / 4096.f;
 struct Rule {
     float factor, rate, keep, beta1, beta2, root_scale, eps;
 
-    __device__ Rule(const UpdateParams& p, const StepConstants& step, const PieceParams& piece, float factor) : factor(factor) {
+    __device__ Rule(const UpdateParams& p, const StepConstants& step, const PieceParams& piece, float factor)
+        : factor(factor) {
         rate = step.rate * piece.rate * step.mean_scale;
         keep = 1.f - step.rate * piece.rate * p.weight_decay * piece.decay;
         beta1 = p.beta1;
@@ -151,7 +153,8 @@ struct Rule {
         if constexpr (FV_RULE == 0) {
             m = fmaf(beta1, m, (1.f - beta1) * x);
             v = fmaf(beta2, v, (1.f - beta2) * x * x);
-            if constexpr (FV_MOMENTS > 0) w = keep * w - rate * (m * reciprocal_fast(fmaf(sqrt_fast(v * root_scale), NORMAL_ROOT, eps)));
+            if constexpr (FV_MOMENTS > 0)
+                w = keep * w - rate * (m * reciprocal_fast(fmaf(sqrt_fast(v * root_scale), NORMAL_ROOT, eps)));
             else w = keep * w - rate * m / (sqrtf(v * root_scale) + eps);
         } else {
             m = fmaf(beta1, m, x);
@@ -176,7 +179,8 @@ struct Weights {
     Weight* weights;
     u16* remainders;
 
-    __device__ Weights(const UpdateParams& p) : weights(reinterpret_cast<Weight*>(p.weights)), remainders(reinterpret_cast<u16*>(p.remainders)) {}
+    __device__ Weights(const UpdateParams& p)
+        : weights(reinterpret_cast<Weight*>(p.weights)), remainders(reinterpret_cast<u16*>(p.remainders)) {}
 
     __device__ void load(float (&w)[VECTOR], i64 at) const {
         ::load<WEIGHT_DTYPE>(w, weights + at);

@@ -41,7 +41,8 @@ fv_copy_rows(const __grid_constant__ CopyRowsParams p) {
     const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (column >= p.width) return;
     typedef Vector<Elem, VECTOR> Elems;
-    *reinterpret_cast<Elems*>(p.to.row(blockIdx.x) + column) = *reinterpret_cast<const Elems*>(p.from.row(blockIdx.x) + column);
+    *reinterpret_cast<Elems*>(p.to.row(blockIdx.x) + column) = *reinterpret_cast<const Elems*>(p.from.row(blockIdx.x) +
+                                                                                               column);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

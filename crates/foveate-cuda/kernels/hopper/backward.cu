@@ -21,8 +21,8 @@
 //     dS is written, for both consumers      dQ of the step before, smem -> added to dq_accum
 //     start dV += P^T dO, and look for the next step    dV has come: release dO  (not JOINS_DV)
 //
-// so that the exponentials run beside dK. The beginning of dV joins dP and its end the next step where registers are short
-// (JOINS_DV). Where scores are plain and there is room (SUBTRACTS_FIRST), a step is
+// so that the exponentials run beside dK. The beginning of dV joins dP and its end the next step where registers are
+// short (JOINS_DV). Where scores are plain and there is room (SUBTRACTS_FIRST), a step is
 //
 //     start S^T of this step     start dQ, dK and the end of dV of the step before
 //     S^T has come: half of P              dQ has come: dQ -> smem
@@ -32,7 +32,8 @@
 //     dS is written, for both consumers    dQ -> added to dq_accum
 //     look for the next step               dV has come
 //
-// And where scores are functions and tiles have 128 queries (LATE_COLUMNS), half of P comes before dP^T starts, beside dK.
+// And where scores are functions and tiles have 128 queries (LATE_COLUMNS), half of P comes before dP^T starts, beside
+// dK.
 //
 // Nothing that ptxas cannot follow may stand between the start of a product and the wait for it (see forward.cu), so
 // the first step of an item, and one whose mask is evaluated or whose score is not plain arithmetic (FV_OVERLAP),
@@ -69,7 +70,8 @@ struct RowWriter {
 
     __device__ void read(const Step& step) { read_rows(p, step, lse, delta); }
     __device__ void write() {
-        const Ring<FV_STAGES> before = ROW_STAGES == FV_STAGES ? Ring<FV_STAGES>{stage.stage, stage.round - 1} : stage.before().before();
+        const Ring<FV_STAGES> before = ROW_STAGES == FV_STAGES ? Ring<FV_STAGES>{stage.stage, stage.round - 1}
+                                                               : stage.before().before();
         barriers.d_out_empty(before.stage).wait(before.round);
         const int place = ROW_STAGES == FV_STAGES ? stage.stage : number & 1;
         bool is_any_huge = false;
@@ -80,7 +82,8 @@ struct RowWriter {
             to[AT_DELTA / 4] = delta[i];
             is_any_huge |= is_huge(lse[i]);
         }
-        if constexpr (HAS_ROW_WEIGHT_SUM && FINDS_HUGE_LSE) reinterpret_cast<int*>(shared)[AT_HUGE / 4 + stage.stage] = __any_sync(~0u, is_any_huge);
+        if constexpr (HAS_ROW_WEIGHT_SUM && FINDS_HUGE_LSE)
+            reinterpret_cast<int*>(shared)[AT_HUGE / 4 + stage.stage] = __any_sync(~0u, is_any_huge);
         barriers.full(stage.stage).arrive_warp();
         stage.advance();
         ++number;
@@ -89,7 +92,8 @@ struct RowWriter {
 
 #if FV_ORDERED_DQ
 // The producer of V, dO, lse and delta: one warp, whose first lane starts the copies.
-__device__ void copy_values_and_rows(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
+__device__ void copy_values_and_rows(const Copies& copies, const Barriers& barriers, const TensorMap& map_v,
+                                     const TensorMap& map_d_out) {
     ValueCopier<Barriers> values = {copies, barriers, map_v, map_d_out};
     RowWriter rows = {copies.p, copies.shared, barriers};
     Ring<STEPS> ring;
@@ -108,7 +112,8 @@ __device__ void copy_values_and_rows(const Copies& copies, const Barriers& barri
     }
 }
 
-// Adds dQ of each step to dq_accum, after that of all tiles of keys of lower rank and before that of others: one thread.
+// Adds dQ of each step to dq_accum, after that of all tiles of keys of lower rank and before that of others: one
+// thread.
 __device__ void add_dq(const Copies& copies, const Barriers& barriers) {
     const BackwardParams& p = copies.p;
     u32* const added = dq_added(p);
@@ -162,20 +167,24 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods, const __grid_constant__ PersistentParams persistent,
-            const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods,
+            const __grid_constant__ PersistentParams persistent, const __grid_constant__ TensorMap map_q,
+            const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
             const __grid_constant__ TensorMap map_d_out) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
     const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
     const Barriers barriers = {base};
     prepare(barriers, base, map_q, map_k, map_v, map_d_out);
-    if (warpgroup == 0) return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
+    if (warpgroup == 0)
+        return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
     take_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1;
-    const Operand keys = Operand::rows(base + consumer * 64 * PANEL_ROW), values = Operand::rows(base + AT_V + consumer * 64 * PANEL_ROW);
+    const Operand keys = Operand::rows(base + consumer * 64 * PANEL_ROW),
+                  values = Operand::rows(base + AT_V + consumer * 64 * PANEL_ROW);
     const int dq_first = SPLIT_DQ_ROWS ? 0 : consumer * DQ_COLUMNS;
-    const Operand keys_across = Operand::columns(base + dq_first / PANEL_COLUMNS * FV_BN * PANEL_ROW + dq_first % PANEL_COLUMNS * 2, FV_BN * PANEL_ROW);
+    const Operand keys_across = Operand::columns(
+        base + dq_first / PANEL_COLUMNS * FV_BN * PANEL_ROW + dq_first % PANEL_COLUMNS * 2, FV_BN * PANEL_ROW);
     // Of this thread, where they are constant: what reads threadIdx beside products waits for them.
     const u32 thread = pinned(threadIdx.x);
     const u32 rows_at = pinned(base + Spot::of_lane().query * 4);
@@ -194,7 +203,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     ScoreFragment dp;
     float dk[N_K][4], dv[N_V][4], dq[N_Q][4];
     u32 weights[FV_BM / 16][4];                // P^T as an operand
-    float* target;                             // in dq_accum, of the step before and the warp; null if none of its queries exists
+    float* target;    // in dq_accum, of the step before and the warp; null if none of its queries exists
 
     auto kind_at = [&](Ring<STEPS> at) {
         barriers.step_full(at.stage).wait(at.round);
@@ -220,13 +229,16 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     };
     // With a derivative the weights themselves are an operand only, and rounded at once.
     constexpr bool NARROWS_FIRST = FV_DSCORE && !FV_CAPTURES;
-    auto narrow_weights = [&](int n) { narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); }); };
+    auto narrow_weights = [&](int n) {
+        narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); });
+    };
     bool has_huge_lse = false;                 // of a step,
     bool has_bits = false;                     // and whether `visible` is its mask
     ScoreBits visible;
-    auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates, int from = 0, int to = N) {
-        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates, from, to, has_bits, visible,
-                                has_huge_lse);
+    auto compute_weights = [&](const Step& step, const float (&lse)[QUERIES_HELD], bool evaluates, int from = 0,
+                               int to = N) {
+        compute_p<FIRST_POWERS>(scores, p, mods, step, lse, rows_at + AT_LSE + rows_place(number & 1), evaluates, from,
+                                to, has_bits, visible, has_huge_lse);
         if (NARROWS_FIRST)
             #pragma unroll
             for (int n = 0; n < N; ++n) narrow_weights(n);
@@ -237,7 +249,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             for (int n = 0; n < 2 * FIRST_DV; ++n) narrow_weights(n);
     };
     auto start_dv = [&](Ring<FV_STAGES> stage, int from, int to) {
-        start_sums(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW), from, to);
+        start_sums(dv, weights, Operand::columns(base + AT_D_OUT + stage.stage * D_OUT_BYTES, FV_BM * PANEL_ROW), from,
+                   to);
     };
     auto start_first_dv = [&] {
         start_dv(stage, 0, FIRST_DV);
@@ -266,7 +279,9 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         product_fence();
         start_dv(before, LAST_DV, FV_BM / 16);
         if constexpr (!FV_SEPARATE_DQ)
-            start_dq(dq, Operand::rows(base + AT_DS + parity * DS_BYTES + (SPLIT_DQ_ROWS ? consumer * 64 * PANEL_ROW : 0)), keys_across);
+            start_dq(dq,
+                     Operand::rows(base + AT_DS + parity * DS_BYTES + (SPLIT_DQ_ROWS ? consumer * 64 * PANEL_ROW : 0)),
+                     keys_across);
         // Into a group without products the assembler puts one of its own.
         if constexpr (!FV_SEPARATE_DQ || LAST_DV < FV_BM / 16) product_commit();
         start_dk(dk, Operand::columns(base + AT_DS + parity * DS_BYTES + consumer * FV_BM * PANEL_ROW, 0),
@@ -277,8 +292,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         __syncwarp();
         if (leads_warp()) barriers.step_empty(place.now().stage).arrive();
     };
-    // Where the warp's dQ of a step goes in dq_accum; null if none of its queries exists. Where registers are short, from dq_at
-    // of its first lane, which is the one to send it.
+    // Where the warp's dQ of a step goes in dq_accum; null if none of its queries exists. Where registers are short,
+    // from dq_at of its first lane, which is the one to send it.
     auto target_of = [&](const Step& step) -> float* {
         const int to = SUBTRACTS_FIRST ? int(dq_at - base - AT_DQ) / 4 : dq_to;
         const int row = SUBTRACTS_FIRST ? to / (16 * FV_DP) * 16 : first_row;
@@ -334,7 +349,9 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             const int parity = together >> 8 & 1;
             has_bits = FV_MASK_BITS && kind & Step::BITS;
             if (has_bits) {
-                const u32* const from = persistent.mask_bits + (i64(together / Step::SLOT) * (128 * CONSUMERS) + thread - 128) * mask_words(FV_BM);
+                const u32* const from = persistent.mask_bits +
+                                        (i64(together / Step::SLOT) * (128 * CONSUMERS) + thread - 128) *
+                                            mask_words(FV_BM);
                 #pragma unroll
                 for (int i = 0; i < mask_words(FV_BM); ++i) visible.words[i] = __ldg(from + i);
             }
@@ -344,7 +361,9 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             if (FV_OVERLAP && (kind & ~(Step::LAST | Step::BITS)) == 0) {
                 start_s(stage);
                 start_pending(stage.before(), 1 - parity);
-                if (LSE_EARLY) load_rows(lse, rows_at + AT_LSE + rows_place(parity), 0, SUBTRACTS_FIRST ? 2 * FIRST_POWERS : QUERIES_HELD);
+                if (LSE_EARLY)
+                    load_rows(lse, rows_at + AT_LSE + rows_place(parity), 0,
+                              SUBTRACTS_FIRST ? 2 * FIRST_POWERS : QUERIES_HELD);
                 if constexpr (SUBTRACTS_FIRST) {
                     product_wait<2>();
                     pin(scores.g[0]);
@@ -408,7 +427,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             #pragma unroll
             for (int k = 0; k < FV_BM / 16; ++k) {
                 u32 ds[4];
-                if (DELTA_LATE && k % 2 == 0) load_rows(delta, rows_at + AT_DELTA + rows_place(parity), k * 4, k * 4 + 8);
+                if (DELTA_LATE && k % 2 == 0)
+                    load_rows(delta, rows_at + AT_DELTA + rows_place(parity), k * 4, k * 4 + 8);
                 #pragma unroll
                 for (int n = k * 2; n < k * 2 + 2; ++n) {
                     if (!NARROWS_FIRST && n >= 2 * FIRST_DV) narrow_weights(n);

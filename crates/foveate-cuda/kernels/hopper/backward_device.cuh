@@ -1,14 +1,15 @@
 // Parts of fv_backward on Hopper: its mbarriers, and the products of a consumer.
 
-// Where a tile has 128 queries and scores are functions, registers do not hold lse of all queries beside S, dP, dK and dV:
-// so many columns of P come after the others, once dP has started, and lse of theirs is read then.
+// Where a tile has 128 queries and scores are functions, registers do not hold lse of all queries beside S, dP, dK and
+// dV: so many columns of P come after the others, once dP has started, and lse of theirs is read then.
 constexpr int LATE_COLUMNS = DP_EARLY && FV_SCORE && FV_BM == 128 && !SCORES_IN_LOOP ? N / 2 : 0;
 // And delta is read when it is subtracted, if dP does not start from it.
 constexpr bool DELTA_LATE = !FROM_DELTA && (LATE_COLUMNS > 0 || FV_DSCORE);
 
 // The mbarriers.
 struct Barriers : StepBarriers {
-    static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 6, DQ = RINGS + 3 * FV_STAGES, COUNT = DQ + 2 * FV_ORDERED_DQ;
+    static constexpr int OWN = STEP_BARRIERS, RINGS = OWN + 6, DQ = RINGS + 3 * FV_STAGES,
+                         COUNT = DQ + 2 * FV_ORDERED_DQ;
 
     __device__ CopyBarrier k_full() const { return at(OWN); }
     __device__ CopyBarrier v_full() const { return at(OWN + 1); }
@@ -49,7 +50,8 @@ static_assert(64 * STEPS + 8 * Barriers::COUNT + 4 * ROW_STAGES <= END_BYTES, "n
 
 // dV += P^T dO, of steps from .. to of 16 queries.
 template <int COLUMNS>
-__device__ void start_sums(float (&sums)[COLUMNS][4], const u32 (&scores)[FV_BM / 16][4], Operand rows, int from, int to) {
+__device__ void start_sums(float (&sums)[COLUMNS][4], const u32 (&scores)[FV_BM / 16][4], Operand rows, int from,
+                           int to) {
     #pragma unroll
     for (int k = from; k < to; ++k) multiply_async(sums, scores[k], rows + k * 16 * PANEL_ROW);
 }
@@ -89,5 +91,7 @@ __device__ void store_dq(u32 lane, const float (&dq)[N_Q][4]) {
     #pragma unroll
     for (int n = 0; n < N_Q; ++n)
         if (FV_DP % PANEL_COLUMNS == 0 || dq_column() + n < N_K)
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(lane + n * 512), "f"(dq[n][0]), "f"(dq[n][1]), "f"(dq[n][2]), "f"(dq[n][3]) : "memory");
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(lane + n * 512), "f"(dq[n][0]),
+                         "f"(dq[n][1]), "f"(dq[n][2]), "f"(dq[n][3])
+                         : "memory");
 }

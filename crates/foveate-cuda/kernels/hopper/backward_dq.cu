@@ -13,8 +13,8 @@
 //     S has come:                                    P = exp(score(scale S) - lse), 0 where the mask is false
 //     dP has come: release V                         dS = P (dP - delta) dscore/ds, rounded
 //
-// What of it runs beside no product of its own runs beside those of the other consumer. As in fv_backward, the first step
-// of an item, and one whose mask is evaluated or whose score is not plain arithmetic (FV_OVERLAP), waits for all
+// What of it runs beside no product of its own runs beside those of the other consumer. As in fv_backward, the first
+// step of an item, and one whose mask is evaluated or whose score is not plain arithmetic (FV_OVERLAP), waits for all
 // products before P.
 
 struct Barriers : StepBarriers {
@@ -76,7 +76,8 @@ struct LiveKeys {
 };
 
 // The scheduler: one warp, whose lanes do the same.
-__device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared, StepBarriers barriers) {
+__device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared,
+                         StepBarriers barriers) {
     const u32 items = p.tile_count * p.heads_q;
     Announcer ring = {shared, barriers};
     Step step = {};
@@ -117,7 +118,8 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
 }
 
 // The producer of K and Q: one thread.
-__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k, const TensorMap& map_q) {
+__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k,
+                             const TensorMap& map_q) {
     const PersistentParams& at = copies.persistent;
     Ring<FV_STAGES> k;
     int item = -1;
@@ -125,17 +127,20 @@ __device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, con
         if (step.kind & Step::FIRST) {
             barriers.rows_empty().wait(item++);
             barriers.rows_full().arrive_expecting(Q_BYTES);
-            copies.queries<FV_BM, FV_D>(copies.base, map_q, barriers.rows_full(), step, at.q_head, at.q_group, at.q_batch);
+            copies.queries<FV_BM, FV_D>(copies.base, map_q, barriers.rows_full(), step, at.q_head, at.q_group,
+                                        at.q_batch);
         }
         barriers.k_empty(k.stage).wait(k.round - 1);
         barriers.k_full(k.stage).arrive_expecting(K_BYTES);
-        copies.keys<FV_D>(copies.base + AT_K + k.stage * K_BYTES, map_k, barriers.k_full(k.stage), step, at.k_head, at.k_batch);
+        copies.keys<FV_D>(copies.base + AT_K + k.stage * K_BYTES, map_k, barriers.k_full(k.stage), step, at.k_head,
+                          at.k_batch);
         k.advance();
     });
 }
 
 // The producer of V and dO: one thread.
-__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
+__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v,
+                                 const TensorMap& map_d_out) {
     const PersistentParams& at = copies.persistent;
     Ring<V_STAGES> v;
     int item = -1;
@@ -143,11 +148,13 @@ __device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers,
         if (step.kind & Step::FIRST) {
             barriers.rows_empty().wait(item++);
             barriers.rows_full().arrive_expecting(D_OUT_BYTES);
-            copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT, map_d_out, barriers.rows_full(), step, at.d_out_head, at.d_out_group, at.d_out_batch);
+            copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT, map_d_out, barriers.rows_full(), step, at.d_out_head,
+                                         at.d_out_group, at.d_out_batch);
         }
         barriers.v_empty(v.stage).wait(v.round - 1);
         barriers.v_full(v.stage).arrive_expecting(V_BYTES);
-        copies.keys<FV_DV>(copies.base + AT_V + v.stage * V_BYTES, map_v, barriers.v_full(v.stage), step, at.v_head, at.v_batch);
+        copies.keys<FV_DV>(copies.base + AT_V + v.stage * V_BYTES, map_v, barriers.v_full(v.stage), step, at.v_head,
+                           at.v_batch);
         v.advance();
     });
 }
@@ -188,18 +195,21 @@ __device__ void start_dq(float (&dq)[N_Q][4], const u32 (&ds)[FV_BN / 16][4], Op
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods, const __grid_constant__ PersistentParams persistent,
-               const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods,
+               const __grid_constant__ PersistentParams persistent, const __grid_constant__ TensorMap map_q,
+               const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
                const __grid_constant__ TensorMap map_d_out) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
     const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
     const Barriers barriers = {base};
     prepare(barriers, base, map_q, map_k, map_v, map_d_out);
-    if (warpgroup == 0) return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
+    if (warpgroup == 0)
+        return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
     take_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1;
-    const Operand queries = Operand::rows(base + consumer * 64 * PANEL_ROW), d_outs = Operand::rows(base + AT_D_OUT + consumer * 64 * PANEL_ROW);
+    const Operand queries = Operand::rows(base + consumer * 64 * PANEL_ROW),
+                  d_outs = Operand::rows(base + AT_D_OUT + consumer * 64 * PANEL_ROW);
     // Of this thread, where they are constant: what reads threadIdx beside products waits for them.
     const u32 thread = pinned(threadIdx.x);
     const u32 lse_at = pinned(base + AT_LSE + Spot::of_lane().query * 4);
@@ -271,7 +281,8 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
             } else {
                 barriers.v_full(v.stage).wait(v.round);
                 // NaN past the end times a weight of 0 is NaN.
-                if (kind & Step::EVALUATES && step.keys < FV_BN) clear_rows(shared + AT_K + k.stage * K_BYTES, FV_BN, panels(FV_D), step.keys);
+                if (kind & Step::EVALUATES && step.keys < FV_BN)
+                    clear_rows(shared + AT_K + k.stage * K_BYTES, FV_BN, panels(FV_D), step.keys);
                 if (kind & Step::FIRST) {
                     product_fence();
                     start_s();
@@ -329,7 +340,8 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
             if (leads()) barriers.k_empty(before).arrive();
         }
         const Step done = step_in(shared, place);
-        store_gradient(p.dq, p.dq.at(done.q_batch, done.head, done.q_row), done.queries, FV_D, dq, p.scale, p.accumulate);
+        store_gradient(p.dq, p.dq.at(done.q_batch, done.head, done.q_row), done.queries, FV_D, dq, p.scale,
+                       p.accumulate);
         release_step();
     }
 }

@@ -1,12 +1,12 @@
 // The items of kernels that own tiles of keys: the scheduler that walks them, and the producers of their tiles.
 
-// Query heads of an item: all those of a KV head, or with FV_SPLIT_GQA one, whose dK and dV fv_group_sums adds to those of
-// the others.
+// Query heads of an item: all those of a KV head, or with FV_SPLIT_GQA one, whose dK and dV fv_group_sums adds to those
+// of the others.
 constexpr int ITEM_HEADS = FV_SPLIT_GQA ? 1 : FV_GROUP;
 
 // A tile of keys and the heads of an item, as CTAs take them one after the other: where a mask makes some heavier than
-// others, p.interleaved_heads of all that have items take turns at each tile, so that the heaviest items of all of them come
-// first; and where CTAs add dQ in order, so that few of those that start together add to the same.
+// others, p.interleaved_heads of all that have items take turns at each tile, so that the heaviest items of all of them
+// come first; and where CTAs add dQ in order, so that few of those that start together add to the same.
 struct KeysItem {
     u32 tile, heads;                    // ITEM_HEADS query heads from heads * ITEM_HEADS on
 
@@ -20,13 +20,15 @@ struct KeysItem {
 };
 
 // Slots of mask bits, of each run; null where there are none.
-__device__ const int* mask_slots_of(const PersistentParams& persistent) { return FV_MASK_BITS ? persistent.mask_slots : nullptr; }
+__device__ const int* mask_slots_of(const PersistentParams& persistent) {
+    return FV_MASK_BITS ? persistent.mask_slots : nullptr;
+}
 
 #if FV_ORDERED_DQ
-// Iterates over the live tiles of queries of an item, from the last to the first: of every sequence that reads its keys,
-// and of every query head of the item, one tile of each in turn where the mask does not tell heads apart. All items
-// of a sequence begin with the same tile and go the same way, so each follows those before it at a distance and adds to
-// dq_accum after them without having to wait for long.
+// Iterates over the live tiles of queries of an item, from the last to the first: of every sequence that reads its
+// keys, and of every query head of the item, one tile of each in turn where the mask does not tell heads apart. All
+// items of a sequence begin with the same tile and go the same way, so each follows those before it at a distance and
+// adds to dq_accum after them without having to wait for long.
 struct LiveQueries {
     const BackwardParams& p;
     const int* const mask_slots;
@@ -127,19 +129,21 @@ struct LiveQueries {
 };
 #endif
 
-// Writes a consumer's rows of dK or dV of an item, of which `done` is a step: to `view`, or with FV_SPLIT_GQA as that of the
-// query head to `of_head`.
+// Writes a consumer's rows of dK or dV of an item, of which `done` is a step: to `view`, or with FV_SPLIT_GQA as that
+// of the query head to `of_head`.
 template <int COLUMNS>
 __device__ void store_of_keys(const BackwardParams& p, const View& view, const View& of_head, const Step& done, int dim,
                               const float (&sums)[COLUMNS][4], float factor) {
     if constexpr (FV_SPLIT_GQA)
         store_gradient(of_head, of_head.at(done.k_batch, done.head, done.k_row), done.keys, dim, sums, factor, false);
     else
-        store_gradient(view, view.at(done.k_batch, done.head_kv, done.k_row), done.keys, dim, sums, factor, p.accumulate);
+        store_gradient(view, view.at(done.k_batch, done.head_kv, done.k_row), done.keys, dim, sums, factor,
+                       p.accumulate);
 }
 
 // The scheduler: one warp, whose lanes do the same.
-__device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared, StepBarriers barriers) {
+__device__ void schedule(const BackwardParams& p, const PersistentParams& persistent, char* shared,
+                         StepBarriers barriers) {
     const u32 items = p.tile_count * KeysItem::all_heads(p);
     Announcer ring = {shared, barriers};
     Step step = {};
@@ -179,7 +183,9 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
 #endif
             const bool cut = step.queries < FV_BM || step.keys < FV_BN;
             const bool has_bits = FV_MASK_BITS && queries.evaluates && queries.slot >= 0 && !cut;
-            const int of_mask = has_bits ? Step::BITS + queries.slot * Step::SLOT : queries.evaluates || cut ? Step::EVALUATES : 0;
+            const int of_mask = has_bits                   ? Step::BITS + queries.slot * Step::SLOT
+                                : queries.evaluates || cut ? Step::EVALUATES
+                                                           : 0;
             more = queries.next();
             step.kind = of_mask + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST);
             ring.announce(step);
@@ -191,7 +197,8 @@ __device__ void schedule(const BackwardParams& p, const PersistentParams& persis
 
 // The producer of K and Q: one thread.
 template <typename Barriers>
-__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k, const TensorMap& map_q) {
+__device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, const TensorMap& map_k,
+                             const TensorMap& map_q) {
     const PersistentParams& at = copies.persistent;
     Ring<FV_STAGES> q;
     int item = -1;
@@ -203,7 +210,8 @@ __device__ void copy_k_and_q(const Copies& copies, const Barriers& barriers, con
         }
         barriers.q_empty(q.stage).wait(q.round - 1);
         barriers.q_full(q.stage).arrive_expecting(Q_BYTES);
-        copies.queries<FV_BM, FV_D>(copies.base + AT_Q + q.stage * Q_BYTES, map_q, barriers.q_full(q.stage), step, at.q_head, at.q_group, at.q_batch);
+        copies.queries<FV_BM, FV_D>(copies.base + AT_Q + q.stage * Q_BYTES, map_q, barriers.q_full(q.stage), step,
+                                    at.q_head, at.q_group, at.q_batch);
         q.advance();
     });
 }
@@ -227,15 +235,17 @@ struct ValueCopier {
         }
         barriers.d_out_empty(d_out.stage).wait(d_out.round - 1);
         barriers.d_out_full(d_out.stage).arrive_expecting(D_OUT_BYTES);
-        copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT + d_out.stage * D_OUT_BYTES, map_d_out, barriers.d_out_full(d_out.stage), step,
-                                     at.d_out_head, at.d_out_group, at.d_out_batch);
+        copies.queries<FV_BM, FV_DV>(copies.base + AT_D_OUT + d_out.stage * D_OUT_BYTES, map_d_out,
+                                     barriers.d_out_full(d_out.stage), step, at.d_out_head, at.d_out_group,
+                                     at.d_out_batch);
         d_out.advance();
     }
 };
 
 // The producer of V and dO: one thread.
 template <typename Barriers>
-__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v, const TensorMap& map_d_out) {
+__device__ void copy_v_and_d_out(const Copies& copies, const Barriers& barriers, const TensorMap& map_v,
+                                 const TensorMap& map_d_out) {
     ValueCopier<Barriers> values = {copies, barriers, map_v, map_d_out};
     copies.for_each_step([&](const Step& step) { values.copy(step); });
 }

@@ -1,7 +1,7 @@
 // Tiles of fv_backward on Hopper: what smem holds, and how consumers own the scores.
 
 constexpr int CONSUMERS = FV_WARPS / 4 - 1;                // warpgroups, 64 keys each
-constexpr int N = FV_BM / 8;                               // accumulators of a warp: 16 keys, 8 queries of S^T and dP^T,
+constexpr int N = FV_BM / 8;    // accumulators of a warp: 16 keys, 8 queries of S^T and dP^T,
 constexpr int N_K = FV_DP / 8, N_V = FV_DVP / 8;           // 8 columns of dK, of dV,
 // and of its part of dQ: 64 queries for each consumer where there are so many, else columns of all queries.
 constexpr bool SPLIT_DQ_ROWS = FV_BM == 64 * CONSUMERS;
@@ -37,23 +37,24 @@ static_assert(FV_BM == 64 || SPLIT_DQ_ROWS, "consumers divide dQ evenly");
 // Whether dK and dV take most registers. Where they do not, there are some to start dP before P, beside which it runs.
 constexpr bool WIDE_SUMS = FV_DP + FV_DVP > 128, DP_EARLY = !WIDE_SUMS;
 
-// Such a dP starts from -delta in its accumulators, which then is in no register beside P and dP: not where dropout scales dP
-// before delta is subtracted, and not where a tile of 128 queries with a score adds dQ in order, which has no registers for it.
+// Such a dP starts from -delta in its accumulators, which then is in no register beside P and dP: not where dropout
+// scales dP before delta is subtracted, and not where a tile of 128 queries with a score adds dQ in order, which has no
+// registers for it.
 constexpr bool FROM_DELTA = DP_EARLY && !FV_DROPOUT && !(FV_SCORE && FV_ORDERED_DQ && FV_BM == 128);
 
 // Where scores are plain, lse is subtracted from S at once, and is in no register either.
 constexpr bool SUBTRACTS_FIRST = FROM_DELTA && !FV_SCORE;
-// Where a dP starts from -delta and scores are plain, or have a derivative, dV is started in two halves, each as soon as its
-// weights are rounded, beside the dS that follow.
+// Where a dP starts from -delta and scores are plain, or have a derivative, dV is started in two halves, each as soon
+// as its weights are rounded, beside the dS that follow.
 constexpr bool SPLITS_DV = FROM_DELTA && (!FV_SCORE || (FV_DSCORE && !FV_CAPTURES));
 
-// And where there are registers for it, lse is read before S has come: where it is subtracted first, that of the columns
-// whose powers stand beside dQ.
+// And where there are registers for it, lse is read before S has come: where it is subtracted first, that of the
+// columns whose powers stand beside dQ.
 constexpr bool LSE_EARLY = FV_BM == 64 || SUBTRACTS_FIRST;
 
-// Where registers are short, the first and the last of the products that make dV of a step run with dP and with S of the
-// next: ptxas leaves sums where they are while they are under way, and would else move dV out of the way of S and dP,
-// and back, in every step.
+// Where registers are short, the first and the last of the products that make dV of a step run with dP and with S of
+// the next: ptxas leaves sums where they are while they are under way, and would else move dV out of the way of S and
+// dP, and back, in every step.
 constexpr bool JOINS_DV = WIDE_SUMS || SPLITS_DV;
 constexpr int FIRST_DV = JOINS_DV ? 1 : 0, LAST_DV = FV_BM / 16 - (JOINS_DV ? 1 : 0);
 

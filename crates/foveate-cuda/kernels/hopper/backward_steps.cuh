@@ -18,7 +18,8 @@ struct Step {
     i64 dq;                     // where dq_accum of the tile begins
 #endif
 
-    static constexpr int EVALUATES = 1;  // the mask is evaluated, or queries or keys are cut off at the end of the sequence
+    // The mask is evaluated, or queries or keys are cut off at the end of the sequence.
+    static constexpr int EVALUATES = 1;
     static constexpr int FIRST = 2;      // of its item
     static constexpr int LAST = 4;       // of its item
     static constexpr int EMPTY = 8;      // the item has no step at all
@@ -71,7 +72,9 @@ __device__ u32 first_item(const PersistentParams& persistent, u32 items) {
     return FV_ORDERED_DQ ? next_item(persistent, items) : blockIdx.x;
 }
 
-__device__ const Step& step_in(const char* shared, Ring<STEPS> place) { return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * place.stage); }
+__device__ const Step& step_in(const char* shared, Ring<STEPS> place) {
+    return *reinterpret_cast<const Step*>(shared + AT_STEPS + 64 * place.stage);
+}
 
 // The scheduler's end of the ring. All lanes of its warp call it.
 struct Announcer {
@@ -111,24 +114,27 @@ struct Copies {
 
     // A tile of `rows` rows in panels, from a map of heads in groups.
     template <int ROWS, int COLUMNS>
-    __device__ void queries(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int group, int batch) const {
+    __device__ void queries(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int group,
+                            int batch) const {
         #pragma unroll
         for (int i = 0; i < panels(COLUMNS); ++i)
-            copy_panel(target + i * ROWS * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.q_row, step.head % FV_GROUP * head,
-                       step.head_kv * group, step.q_batch * batch);
+            copy_panel(target + i * ROWS * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.q_row,
+                       step.head % FV_GROUP * head, step.head_kv * group, step.q_batch * batch);
     }
     template <int COLUMNS>
-    __device__ void keys(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head, int batch) const {
+    __device__ void keys(u32 target, const TensorMap& map, CopyBarrier full, const Step& step, int head,
+                         int batch) const {
         #pragma unroll
         for (int i = 0; i < panels(COLUMNS); ++i)
-            copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.k_row, step.head_kv * head, step.k_batch * batch);
+            copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, step.k_row, step.head_kv * head,
+                       step.k_batch * batch);
     }
 };
 
 // The roles of warpgroup 0, a warp each. What a kernel's own file says of them is found by the type of its barriers.
 template <typename Barriers>
-__device__ void produce(const Copies& copies, const Barriers& barriers, int warp, const TensorMap& map_q, const TensorMap& map_k,
-                        const TensorMap& map_v, const TensorMap& map_d_out) {
+__device__ void produce(const Copies& copies, const Barriers& barriers, int warp, const TensorMap& map_q,
+                        const TensorMap& map_k, const TensorMap& map_v, const TensorMap& map_d_out) {
     give_registers<PRODUCER_REGISTERS>();
     if (warp == 0 && elect_one()) copy_k_and_q(copies, barriers, map_k, map_q);
     if (warp == 2) schedule(copies.p, copies.persistent, copies.shared, barriers);
@@ -151,8 +157,10 @@ __device__ void read_rows(const BackwardParams& p, const Step& step, float (&lse
         lse[i] = -infinity();
         delta[i] = 0.f;
         if (row < step.queries) {
-            lse[i] = __ldg(p.lse.data + step.q_batch * p.lse.batch + step.head * p.lse.head + (step.q_row + row) * p.lse.row);
-            delta[i] = __ldg(p.delta.data + step.q_batch * p.delta.batch + step.head * p.delta.head + (step.q_row + row) * p.delta.row);
+            lse[i] = __ldg(p.lse.data + step.q_batch * p.lse.batch + step.head * p.lse.head +
+                           (step.q_row + row) * p.lse.row);
+            delta[i] = __ldg(p.delta.data + step.q_batch * p.delta.batch + step.head * p.delta.head +
+                             (step.q_row + row) * p.delta.row);
         }
     }
 }
@@ -182,22 +190,25 @@ __device__ u32 pinned(u32 x) {
     return x;
 }
 
-// S or dP: 64 rows of one tile, all of the other, over COLUMNS. Rows are keys where KEYS_DOWN, else queries. With ADDS it is
-// added to what `s` holds.
+// S or dP: 64 rows of one tile, all of the other, over COLUMNS. Rows are keys where KEYS_DOWN, else queries. With ADDS
+// it is added to what `s` holds.
 template <int COLUMNS, bool ADDS = false>
 __device__ void start_scores(ScoreFragment& s, Operand down, Operand across) {
     constexpr int DOWN = KEYS_DOWN ? FV_BN : FV_BM, ACROSS = KEYS_DOWN ? FV_BM : FV_BN;
     #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k)
         if (k == 0 && !ADDS) wgmma_first(s[0], down.bits, across.bits);
-        else multiply_async(s[0], down + (k / 4 * DOWN * PANEL_ROW + k % 4 * 32), across + (k / 4 * ACROSS * PANEL_ROW + k % 4 * 32), true);
+        else
+            multiply_async(s[0], down + (k / 4 * DOWN * PANEL_ROW + k % 4 * 32),
+                           across + (k / 4 * ACROSS * PANEL_ROW + k % 4 * 32), true);
 }
 
 // The scores of a lane in column n of accumulators as part of an operand of products over what lies across.
 template <int ROWS, typename F>
 __device__ void narrow_column(u32 (&operand)[ROWS][4], int n, F value) {
     #pragma unroll
-    for (int half = 0; half < 2; ++half) operand[n / 2][n % 2 * 2 + half] = narrow2<FV_DTYPE>(value(half * 2), value(half * 2 + 1));
+    for (int half = 0; half < 2; ++half)
+        operand[n / 2][n % 2 * 2 + half] = narrow2<FV_DTYPE>(value(half * 2), value(half * 2 + 1));
 }
 
 // The same for all threads, and now the compiler knows: only then do operands of products stay in uniform registers.
@@ -218,12 +229,13 @@ __device__ float sign_of_weights(const Scores& scores, int columns = WARPS_S.col
     return __uint_as_float(bits);
 }
 
-// P of a step, of columns from .. to of accumulators, in place of its scores, or of what Scores::subtract made of them; lse
-// stands at `lse_at` too, for rows whose weights need it again.
+// P of a step, of columns from .. to of accumulators, in place of its scores, or of what Scores::subtract made of them;
+// lse stands at `lse_at` too, for rows whose weights need it again.
 template <int POWERS = -1>
-__device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& mods, const Step& step, const float (&lse)[QUERIES_HELD],
-                          u32 lse_at, bool evaluates, int from = 0, int to = WARPS_S.columns, bool has_bits = false,
-                          const ScoreBits& visible = {}, bool has_huge_lse = false) {
+__device__ void compute_p(Scores& scores, const BackwardParams& p, const Mods& mods, const Step& step,
+                          const float (&lse)[QUERIES_HELD], u32 lse_at, bool evaluates, int from = 0,
+                          int to = WARPS_S.columns, bool has_bits = false, const ScoreBits& visible = {},
+                          bool has_huge_lse = false) {
     const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
     const int queries = evaluates ? step.queries : FV_BM, keys = evaluates ? step.keys : FV_BN;
     const ScoreTile tile = {of, step.query, queries, step.key, keys, evaluates, has_bits, visible, has_huge_lse};
@@ -251,7 +263,8 @@ __device__ void load_rows(float (&rows)[HELD], u32 first, int from = 0, int to =
 // Writes a consumer's 64 rows of a gradient, of which `rows` exist from the tile's first on: it stands at `first` in
 // its view.
 template <int COLUMNS>
-__device__ void store_gradient(const View& view, i64 first, int rows, int dim, const float (&sums)[COLUMNS][4], float factor, bool accumulate) {
+__device__ void store_gradient(const View& view, i64 first, int rows, int dim, const float (&sums)[COLUMNS][4],
+                               float factor, bool accumulate) {
     if (!view.data) return;     // not asked for
     const int lane = threadIdx.x % 32;
     GradElem* data = static_cast<GradElem*>(view.data) + first;
@@ -265,7 +278,8 @@ __device__ void store_gradient(const View& view, i64 first, int rows, int dim, c
             #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 low[i] = n + i < COLUMNS ? __float_as_uint(sums[n + i < COLUMNS ? n + i : 0][half * 2] * factor) : 0;
-                high[i] = n + i < COLUMNS ? __float_as_uint(sums[n + i < COLUMNS ? n + i : 0][half * 2 + 1] * factor) : 0;
+                high[i] = n + i < COLUMNS ? __float_as_uint(sums[n + i < COLUMNS ? n + i : 0][half * 2 + 1] * factor)
+                                          : 0;
             }
             exchange_in_quad(low);
             exchange_in_quad(high);

@@ -166,14 +166,18 @@ __device__ void consume_values(Consumer c) {
             }
             const Place of = {step.b, step.head, step.head_kv, step.q_len, step.k_len};
             const float* row_weight_sums = row_weight_sums_of(p, step.q_batch, step.head, step.q_row);
-            auto compute_p = [&](ScoreTile tile) { scores.compute_p(c.mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row); };
+            auto compute_p = [&](ScoreTile tile) {
+                scores.compute_p(c.mods, tile, p.scale, lse, lse_at, row_weight_sums, p.delta.row);
+            };
             if (evaluates) compute_p({of, step.query, step.queries, step.key, step.keys, true});
             else compute_p({of, step.query, FV_BM, step.key, FV_BN, false});
             barriers.p_empty().wait(c.number - 1);
             #pragma unroll
             for (int n = 0; n < N; ++n) {
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(c.p_at + n * 2048), "f"(scores.g[0][n][0]), "f"(scores.g[0][n][1]),
-                             "f"(scores.g[0][n][2]), "f"(scores.g[0][n][3]) : "memory");
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(c.p_at + n * 2048),
+                             "f"(scores.g[0][n][0]), "f"(scores.g[0][n][1]), "f"(scores.g[0][n][2]),
+                             "f"(scores.g[0][n][3])
+                             : "memory");
                 narrow_column(weights, n, [&](int i) { return scores.dropped(scores.p(0, n, i), 0, n, i); });
             }
 #if FV_DROPOUT
@@ -241,8 +245,11 @@ __device__ void consume_keys(Consumer c) {
 #endif
             #pragma unroll
             for (int n = 0; n < N; ++n) {
-                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(scores.g[0][n][0]), "=f"(scores.g[0][n][1]), "=f"(scores.g[0][n][2]),
-                             "=f"(scores.g[0][n][3]) : "r"(c.p_at + n * 2048) : "memory");
+                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                             : "=f"(scores.g[0][n][0]), "=f"(scores.g[0][n][1]), "=f"(scores.g[0][n][2]),
+                               "=f"(scores.g[0][n][3])
+                             : "r"(c.p_at + n * 2048)
+                             : "memory");
                 scores.differentiate_column(dp, delta, n);
                 narrow_column(ds, n, [&](int i) { return scores.g[0][n][i]; });
             }
@@ -271,15 +278,17 @@ __device__ void consume_keys(Consumer c) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods, const __grid_constant__ PersistentParams persistent,
-            const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods,
+            const __grid_constant__ PersistentParams persistent, const __grid_constant__ TensorMap map_q,
+            const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
             const __grid_constant__ TensorMap map_d_out) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = shared_address(shared);
     const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
     const Barriers barriers = {base};
     prepare(barriers, base, map_q, map_k, map_v, map_d_out);
-    if (warpgroup == 0) return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
+    if (warpgroup == 0)
+        return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
     take_registers<CONSUMER_REGISTERS>();
     const u32 thread = pinned(threadIdx.x % 128), rows_at = pinned(base + AT_LSE + Spot::of_lane().query * 4);
     const Consumer consumer = {p, mods, base, shared, barriers, thread, rows_at, pinned(base + AT_P + thread * 16)};

@@ -1,7 +1,7 @@
 // Tiles of fv_backward on Hopper for head dims above 128: what smem holds, and how consumers own the scores.
 
 constexpr int CONSUMERS = FV_WARPS / 4 - 1;                // warpgroups, of the same 64 keys: one for dV, one for dK
-constexpr int N = FV_BM / 8;                               // accumulators of a warp: 16 keys, 8 queries of S^T and dP^T,
+constexpr int N = FV_BM / 8;    // accumulators of a warp: 16 keys, 8 queries of S^T and dP^T,
 constexpr int N_K = FV_DP / 8, N_V = FV_DVP / 8;           // 8 columns of dK, of dV
 
 // Shared memory, in this order, in panels of 128-byte rows (see hopper.cuh):

@@ -1,5 +1,5 @@
-// How the producers of fv_forward bring tiles of Q, K and V into smem: by a tensor map, or, of an operand that no map has
-// (FV_COPIED), by the lanes of a warp, row by row, into the same panels.
+// How the producers of fv_forward bring tiles of Q, K and V into smem: by a tensor map, or, of an operand that no map
+// has (FV_COPIED), by the lanes of a warp, row by row, into the same panels.
 
 constexpr bool COPIED_Q = FV_COPIED & 1, COPIED_K = FV_COPIED & 2, COPIED_V = FV_COPIED & 4;
 // Producers are warps instead of threads: each lane looks up pages, or copies rows.
@@ -24,7 +24,8 @@ struct EvenRows {
     }
 };
 
-// Rows of keys in pages. Each lane finds one of 32 rows; it reads the table before the 32 rows that come before are copied.
+// Rows of keys in pages. Each lane finds one of 32 rows; it reads the table before the 32 rows that come before are
+// copied.
 struct PagedRows {
     const ForwardParams& p;
     const View& view;
@@ -52,15 +53,17 @@ struct PagedRows {
     }
 };
 
-// Copies a tile of ROWS rows of DIM elements, zeros up to COLUMNS and from row `count` on, by the lanes of a warp: some copy
-// chunks of one row, the others those of the rows below it. Of `source`, `start(row)` comes first, the lane's first row;
-// `begin(block)` before the 32 rows from `block` on; and `take(row, distance)` for each of the lane's rows, `row` of the block.
+// Copies a tile of ROWS rows of DIM elements, zeros up to COLUMNS and from row `count` on, by the lanes of a warp: some
+// copy chunks of one row, the others those of the rows below it. Of `source`, `start(row)` comes first, the lane's
+// first row; `begin(block)` before the 32 rows from `block` on; and `take(row, distance)` for each of the lane's rows,
+// `row` of the block.
 template <int ROWS, int DIM, int COLUMNS, typename Source>
 __device__ void copy_rows(u32 tile, int count, Source& source) {
     constexpr int BYTES = FV_ALIGN, ROW_BYTES = COLUMNS * ELEM_BYTES, CHUNKS = ROW_BYTES / BYTES;
     constexpr int LANES = min_of(32, CHUNKS & -CHUNKS), DOWN = 32 / LANES;
     const int lane = threadIdx.x % 32, own_row = lane / LANES, byte = lane % LANES * BYTES;
-    // The 16-byte chunk c of row r lies at chunk c ^ (r & 7). What is added to a lane's row and byte has no bit of theirs.
+    // The 16-byte chunk c of row r lies at chunk c ^ (r & 7). What is added to a lane's row and byte has no bit of
+    // theirs.
     const u32 target = tile + byte / PANEL_ROW * (ROWS * PANEL_ROW) + own_row * PANEL_ROW;
     const u32 in_row = byte % PANEL_ROW ^ (own_row & 7) * 16;
     source.start(own_row);
@@ -76,8 +79,9 @@ __device__ void copy_rows(u32 tile, int count, Source& source) {
             #pragma unroll
             for (int across = 0; across < ROW_BYTES; across += LANES * BYTES) {
                 const int left = DIM == COLUMNS ? BYTES : min(max(DIM * ELEM_BYTES - byte - across, 0), BYTES);
-                copy_async<BYTES>(to + across / PANEL_ROW * (ROWS * PANEL_ROW) + (in_row ^ (across % PANEL_ROW ^ (down & 7) * 16)),
-                                  from + across, row < count ? left : 0);
+                copy_async<BYTES>(
+                    to + across / PANEL_ROW * (ROWS * PANEL_ROW) + (in_row ^ (across % PANEL_ROW ^ (down & 7) * 16)),
+                    from + across, row < count ? left : 0);
             }
         }
     }
@@ -95,10 +99,11 @@ struct KeyTiles {
     // Arrivals of a warp that copies row by row; otherwise one, which announces the bytes.
     static constexpr int ARRIVALS = COPIED ? 32 : 1;
 
-    // Copies keys `key` .. of a sequence and head. In between, when it has found out where they are, `begin()` waits for the
-    // stage and announces the copy. `leads` is true for one thread.
+    // Copies keys `key` .. of a sequence and head. In between, when it has found out where they are, `begin()` waits
+    // for the stage and announces the copy. `leads` is true for one thread.
     template <typename F>
-    __device__ void copy(const Sequence& sequence, int head, int key, u32 target, CopyBarrier full, bool leads, F begin) const {
+    __device__ void copy(const Sequence& sequence, int head, int key, u32 target, CopyBarrier full, bool leads,
+                         F begin) const {
         if constexpr (COPIED) {
             auto copy = [&](auto rows) {
                 begin();
@@ -117,14 +122,15 @@ struct KeyTiles {
             if (first < FV_BN)
                 #pragma unroll
                 for (int i = 0; i < panels(DIM); ++i)
-                    copy_panel(target + (i * FV_BN + first) * PANEL_ROW, map, full, i * PANEL_COLUMNS, row, head * head_step, page * batch_step);
+                    copy_panel(target + (i * FV_BN + first) * PANEL_ROW, map, full, i * PANEL_COLUMNS, row,
+                               head * head_step, page * batch_step);
         } else {
             begin();
             if (leads)
                 #pragma unroll
                 for (int i = 0; i < panels(DIM); ++i)
-                    copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, sequence.k_start + key, head * head_step,
-                               sequence.k_batch * batch_step);
+                    copy_panel(target + i * FV_BN * PANEL_ROW, map, full, i * PANEL_COLUMNS, sequence.k_start + key,
+                               head * head_step, sequence.k_batch * batch_step);
         }
     }
 };

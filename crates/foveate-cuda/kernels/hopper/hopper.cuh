@@ -38,28 +38,37 @@ struct CopyBarrier : Mbarrier {
 };
 
 // One panel: rows `row` .. of a box, columns `column` .., of one head of one batch entry.
-__device__ void copy_panel(u32 target, const TensorMap& map, CopyBarrier barrier, int column, int row, int head, int batch) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 :: "r"(target), "l"(&map), "r"(barrier.at), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+__device__ void copy_panel(u32 target, const TensorMap& map, CopyBarrier barrier, int column, int row, int head,
+                           int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+        :: "r"(target), "l"(&map), "r"(barrier.at), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 // The same where heads come in groups: head `head` of group `group`.
-__device__ void copy_panel(u32 target, const TensorMap& map, CopyBarrier barrier, int column, int row, int head, int group, int batch) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
-                 :: "r"(target), "l"(&map), "r"(barrier.at), "r"(column), "r"(row), "r"(head), "r"(group), "r"(batch) : "memory");
+__device__ void copy_panel(u32 target, const TensorMap& map, CopyBarrier barrier, int column, int row, int head,
+                           int group, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+        :: "r"(target), "l"(&map), "r"(barrier.at), "r"(column), "r"(row), "r"(head), "r"(group), "r"(batch)
+        : "memory");
 }
 
 // Adds `bytes` of f32, a multiple of 16, from smem to memory, at addresses that are multiples of 16. What smem held
 // has been read after await_bulk_reads().
 __device__ void add_bulk(float* target, u32 source, u32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(target), "r"(source), "r"(bytes) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(target),
+                 "r"(source), "r"(bytes)
+                 : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 __device__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // And memory has been written.
 __device__ void await_bulk_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// A count in memory that tells other CTAs how many have written something by the copy engine, one after the other. What a
-// thread has awaited (await_bulk_writes) comes before the count that it publishes, and a count that a thread has read
+// A count in memory that tells other CTAs how many have written something by the copy engine, one after the other. What
+// a thread has awaited (await_bulk_writes) comes before the count that it publishes, and a count that a thread has read
 // before what it has the copy engine write.
 __device__ void publish_count(u32* at, u32 count) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(at), "r"(count) : "memory");
@@ -127,15 +136,20 @@ __device__ void named_sync(int id, int threads) {
     const u32 round = arrivals / threads;
     BoundedWait bounded;
     do {
-        bounded.turn(round & 1 ? "a named barrier's odd round is complete" : "a named barrier's even round is complete", id);
+        bounded.turn(round & 1 ? "a named barrier's odd round is complete" : "a named barrier's even round is complete",
+                     id);
         asm volatile("ld.acquire.cta.global.u32 %0, [%1];" : "=r"(arrivals) : "l"(at) : "memory");
     } while (arrivals / threads == round);
     __syncwarp();
 }
 #else
 __device__ void reset_named_barriers() {}
-__device__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
-__device__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+__device__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
 #endif
 
 // ---- products of a warpgroup ----
@@ -149,7 +163,9 @@ struct Operand {
     u64 bits;
 
     static constexpr u64 SWIZZLE_128 = u64(1) << 62, SWIZZLE_64 = u64(2) << 62, EIGHT_ROWS = u64(1024 >> 4) << 32;
-    __device__ static Operand rows(u32 address) { return {SWIZZLE_128 | EIGHT_ROWS | u64(1) << 16 | (address & 0x3ffff) >> 4}; }
+    __device__ static Operand rows(u32 address) {
+        return {SWIZZLE_128 | EIGHT_ROWS | u64(1) << 16 | (address & 0x3ffff) >> 4};
+    }
     __device__ static Operand half_rows(u32 address) {
         return {SWIZZLE_64 | EIGHT_ROWS >> 1 | u64(1) << 16 | (address & 0x3ffff) >> 4};
     }
@@ -170,9 +186,11 @@ __device__ void multiply_across(float (&d)[N][4], Operand a, Operand b, bool add
 }
 // d += A B where both run across it.
 template <int N>
-__device__ void multiply_transposed(float (&d)[N][4], Operand a, Operand b) { wgmma_transposed(d, a.bits, b.bits, true); }
-// d += A B with A in registers, in the order of m16n8k16, and B across the summed axis; of e4m3 in that of m16n8k32, and B
-// along it.
+__device__ void multiply_transposed(float (&d)[N][4], Operand a, Operand b) {
+    wgmma_transposed(d, a.bits, b.bits, true);
+}
+// d += A B with A in registers, in the order of m16n8k16, and B across the summed axis; of e4m3 in that of m16n8k32,
+// and B along it.
 template <int N>
 __device__ void multiply_async(float (&d)[N][4], const u32 (&a)[4], Operand b) { wgmma(d, a, b.bits); }
 
@@ -194,7 +212,9 @@ __device__ void pin(float (&x)[N][4]) {
 // The assembler is free to move arithmetic behind a wait that comes after it, and does: nothing would run beside the
 // products then. It does not move a store, and this one, which never happens, needs `sum`: what is never negative.
 __device__ void keep_before(float sum, u32 address) {
-    asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0; }" :: "f"(sum), "r"(address) : "memory");
+    asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0; }" :: "f"(sum),
+                 "r"(address)
+                 : "memory");
 }
 
 // ---- the opening of a persistent kernel ----

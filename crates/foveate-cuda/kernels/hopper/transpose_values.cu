@@ -1,11 +1,11 @@
 // Values of e4m3 as the forward multiplies them: fv_transpose_values<<<columns / 64 * heads * batch, 256>>>
 //
-// wgmma takes 8-bit operands only along the summed axis, here the keys, and so V has to be transposed. Once for all tiles of
-// queries that read it: it costs as much as reading V twice more.
+// wgmma takes 8-bit operands only along the summed axis, here the keys, and so V has to be transposed. Once for all
+// tiles of queries that read it: it costs as much as reading V twice more.
 //
-// Weights lie in registers as the accumulators of the scores have them, which is in another order than an operand's: position
-// 4c + e of 16 keys is key 2c + e, or 8 + 2c + e - 2 from e = 2 on. Keys are written in that order, and zeros from the end of a
-// sequence to the end of its last tile.
+// Weights lie in registers as the accumulators of the scores have them, which is in another order than an operand's:
+// position 4c + e of 16 keys is key 2c + e, or 8 + 2c + e - 2 from e = 2 on. Keys are written in that order, and zeros
+// from the end of a sequence to the end of its last tile.
 //
 // A CTA has 64 columns of the result, a thread four rows of 16 of them.
 
@@ -60,10 +60,12 @@ fv_transpose_values(const __grid_constant__ TransposeValuesParams p) {
             rows[2][c] = __byte_perm(high, high_after, 0x5410);
             rows[3][c] = __byte_perm(high, high_after, 0x7632);
         }
-        unsigned char* target = p.values + ((i64(batch) * p.heads + head) * FV_DV + word * 4) * p.columns + column + part * 16;
+        unsigned char* target = p.values + ((i64(batch) * p.heads + head) * FV_DV + word * 4) * p.columns + column +
+                                part * 16;
         #pragma unroll
         for (int row = 0; row < 4; ++row)
             if (FV_DV % 4 == 0 || word * 4 + row < FV_DV)
-                *reinterpret_cast<uint4*>(target + i64(row) * p.columns) = make_uint4(rows[row][0], rows[row][1], rows[row][2], rows[row][3]);
+                *reinterpret_cast<uint4*>(target + i64(row) * p.columns) = make_uint4(rows[row][0], rows[row][1],
+                                                                                      rows[row][2], rows[row][3]);
     }
 }

@@ -82,7 +82,8 @@ struct Steps {
                 }
                 const Sequence* s = p.sequences + keys.sequence + sequence_offset;
                 if constexpr (FV_MASK) {
-                    const int row = __ldg(&s->first_row) + keys.tile + (head_kv * FV_GROUP + member) * p.lists.head_stride;
+                    const int row = __ldg(&s->first_row) + keys.tile +
+                                    (head_kv * FV_GROUP + member) * p.lists.head_stride;
                     runs = __ldg(p.lists.counts + row);
                     at = p.lists.runs + i64(row) * p.lists.capacity;
                 } else {
@@ -134,9 +135,12 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
     __syncthreads();
 
     // Addresses of this lane's first elements of the operands; those of Q and dO relative to their stage.
-    const int k_row = warp / WARPS_DK.across * WARPS_DK.rows * 16, k_column = warp % WARPS_DK.across * WARPS_DK.columns * 8;
-    const int v_row = warp / WARPS_DV.across * WARPS_DV.rows * 16, v_column = warp % WARPS_DV.across * WARPS_DV.columns * 8;
-    const int q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16, q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
+    const int k_row = warp / WARPS_DK.across * WARPS_DK.rows * 16,
+              k_column = warp % WARPS_DK.across * WARPS_DK.columns * 8;
+    const int v_row = warp / WARPS_DV.across * WARPS_DV.rows * 16,
+              v_column = warp % WARPS_DV.across * WARPS_DV.columns * 8;
+    const int q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16,
+              q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
     const u32 q_by_row = lane_rows<PITCH_K>(), d_out_by_row = AT_D_OUT + lane_rows<PITCH_V>();
     const u32 k_by_row = base + lane_columns<PITCH_K>(), v_by_row = base + AT_V + lane_columns<PITCH_V>();
     const u32 p_by_key = base + AT_P + v_row * ELEM_BYTES + lane_offset_a<true>(PITCH_P);
@@ -175,7 +179,8 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
         clear(scores.g);
         copied(number).wait(number / FV_STAGES);
         multiply<FV_DP / MMA_K, false, PITCH_K, false, PITCH_K>(scores.g, stage + q_by_row, k_by_row);
-        const float* row_weight_sums = row_weight_sums_of(p, __ldg(&s->q_batch), step.head, __ldg(&s->q_start) + step.query);
+        const float* row_weight_sums = row_weight_sums_of(p, __ldg(&s->q_batch), step.head,
+                                                          __ldg(&s->q_start) + step.query);
         const u32 lse_at = stage + AT_LSE + score_row() * 4;
         float lse[QUERIES_HELD];
         load_lse(lse, lse_at);
@@ -196,12 +201,14 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
 
         p_written.wait(number);
         if (p.dv.data)
-            multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim, FV_DVP / 8 - v_column / 8);
+            multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_V>(dv, p_by_key, stage + d_out_by_dim,
+                                                                  FV_DVP / 8 - v_column / 8);
         p_read.arrive_warp();
         ds_written.wait(number);
         auto add_dk = [&] {
             if (p.dk.data)
-                multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_K>(dk, ds_by_key, stage + q_by_dim, FV_DP / 8 - k_column / 8);
+                multiply<FV_BM / MMA_K, true, PITCH_P, true, PITCH_K>(dk, ds_by_key, stage + q_by_dim,
+                                                                      FV_DP / 8 - k_column / 8);
         };
         if constexpr (FV_STAGES == 1) {
             add_dk();

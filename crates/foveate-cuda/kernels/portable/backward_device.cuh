@@ -37,7 +37,8 @@ __device__ void load_lse(float (&lse)[HELD], u32 first) {
 
 // Two consecutive elements of a row of P or dS.
 __device__ void store_pair(u32 address, float x, float y) {
-    if constexpr (FV_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
+    if constexpr (FV_DTYPE == 2)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x), "f"(y) : "memory");
     else asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(narrow2<FV_DTYPE>(x, y)) : "memory");
 }
 

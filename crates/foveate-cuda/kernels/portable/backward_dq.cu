@@ -94,7 +94,8 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
     }
     __syncthreads();
 
-    const int q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16, q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
+    const int q_row = warp / WARPS_DQ.across * WARPS_DQ.rows * 16,
+              q_column = warp % WARPS_DQ.across * WARPS_DQ.columns * 8;
     const u32 q_by_row = base + lane_rows<PITCH_K>(), d_out_by_row = base + AT_D_OUT + lane_rows<PITCH_V>();
     const u32 k_by_row = lane_columns<PITCH_K>(), v_by_row = AT_V + lane_columns<PITCH_V>();
     const u32 ds_by_row = base + AT_DS + q_row * PITCH_P + lane_offset_a<false>(PITCH_P);
@@ -144,7 +145,8 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
 
         ds_written.wait(number);
         if (FV_STAGES == 2 && more) load(following, number + 1);
-        multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, stage + k_by_dim, FV_DP / 8 - q_column / 8);
+        multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, stage + k_by_dim,
+                                                               FV_DP / 8 - q_column / 8);
         ds_read.arrive_warp();
         if (FV_STAGES == 1 && more) {
             ds_read.wait(number);

@@ -45,7 +45,8 @@
 // Writes two columns of a row of out over the warp's rows of Q in shared memory.
 __device__ void stage_out(u32 queries, int row, int column, float x, float y) {
     const u32 at = queries + row * PITCH_K + column * int(sizeof(OutElem));
-    if constexpr (FV_OUT_DTYPE == 2) asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(at), "f"(x), "f"(y) : "memory");
+    if constexpr (FV_OUT_DTYPE == 2)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(at), "f"(x), "f"(y) : "memory");
     else asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(narrow2<FV_OUT_DTYPE>(x, y)) : "memory");
 }
 
@@ -74,7 +75,8 @@ __device__ void scale_row(float (&out)[N_OUT][4], int half, float factor) {
 }
 
 // Writes this lane's columns of a row of a partial result, times `factor`.
-[[maybe_unused]] __device__ void store_partial_row(float* target, int column0, const float (&out)[N_OUT][4], int half, float factor) {
+[[maybe_unused]] __device__ void store_partial_row(float* target, int column0, const float (&out)[N_OUT][4], int half,
+                                                   float factor) {
     #pragma unroll
     for (int n = 0; n < N_OUT; ++n)
         #pragma unroll
@@ -90,16 +92,18 @@ __device__ float nonfinite_probe(const float (&out)[M][N_OUT][4]) {
     constexpr int CHAINS = FV_DTYPE == 2 ? 1 : 4;
     float probe[CHAINS] = {};
     #pragma unroll
-    for (int i = 0; i < M * N_OUT * 4; ++i) probe[i % CHAINS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, probe[i % CHAINS]);
+    for (int i = 0; i < M * N_OUT * 4; ++i)
+        probe[i % CHAINS] = fmaf(out[i / 4 / N_OUT][i / 4 % N_OUT][i % 4], 0.f, probe[i % CHAINS]);
     #pragma unroll
     for (int i = 1; i < CHAINS; ++i) probe[0] += probe[i];
     return probe[0];
 }
 
 // Copies the warp's rows of out, of the `rows` of the CTA, from the smem of Q to memory, 16 bytes a lane.
-[[maybe_unused]] __device__ void store_staged_out(const ForwardParams& p, const Sequence& sequence, int head0, int query0, int rows,
-                                                  int warp, int lane, const char* shared) {
-    constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), THREADS_PER_ROW = min_of(32, CHUNKS & -CHUNKS), ROWS_PER_PASS = 32 / THREADS_PER_ROW;
+[[maybe_unused]] __device__ void store_staged_out(const ForwardParams& p, const Sequence& sequence, int head0,
+                                                  int query0, int rows, int warp, int lane, const char* shared) {
+    constexpr int CHUNKS = max_of(1, FV_DV * int(sizeof(OutElem)) / 16), THREADS_PER_ROW = min_of(32, CHUNKS & -CHUNKS),
+                  ROWS_PER_PASS = 32 / THREADS_PER_ROW;
     const int row = warp * M * 16 + lane / THREADS_PER_ROW, byte = lane % THREADS_PER_ROW * 16;
     const int left = rows - row;
     char* target = static_cast<char*>(p.out.data) + byte
@@ -130,7 +134,9 @@ __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, co
         const int head = work.head * HEADS + row % HEADS, query = tile.tile * QUERIES + row / HEADS;
         float row_sum;
         if constexpr (FV_KV_SPLIT) row_sum = p.partial_sum[partial_row(p, sequence, head, query)];
-        else row_sum = p.lse.data[sequence.q_batch * p.lse.batch + head * p.lse.head + (sequence.q_start + query) * p.lse.row];
+        else
+            row_sum =
+                p.lse.data[sequence.q_batch * p.lse.batch + head * p.lse.head + (sequence.q_start + query) * p.lse.row];
         __syncwarp();
         if (row_sum < infinity()) recompute_row(p, mods, sequence, steps, RowScales{p.scale}, head, query);
     }
@@ -154,13 +160,15 @@ struct Scores {
     }
     __device__ float score(const Mods& mods, int m, int n, int i, float x) const {
         const Place at = place(m, i);
-        return fv_score(mods, at, query(m, i), key(n, i), x, to_float(Int(query(m, i) - key(n, i))), fv_place_reads(mods, at));
+        return fv_score(mods, at, query(m, i), key(n, i), x, to_float(Int(query(m, i) - key(n, i))),
+                        fv_place_reads(mods, at));
     }
     __device__ bool is_past_the_end(int n, int i) const { return key(n, i) >= sequence.k_len; }
 };
 
 // s = score(scale Q K^T), or Q K^T where scores stay `unscaled`.
-__device__ void score_tile(float (&s)[M][N][4], const Scores& at, const QOperand& queries, u32 keys, const ForwardParams& p, bool unscaled, const Mods& mods) {
+__device__ void score_tile(float (&s)[M][N][4], const Scores& at, const QOperand& queries, u32 keys,
+                           const ForwardParams& p, bool unscaled, const Mods& mods) {
     auto score = [&](int m, int n, int i) {
         float& x = s[m][n][i];
         x *= p.scale;
@@ -259,17 +267,21 @@ struct Softmax {
         // Before the first visible key there is nothing to rescale.
         const float before = reference_max[m][half], reference_before = reference(m, half);
         reference_max[m][half] = max_or_nan(before, quad_max(row_max[m][half]) + RESCALE_THRESHOLD / unit);
-        const float exponent = is_large(before) ? (before - reference_max[m][half]) * unit : reference_before - reference(m, half);
+        const float exponent = is_large(before) ? (before - reference_max[m][half]) * unit
+                                                : reference_before - reference(m, half);
         const float rescale = before == -infinity() ? 1.f : exp2_score(exponent);
         row_sum[m][half] *= rescale;
         scale_row(out, half, rescale);
     }
 
     // out += P V, row_sum += P.
-    __device__ void add_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], const Scores& at, u32 values, const Mods& mods) {
+    __device__ void add_values(float (&out)[M][N_OUT][4], float (&s)[M][N][4], const Scores& at, u32 values,
+                               const Mods& mods) {
         float shift[M][2];
         bool any_large = false;
-        auto offset = [&](int m, int half) { return reference_max[m][half] == -infinity() ? 0.f : -reference_max[m][half]; };
+        auto offset = [&](int m, int half) {
+            return reference_max[m][half] == -infinity() ? 0.f : -reference_max[m][half];
+        };
         #pragma unroll
         for (int i = 0; i < M * 2; ++i) {
             shift[i / 2][i % 2] = SUBTRACT_FIRST ? offset(i / 2, i % 2) : -reference(i / 2, i % 2);
@@ -282,7 +294,8 @@ struct Softmax {
         }
         auto exponentiate = [&](int m, int n, int i) {
             float& x = s[m][n][i];
-            x = exp2_score(SUBTRACT_FIRST ? fmaf(x + shift[m][i / 2], unit, RESCALE_THRESHOLD) : fmaf(x, unit, shift[m][i / 2]));
+            x = exp2_score(SUBTRACT_FIRST ? fmaf(x + shift[m][i / 2], unit, RESCALE_THRESHOLD)
+                                          : fmaf(x, unit, shift[m][i / 2]));
             row_sum[m][i / 2] += x;
             if constexpr (FV_DROPOUT)
                 if (!fv_dropout_keep(mods, at.place(m, i), at.query(m, i), at.key(n, i))) x = 0.f;
@@ -292,13 +305,14 @@ struct Softmax {
 };
 
 // Epilogue: writes a row of out and its lse, or its part of them, relative to its row_max.
-__device__ void store_row(const ForwardParams& p, const Mods& mods, const Scores& at, const Softmax& softmax, int rows, u32 queries,
-                          const float (&out)[N_OUT][4], int m, int half) {
+__device__ void store_row(const ForwardParams& p, const Mods& mods, const Scores& at, const Softmax& softmax, int rows,
+                          u32 queries, const float (&out)[N_OUT][4], int m, int half) {
     const u32 row_of_tile = at.row0 + m * 16 + half * 8;
     const float largest = quad_max(softmax.row_max[m][half]), score = softmax.unscaled ? largest * p.scale : largest;
     const float reference_max = softmax.reference_max[m][half];
-    const float above = Softmax::is_large(reference_max) ? fmaf(reference_max - largest, softmax.unit, -RESCALE_THRESHOLD)
-                                                         : fmaf(-largest, softmax.unit, softmax.reference(m, half));
+    const float above = Softmax::is_large(reference_max)
+                            ? fmaf(reference_max - largest, softmax.unit, -RESCALE_THRESHOLD)
+                            : fmaf(-largest, softmax.unit, softmax.reference(m, half));
     float factor = score == -infinity() ? 0.f : exp2_score(above);
     const float scaled_sum = quad_sum(softmax.row_sum[m][half]) * factor;
     if (int(row_of_tile) >= rows) return;
@@ -318,7 +332,8 @@ __device__ void store_row(const ForwardParams& p, const Mods& mods, const Scores
         #pragma unroll
         for (int n = 0; n < N_OUT; ++n) {
             const float x = out[n][half * 2], y = out[n][half * 2 + 1];
-            if constexpr (OUT_THROUGH_SMEM) stage_out(queries, at.row0 + m * 16 + half * 8, n * 8 + at.column0, x * row.factor, y * row.factor);
+            if constexpr (OUT_THROUGH_SMEM)
+                stage_out(queries, at.row0 + m * 16 + half * 8, n * 8 + at.column0, x * row.factor, y * row.factor);
             else store_out(row, n * 8 + at.column0, x, y);
         }
     }
@@ -351,7 +366,9 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     const Rows of_k = rows_of(p.k, sequence.k_batch, head_kv, sequence.k_start, sequence.k_len);
     const Rows of_v = rows_of(p.v, sequence.k_batch, head_kv, sequence.k_start, sequence.k_len);
     auto load_k = [&](int key, u32 stage) { load_keys<FV_D, FV_DP>(p, p.k, of_k, sequence.b, head_kv, key, stage); };
-    auto load_v = [&](int key, u32 stage) { load_keys<FV_DV, FV_DVP>(p, p.v, of_v, sequence.b, head_kv, key, stage + AT_V); };
+    auto load_v = [&](int key, u32 stage) {
+        load_keys<FV_DV, FV_DVP>(p, p.v, of_v, sequence.b, head_kv, key, stage + AT_V);
+    };
     bool more = steps.next();
     if (more) {
         load_k(steps.key, base + AT_STAGES);

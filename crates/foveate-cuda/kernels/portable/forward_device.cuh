@@ -43,7 +43,8 @@ static_assert(FV_BM % (16 * FV_WARPS) == 0 && FV_BN % 16 == 0, "tiles do not fit
 static_assert(FV_STAGES == 1 || FV_STAGES == 2, "one or two stages");
 
 // Loads the rows of a tile of queries.
-__device__ void load_queries(const ForwardParams& p, const Sequence& sequence, int head0, int query0, int rows, u32 target) {
+__device__ void load_queries(const ForwardParams& p, const Sequence& sequence, int head0, int query0, int rows,
+                             u32 target) {
     const int first = sequence.q_start + query0;
     if constexpr (FV_PACK_GQA) {
         load_tile_from<FV_BM, FV_D, FV_DP>(target, rows, p.q.elem, [&](int row, int) {
@@ -58,7 +59,8 @@ __device__ void load_queries(const ForwardParams& p, const Sequence& sequence, i
 // warp copies, and the lanes exchange offsets by shuffles.
 template <int COLUMNS>
 struct PagedRows {
-    static constexpr int ROWS_PER_PASS = Chunks<COLUMNS>::ROWS_PER_PASS, ROWS_PER_WARP = 32 / Chunks<COLUMNS>::THREADS_PER_ROW;  // of these rows, those of a warp
+    static constexpr int ROWS_PER_PASS = Chunks<COLUMNS>::ROWS_PER_PASS,
+                         ROWS_PER_WARP = 32 / Chunks<COLUMNS>::THREADS_PER_ROW;    // of these rows, those of a warp
     static constexpr int EACH = ceil_div(ceil_div(FV_BN, ROWS_PER_PASS) * ROWS_PER_WARP, 32);
     i64 offset[EACH];
 
@@ -89,7 +91,8 @@ __device__ void load_keys(const ForwardParams& p, const View& view, const Rows& 
         load_tile_from<FV_BN, DIM, COLUMNS>(target, all.count - first, all.elem,
                                             [&](int, int pass) { return all.data + rows.at(pass) * ELEM_BYTES; });
     } else {
-        load_tile<FV_BN, DIM, COLUMNS>(target, {all.data + first * all.row * ELEM_BYTES, all.row, all.elem, all.count - first});
+        load_tile<FV_BN, DIM, COLUMNS>(target,
+                                       {all.data + first * all.row * ELEM_BYTES, all.row, all.elem, all.count - first});
     }
 }
 

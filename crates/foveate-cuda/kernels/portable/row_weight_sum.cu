@@ -71,7 +71,8 @@ fv_row_weight_sum(const __grid_constant__ BackwardParams p, const __grid_constan
         #pragma unroll
         for (int j = 0; j < N * 4; ++j) {
             const int half = j % 4 / 2, key = key_of(j / 4, j);
-            if (huge[half] && key < s.k_len && (!FV_MASK || fv_mask(mods, place, query + half * 8, key))) visible |= 1u << j;
+            if (huge[half] && key < s.k_len && (!FV_MASK || fv_mask(mods, place, query + half * 8, key)))
+                visible |= 1u << j;
         }
         if (!__syncthreads_or(visible)) continue;             // also: all threads have read the previous tile
         load_tile<FV_BN, FV_D, FV_DP>(base + AT_K, rows_of(p.k, s.k_batch, head_kv, s.k_start + key0, s.k_len - key0));
@@ -89,7 +90,8 @@ fv_row_weight_sum(const __grid_constant__ BackwardParams p, const __grid_constan
             score *= p.scale;
 #if FV_SCORE
             const int q = query + j % 4 / 2 * 8, kv = key_of(j / 4, j);
-            if (visible >> j & 1) score = fv_score(mods, place, q, kv, score, to_float(Int(q - kv)), fv_place_reads(mods, place));
+            if (visible >> j & 1)
+                score = fv_score(mods, place, q, kv, score, to_float(Int(q - kv)), fv_place_reads(mods, place));
 #endif
             if (!(visible >> j & 1)) score = -infinity();
             new_max[j % 4 / 2] = fmaxf(new_max[j % 4 / 2], score);
