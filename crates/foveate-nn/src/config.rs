@@ -157,6 +157,13 @@ impl ModelConfig {
         self.num_attention_heads * self.dim()
     }
 
+    /// Whether GPUs compute keys and values of a layer before queries, which keys travel beside: where keys travel at
+    /// all, and neither norms of heads nor tokens that are `gathered` from ranks of a layer's parts stand between the
+    /// product and the keys.
+    pub fn keys_first(&self, keys_travel: bool, gathered: bool) -> bool {
+        keys_travel && !gathered && !self.architecture.head_norms
+    }
+
     /// Whether what RoPE turns by depends on the longest position of a batch.
     pub fn rope_depends_on_batch(&self) -> bool {
         self.rope_scaling.as_ref().is_some_and(|scaling| scaling.rope_type == "longrope")

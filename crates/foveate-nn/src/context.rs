@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::backend::{Blocks, ContextOf, PackedHeads, Part, PartMut};
-use crate::device_context::{ContextCall, ContextForward, ContextPlan, DeviceContext, Projection};
+use crate::device_context::{ContextCall, ContextForward, ContextPlan, DeviceContext};
 use crate::error::NnError;
 use crate::plans::Programs;
 
@@ -108,18 +108,12 @@ impl<'a, B: Blocks> Context<'a, B> {
         self.programs[layer]
     }
 
-    /// [`DeviceContext::project`]; false where the host computes.
-    pub fn project(
+    /// The device that moves keys, in a batch of which some travel.
+    pub fn moves_keys(
         &mut self,
-        blocks: &mut B,
-        call: &ContextCall<'_, B::Array>,
-        projection: &Projection<'_, B::Array, B::Batch>,
-        qkv: &mut B::Array,
-    ) -> Result<bool, NnError> {
-        match &mut self.device {
-            Some(device) => device.project(blocks, call, projection, qkv),
-            None => Ok(false),
-        }
+    ) -> Option<&mut (dyn DeviceContext<B, B::Array, B::Batch> + 'static)> {
+        let travel = self.attention.plan().is_some_and(|plan| plan.keys_travel());
+        self.device.as_deref_mut().filter(|_| travel)
     }
 
     pub fn forward(

@@ -30,6 +30,14 @@ pub struct ContextPlan {
     pub moves: ContextMoves,
 }
 
+impl ContextPlan {
+    /// Whether keys of any of the ranks go to another one.
+    pub fn keys_travel(&self) -> bool {
+        let ContextMoves::Keys(stages) = &self.moves else { return false };
+        stages.iter().any(|stage| stage.moves)
+    }
+}
+
 /// How keys and queries of different ranks meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ContextMoves {
@@ -71,8 +79,8 @@ pub trait DeviceContext<B, A, T>: Send {
         plan: &Arc<ContextPlan>,
     ) -> Result<(), NnError>;
 
-    /// Computes the packed projection that attention of a layer reads, keys and values first where that lets them
-    /// travel while queries are computed; false where it does not, and nothing is done. [`Self::forward`] comes next.
+    /// Computes the packed projection that attention of a layer reads, keys and values first, so that they travel
+    /// while queries are computed: see [`crate::ModelConfig::keys_first`]. [`Self::forward`] comes next.
     ///
     /// # Errors
     /// Those of [`Self::forward`].
@@ -82,7 +90,7 @@ pub trait DeviceContext<B, A, T>: Send {
         call: &ContextCall<'_, A>,
         projection: &Projection<'_, A, T>,
         qkv: &mut A,
-    ) -> Result<bool, NnError>;
+    ) -> Result<(), NnError>;
 
     /// Attention of a layer: see [`crate::Blocks::attention`]. What the backward pass needs of other ranks is kept in
     /// `call.slot`, where it replaces what was there.

@@ -214,8 +214,7 @@ impl<'a, B: Blocks> Step<'a, B> {
         self.blocks.attention(attention, qkv, cache, out, lse)
     }
 
-    /// Whether a device that moves keys between ranks has computed all that attention of a layer reads, keys first:
-    /// where a head's norm or tokens of other ranks stand between, it does not.
+    /// Whether all that attention of a layer reads was computed, keys first: see [`ModelConfig::keys_first`].
     fn keys_first(
         &mut self,
         layer: usize,
@@ -223,12 +222,12 @@ impl<'a, B: Blocks> Step<'a, B> {
         normed: &B::Array,
         qkv: &mut B::Array,
     ) -> Result<bool, NnError> {
-        if self.config.architecture.head_norms || self.stream.is_some() {
-            return Ok(false);
-        }
-        let projection = self.projection(layer, normed);
-        match self.context.as_mut().zip(call) {
-            Some((context, call)) => context.project(self.blocks, call, &projection, qkv),
+        let (projection, gathered) = (self.projection(layer, normed), self.stream.is_some());
+        let device = self.context.as_mut().and_then(Context::moves_keys);
+        match device.zip(call).filter(|_| self.config.keys_first(true, gathered)) {
+            Some((device, call)) => {
+                device.project(self.blocks, call, &projection, qkv).map(|()| true)
+            }
             None => Ok(false),
         }
     }

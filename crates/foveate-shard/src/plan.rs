@@ -295,6 +295,12 @@ pub(crate) fn result_bytes(shape: &ModelShape, cells: &Cells) -> u64 {
 }
 
 impl ShardPlan {
+    /// Whether keys of any rank go to another one: not where ranks exchange heads for tokens.
+    pub fn keys_travel(&self) -> bool {
+        let mut stages = self.ranks.iter().flat_map(|rank| &rank.stages);
+        self.strategy != Strategy::HeadsForTokens && stages.any(|stage| !stage.sends.is_empty())
+    }
+
     /// The plan of a model with these masks on the mesh of `map`.
     ///
     /// # Errors

@@ -29,15 +29,10 @@ const MOST_TOKENS: usize = 1 << 28;
 /// Memory of a plan for each pair of ranks, in bytes: every rank knows what the others hold.
 const PAIR_BYTES: f64 = 16.0;
 
-/// Whether GPUs compute keys and values before queries, which keys travel beside: where ranks share rows, and neither
-/// norms of heads nor tokens of ranks of `tensor` stand between the product and the keys. The step asks the same, in
-/// `keys_first` of `foveate_nn`'s step and `project` of the device's context.
+/// [`ModelConfig::keys_first`] of a plan, as the step asks it.
 pub fn keys_first(plan: &ShardPlan, config: &ModelConfig) -> bool {
-    let size = |axis| plan.sharding.map().mesh().size(axis);
-    size(MeshAxis::Context) > 1
-        && size(MeshAxis::Tensor) == 1
-        && !config.architecture.head_norms
-        && plan.strategy != Strategy::HeadsForTokens
+    let gathered = plan.sharding.map().mesh().size(MeshAxis::Tensor) > 1;
+    config.keys_first(plan.keys_travel(), gathered)
 }
 
 /// What is planned

@@ -185,18 +185,14 @@ impl DeviceContext<Cuda, CudaArray, CudaBatch> for CudaContext {
         call: &ContextCall<'_, CudaArray>,
         projection: &Projection<'_, CudaArray, CudaBatch>,
         qkv: &mut CudaArray,
-    ) -> Result<bool, NnError> {
+    ) -> Result<(), NnError> {
         let (moving, planned) = (&mut self.moving, self.planned.as_mut().expect("it is planned"));
-        let Moves::Keys(keys) = &mut planned.moves else { return Ok(false) };
-        if !keys.travel() {
-            return Ok(false);
-        }
+        let Moves::Keys(keys) = &mut planned.moves else { unreachable!("keys of the plan travel") };
         let PackedHeads { heads_q, heads_kv, dim, .. } = call.heads;
         let (queries, all) = (heads_q * dim, call.heads.width());
         blocks.project(projection, (heads_kv, dim), queries..all, qkv)?;
         blocks.timed(Timed::KeysSend, |blocks| keys.send(blocks, moving, call.slot, qkv))?;
-        blocks.project(projection, (heads_q, dim), 0..queries, qkv)?;
-        Ok(true)
+        blocks.project(projection, (heads_q, dim), 0..queries, qkv)
     }
 
     fn forward(

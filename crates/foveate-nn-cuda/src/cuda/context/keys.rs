@@ -96,7 +96,7 @@ impl Keys {
     }
 
     /// Whether any rank sends something.
-    pub fn travel(&self) -> bool {
+    fn travel(&self) -> bool {
         self.moves.contains(&true)
     }
 
