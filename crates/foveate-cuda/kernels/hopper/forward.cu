@@ -543,14 +543,28 @@ __device__ void copy_values(const Copies& copies, const TensorMap& map_v) {
     if constexpr (COPIED_V) wait_copies();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods,
-           const __grid_constant__ PersistentParams persistent, const __grid_constant__ TensorMap map_q,
-           const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v) {
-    extern __shared__ __align__(1024) char shared[];
-    const u32 base = shared_address(shared);
-    const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
-    const Barriers barriers = {base};
+__device__ void clear(float (&out)[N_OUT][4]) {
+    #pragma unroll
+    for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
+}
+
+// The scores of a step that waits.
+__device__ void score_waiting(float (&s)[N][4], float scale, const KeyScales& scales, const Mods& mods,
+                              const ItemRows& rows, int key, bool evaluates, bool unscaled) {
+    const ScorePlace at(mods, rows, key);
+    const int k_len = rows.item->sequence.k_len;
+    if (evaluates) score<true>(s, scale, scales, mods, at, k_len, unscaled);
+    else score<false>(s, scale, scales, mods, at, k_len, unscaled);
+}
+
+__device__ void multiply_rows(float (&out)[N_OUT][4], const float (&by)[2]) {
+    #pragma unroll
+    for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= by[i % 4 / 2];
+}
+
+// What one thread makes ready for all.
+__device__ void begin_launch(const Barriers& barriers, u32 base, const TensorMap& map_q, const TensorMap& map_k,
+                             const TensorMap& map_v) {
     if (threadIdx.x == 0) {
         if (base % 1024 != 0) __trap();
         barriers.init();
@@ -560,25 +574,88 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if (!COPIED_V) prefetch_map(map_v);
     }
     __syncthreads();
+}
 
-    if (warpgroup == 0) {
-        give_registers<PRODUCER_REGISTERS>();
-        const Copies copies = {p, persistent, base, shared, barriers};
-        if (warp == 0 && (BY_WARP || elect_one())) copy_keys(copies, map_q, map_k);
-        if (warp == 1 && (BY_WARP || elect_one())) copy_values(copies, map_v);
-        if (warp == 2) schedule(p, persistent, shared, barriers);
-        return;
-    }
+// Warpgroup 0: the copies and the scheduler.
+__device__ void produce(const ForwardParams& p, const PersistentParams& persistent, char* shared, u32 base,
+                        const Barriers& barriers, int warp, const TensorMap& map_q, const TensorMap& map_k,
+                        const TensorMap& map_v) {
+    give_registers<PRODUCER_REGISTERS>();
+    const Copies copies = {p, persistent, base, shared, barriers};
+    if (warp == 0 && (BY_WARP || elect_one())) copy_keys(copies, map_q, map_k);
+    if (warp == 1 && (BY_WARP || elect_one())) copy_values(copies, map_v);
+    if (warp == 2) schedule(p, persistent, shared, barriers);
+}
+
+// Makes operands of the weights, and out ready for their product.
+__device__ void hand_on_weights(u32 (&weights)[FV_BN / MMA_K][4], float (&s)[N][4], float (&out)[N_OUT][4],
+                                const float (&rescale)[2], bool rescales, [[maybe_unused]] bool is_odd,
+                                [[maybe_unused]] const PersistentParams& persistent, const Mods& mods,
+                                const ItemRows& rows, int key) {
+    if constexpr (FV_DROPOUT) drop(s, mods, rows, key);
+#if FV_SCALE_BLOCKS
+    if (is_odd) KeyScales::complete_weights(s, persistent, *rows.item, key);
+#endif
+    if (rescales) multiply_rows(out, rescale);
+    narrow_weights(weights, s);
+}
+
+// The keys of a step, and the queries with the last one of an item.
+__device__ void release(const Barriers& barriers, int k_stage, int q_stage, int consumer, u32 kind) {
+    barriers.k_empty(k_stage).arrive();
+    if (kind & Step::LAST) barriers.q_empty(q_stage, consumer).arrive();
+}
+
+// The turns of a consumer, which begin.
+__device__ Turns begin_turns(int consumer) {
+    const Turns turns = {consumer};
+    turns.begin();
+    return turns;
+}
+
+// Awaits P V: behind the softmax, see keep_before.
+__device__ void await_out(float (&out)[N_OUT][4], const Softmax& softmax, u32 base) {
+    keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);
+    product_wait<0>();
+    pin(out);
+}
+
+// Those of the next item.
+__device__ void await_queries(const Barriers& barriers, Ring<Q_STAGES>& q, int consumer) {
+    q.advance();
+    barriers.q_full(q.stage, consumer).wait(q.round);
+}
+
+// Where scales are out of the ordinary: see KeyScales.
+__device__ void complete_scores([[maybe_unused]] float (&s)[N][4], [[maybe_unused]] const PersistentParams& persistent,
+                                [[maybe_unused]] const Item& item, [[maybe_unused]] int consumer,
+                                [[maybe_unused]] int key) {
+#if FV_SCALE_BLOCKS && !FV_SCORE
+    KeyScales::complete_scores(s, persistent, item, consumer, key);
+#endif
+}
+
+// Turns scores into weights; see Softmax::weigh.
+__device__ bool hide_and_weigh(float (&s)[N][4], float (&rescale)[2], Softmax& softmax, const KeyScales& scales,
+                               const MaskBits& bits, bool has_bits) {
+    if (has_bits) bits.hide(s);
+    return softmax.weigh(s, rescale, scales);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods mods,
+           const __grid_constant__ PersistentParams persistent, const __grid_constant__ TensorMap map_q,
+           const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 base = shared_address(shared);
+    const int warpgroup = warpgroup_of_thread(), warp = warp_of_warpgroup();
+    const Barriers barriers = {base};
+    begin_launch(barriers, base, map_q, map_k, map_v);
+    if (warpgroup == 0) return produce(p, persistent, shared, base, barriers, warp, map_q, map_k, map_v);
     take_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, first_row = consumer * 64 + warp * 16;
     const bool leads = threadIdx.x % 128 == 0;
-    // Consumers take turns in starting products.
-    auto await_turn = [&] { if constexpr (CONSUMERS > 1) named_sync(Named::TURN + consumer, 256); };
-    auto pass_turn = [&] {
-        if constexpr (CONSUMERS > 1) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256);
-    };
-    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_arrive(Named::TURN, 256);
-
+    const Turns turns = begin_turns(consumer);
     Ring<FV_STAGES> k;
     Ring<Q_STAGES> q = Ring<Q_STAGES>::before_first();
     Ring<ITEMS> items = Ring<ITEMS>::before_first();
@@ -590,100 +667,49 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     ItemRows rows = {nullptr, first_row};
     Softmax softmax(p.scale);
     auto scale = [&] { return FV_DTYPE == 3 ? softmax.scale : p.scale; };
-    float s[N][4], out[N_OUT][4];
+    float s[N][4], out[N_OUT][4] = {};
     u32 weights[FV_BN / MMA_K][4] = {};
-    #pragma unroll
-    for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
     #pragma unroll 1
     for (;;) {
         barriers.k_full(k.stage).wait(k.round);
         Step step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 16 * k.stage);
-        // The same for all threads, and now the compiler knows: only then do operands of products stay in
-        // uniform registers.
+        // The same for all threads, as the compiler now knows: else operands of products leave uniform registers.
         step.kind = __reduce_or_sync(~0u, step.kind | before);
         const u32 cell = Step::cell(step.kind, consumer);
         const bool sees = cell & Cells::LIVE, has_weights = step.kind & WEIGHTS;
         const bool has_bits = FV_MASK_BITS && step.kind & Step::BITS && cell == (Cells::LIVE | Cells::EVALUATES);
         MaskBits bits;
         if (has_bits) bits.read(persistent.mask_bits, step.slot);
-        if (step.kind & Step::FIRST) {
-            q.advance();
-            barriers.q_full(q.stage, consumer).wait(q.round);
-        }
+        if (step.kind & Step::FIRST) await_queries(barriers, q, consumer);
         const Ring<FV_STAGES> v = k.before();
         if (step.kind & STEP) barriers.v_full(v.stage).wait(v.round);
-        // What lanes have copied, products read.
-        if constexpr (FV_COPIED != 0) fence_async_proxy();
+        if constexpr (FV_COPIED != 0) fence_async_proxy();    // what lanes have copied, products read
         if (FV_DTYPE != 3 && live_keys < FV_BN) clear_rows(shared + AT_V + v.stage * V_BYTES, live_keys, consumer);
         const Operand queries = Operand::rows(base + (q.stage * CONSUMERS + consumer) * Q_BYTES);
         const Operand keys = Operand::rows(base + AT_K + k.stage * K_BYTES);
         const Operand values = values_at(base + AT_V + v.stage * V_BYTES);
         const KeyScales& scales = key_scales(shared, k);
-        const bool is_odd = FV_SCALE_BLOCKS && step.kind & Step::ODD;
-        auto has_odd_scores = [&] { return FV_SCALE_BLOCKS && !FV_SCORE && (is_odd || !softmax.unscaled); };
-        auto release_keys = [&] {
-            if (!leads) return;
-            barriers.k_empty(k.stage).arrive();
-            if (step.kind & Step::LAST) barriers.q_empty(q.stage, consumer).arrive();
-        };
+        const bool odd_keys = FV_SCALE_BLOCKS && step.kind & Step::ODD;
+        auto is_odd = [&] { return FV_SCALE_BLOCKS && !FV_SCORE && (odd_keys || !softmax.unscaled); };
+        auto release_keys = [&] { if (leads) release(barriers, k.stage, q.stage, consumer, step.kind); };
         float rescale[2] = {1.f, 1.f};
         bool rescales = false;
-        auto begin = [&] {
-            await_turn();
-            pin(s);
-            pin(out);
-        };
         // With a score the turn is awaited in either piece of code: one of them has read the place before.
-        if constexpr (!FV_SCORE) begin();
-        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST) &&
-            !has_odd_scores()) {
+        if constexpr (!FV_SCORE) begin_turn(s, out, turns);
+        if (FV_OVERLAP && (cell == Cells::LIVE || has_bits) && has_weights && !(step.kind & Step::FIRST) && !is_odd()) {
             const ScorePlace at(mods, rows, step.key);
-            if constexpr (FV_SCORE) begin();
-            product_fence();
-            start_qk(s, queries, keys);
-            product_commit();
-            start_pv(out, weights, values);
-            product_commit();
-            pass_turn();
-            product_wait<1>();
-            pin(s);
+            if constexpr (FV_SCORE) begin_turn(s, out, turns);
+            multiply_overlapped(s, out, weights, queries, keys, values, turns);
             release_keys();
             score<false>(s, scale(), scales, mods, at, FV_BN, softmax.unscaled);
-            if (has_bits) bits.hide(s);
-            rescales = softmax.weigh(s, rescale, scales);
-            keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);
-            product_wait<0>();
-            pin(out);
+            rescales = hide_and_weigh(s, rescale, softmax, scales, bits, has_bits);
+            await_out(out, softmax, base);
         } else {
-            if constexpr (FV_SCORE) begin();
-            if (sees && has_weights) {
-                product_fence();
-                start_qk(s, queries, keys);
-                start_pv(out, weights, values);
-                product_commit();
-                pass_turn();
-                product_wait<0>();
-                pin(s);
-                pin(out);
-            } else if (sees) {
-                product_fence();
-                start_qk(s, queries, keys);
-                product_commit();
-                pass_turn();
-                product_wait<0>();
-                pin(s);
-            } else {
-                if (has_weights) {
-                    product_fence();
-                    start_pv(out, weights, values);
-                    product_commit();
-                    pass_turn();
-                    product_wait<0>();
-                    pin(out);
-                } else {
-                    pass_turn();
-                }
-            }
+            if constexpr (FV_SCORE) begin_turn(s, out, turns);
+            if (sees && has_weights) multiply_both(s, out, weights, queries, keys, values, turns);
+            else if (sees) multiply_keys(s, queries, keys, turns);
+            else if (has_weights) multiply_values(out, weights, values, turns);
+            else turns.pass();
             release_keys();
             if (step.kind & (Step::FIRST | Step::STOP)) {
                 if (step.kind & STEP) {
@@ -699,37 +725,20 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
 #if FV_DTYPE == 3
                 softmax.set_scale(rows.item->scales.scores[FV_SCALE_BLOCKS ? consumer : 0]);
 #endif
-                #pragma unroll
-                for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] = 0.f;
+                clear(out);
             }
             if (sees) {
-#if FV_SCALE_BLOCKS && !FV_SCORE
-                if (has_odd_scores())
-                    KeyScales::complete_scores(s, persistent, *rows.item, consumer, step.key);
-#endif
-                const ScorePlace at(mods, rows, step.key);
-                const int k_len = rows.item->sequence.k_len;
-                if (cell & Cells::EVALUATES && !has_bits)
-                    score<true>(s, scale(), scales, mods, at, k_len, softmax.unscaled);
-                else score<false>(s, scale(), scales, mods, at, k_len, softmax.unscaled);
-                if (has_bits) bits.hide(s);
-                rescales = softmax.weigh(s, rescale, scales);
+                if (is_odd()) complete_scores(s, persistent, *rows.item, consumer, step.key);
+                score_waiting(s, scale(), scales, mods, rows, step.key, cell & Cells::EVALUATES && !has_bits,
+                              softmax.unscaled);
+                rescales = hide_and_weigh(s, rescale, softmax, scales, bits, has_bits);
             }
         }
         if ((step.kind & STEP) && leads) barriers.v_empty(v.stage).arrive();
         k.advance();
         before = STEP | (sees ? WEIGHTS : 0);
         live_keys = sees ? step.live : FV_BN;
-        if (sees) {
-            if constexpr (FV_DROPOUT) drop(s, mods, rows, step.key);
-#if FV_SCALE_BLOCKS
-            if (is_odd) KeyScales::complete_weights(s, persistent, *rows.item, step.key);
-#endif
-            if (rescales)
-                #pragma unroll
-                for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= rescale[i % 4 / 2];
-            narrow_weights(weights, s);
-        }
+        if (sees) hand_on_weights(weights, s, out, rescale, rescales, odd_keys, persistent, mods, rows, step.key);
     }
     if (has_nonfinite) recompute_nonfinite_rows(p, persistent, mods, last_item, first_row);
 }

@@ -274,3 +274,69 @@ __device__ void narrow_weights(u32 (&weights)[FV_BN / MMA_K][4], const float (&s
         }
     }
 }
+
+// The turns of the consumers, which follow one another in starting their products.
+struct Turns {
+    int consumer;
+
+    // Nobody goes before the first turn of the first consumer.
+    __device__ void begin() const {
+        if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_arrive(Named::TURN, 256);
+    }
+    __device__ void await() const {
+        if constexpr (CONSUMERS > 1) named_sync(Named::TURN + consumer, 256);
+    }
+    __device__ void pass() const {
+        if constexpr (CONSUMERS > 1) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256);
+    }
+};
+
+// Awaits the consumer's turn; neither accumulator is touched before.
+__device__ void begin_turn(float (&s)[N][4], float (&out)[N_OUT][4], const Turns& turns) {
+    turns.await();
+    pin(s);
+    pin(out);
+}
+
+// The products of a step that waits for them: both, Q K^T alone, or P V alone.
+__device__ void multiply_both(float (&s)[N][4], float (&out)[N_OUT][4], const u32 (&weights)[FV_BN / MMA_K][4],
+                              Operand queries, Operand keys, Operand values, const Turns& turns) {
+    product_fence();
+    start_qk(s, queries, keys);
+    start_pv(out, weights, values);
+    product_commit();
+    turns.pass();
+    product_wait<0>();
+    pin(s);
+    pin(out);
+}
+__device__ void multiply_keys(float (&s)[N][4], Operand queries, Operand keys, const Turns& turns) {
+    product_fence();
+    start_qk(s, queries, keys);
+    product_commit();
+    turns.pass();
+    product_wait<0>();
+    pin(s);
+}
+__device__ void multiply_values(float (&out)[N_OUT][4], const u32 (&weights)[FV_BN / MMA_K][4], Operand values,
+                                const Turns& turns) {
+    product_fence();
+    start_pv(out, weights, values);
+    product_commit();
+    turns.pass();
+    product_wait<0>();
+    pin(out);
+}
+
+// The products of an overlapped step, of which Q K^T has come.
+__device__ void multiply_overlapped(float (&s)[N][4], float (&out)[N_OUT][4], const u32 (&weights)[FV_BN / MMA_K][4],
+                                    Operand queries, Operand keys, Operand values, const Turns& turns) {
+    product_fence();
+    start_qk(s, queries, keys);
+    product_commit();
+    start_pv(out, weights, values);
+    product_commit();
+    turns.pass();
+    product_wait<1>();
+    pin(s);
+}
