@@ -283,7 +283,9 @@ def _take(tx: Any, graph: fx.Graph, tensors: dict[fx.Node, Any]) -> None:
                     continue
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: values.get(x, _example(x)))
                 target: Any = node.target
-                values[node] = getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+                if node.op == "call_method":
+                    target, args = getattr(args[0], target), args[1:]
+                values[node] = target(*args, **kwargs)
                 if not isinstance(values[node], torch.Tensor) or len(pending) > before:
                     raise TypeError(f"{target} takes a number")
     finally:
