@@ -59,6 +59,8 @@ def _in_region(
     if not isinstance(BLOCK_SIZE, int) or BLOCK_SIZE < 1:
         BLOCK_SIZE = _tile(BLOCK_SIZE)
     register()
+    if isinstance(mask_mod, Mask):
+        mask_mod._check((B or 1, H or 1, Q_LEN, KV_LEN))
     of = (mask_mod, B, H, Q_LEN, KV_LEN, _placed(device), BLOCK_SIZE)
     more = (separate_full_blocks, compute_dq_write_order, dq_kv_order)
     made: BlockMask

@@ -23,6 +23,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.variables import ConstantVariable, higher_order_ops
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._higher_order_ops.flex_attention import flex_attention as _torchs
+from torch._subclasses import fake_tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -33,6 +34,13 @@ from ._native import TraceError
 
 #: What is no error of a mod: Dynamo begins again, or leaves the frame.
 _PASSING = (exc.RestartAnalysis, exc.SkipFrame)
+#: What tensors without elements raise where a call reads them.
+_WITHOUT_ELEMENTS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
 _said: set[str] = set()
 
 
@@ -136,6 +144,8 @@ def _raise_outside(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
     try:
         with tx.fake_mode:
             function.get_function()(*given, **named)
+    except _WITHOUT_ELEMENTS:
+        return
     except Exception as error:
         _raise_as_dynamos(error)
 
@@ -256,6 +266,8 @@ def _with_tensors(tx: Any, query: Any, graph: fx.Graph, captured: Sequence[Any])
     try:
         made = {node: outside("to", tensor_of(number), dtype) for node, number in numbers.items()}
         _take(tx, graph, {node: _example(tensor) for node, tensor in made.items()})
+    except _PASSING:
+        raise
     except Exception:
         # What it does with a number it does with this one.
         for node, number in numbers.items():
@@ -332,4 +344,10 @@ def _place(error: Exception) -> str:
 
 def _raise_as_dynamos(reason: Exception) -> NoReturn:
     """Raises an error as Dynamo lets it through, which is one of its own, and of its type besides."""
-    raise type("Unsupported", (exc.Unsupported, type(reason)), {})(str(reason)) from None
+    if isinstance(reason, exc.Unsupported):
+        raise reason
+    try:
+        raised = type("Unsupported", (exc.Unsupported, type(reason)), {})(str(reason))
+    except TypeError:  # A type that is made of other things than a sentence.
+        raised = exc.Unsupported(f"{type(reason).__name__}: {reason}")
+    raise raised from None

@@ -57,6 +57,12 @@ def mask(
     return _read("mask", graph, extents, operands, tiles)
 
 
+def _scalar(name: str, integer: torch.SymInt) -> Expr:
+    """A run-time scalar; of an integer that is read from a tensor, which has no value yet, with 1 for an example."""
+    hint = integer.node.hint
+    return _native.scalar(name, 1 if hint is None else int(hint))
+
+
 def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any], tiles: Any = None) -> Program:
     b, h, q, kv = (n if isinstance(n, int) else most for n, most in zip(extents, (BATCH, BATCH, LENGTH, LENGTH)))
     trace = _GraphTrace(kind, graph, (b, h, q, kv))
@@ -71,7 +77,7 @@ def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Se
             given.append(trace.stand_in(operand))
             tensors.append(at)
         elif isinstance(operand, torch.SymInt):
-            given.append(_native.scalar(f"{kind[0]}n{len(scalars)}", operand.node.hint))
+            given.append(_scalar(f"{kind[0]}n{len(scalars)}", operand))
             scalars.append(at)
         else:
             given.append(operand)
@@ -86,7 +92,7 @@ def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Se
                 tile = []
                 for at, side in enumerate(sides, len(operands)):
                     if isinstance(side, torch.SymInt):
-                        side = _native.scalar(f"mn{len(scalars)}", side.node.hint)
+                        side = _scalar(f"mn{len(scalars)}", side)
                         scalars.append(at)
                     tile.append(side)
                 kinds = torch.empty_strided((*(_sized(n) for n in shape), 1, 1), (0,) * 4, dtype=torch.uint8)

@@ -251,6 +251,14 @@ def _parsed(at: Any, text: str, names: dict[str, Any]) -> Any:
     return _trace.running().parsed(text, names.items())
 
 
+def _by_sign(size: int) -> int:
+    """A number, of which Dynamo guards whether it is below 0, 0, or above: named masks refuse sizes of the first kind, and
+    some of the second, so that these have graphs of their own."""
+    if size < 0:
+        return size
+    return size if size > 0 else 0
+
+
 def _operator(at: Tensor, text: str, names: dict[str, Any]) -> Any:
     """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it, with a
     coordinate that it is given."""
@@ -259,8 +267,8 @@ def _operator(at: Tensor, text: str, names: dict[str, Any]) -> Any:
         if isinstance(given, float):
             # An operator's list of floats would be of these values alone.
             given = torch.ones((), dtype=torch.float32) * given
-        elif not isinstance(given, (Tensor, bool)) and given < 1:
-            given = +given  # Dynamo guards the sign: named masks refuse such sizes, so that they have a graph of their own.
+        elif not isinstance(given, (Tensor, bool)):
+            given = _by_sign(given)
         kind = next(kind for kind in kinds if isinstance(given, kind))
         kinds[kind][name] = given
     by_kind = [part for kind in kinds.values() for part in (list(kind), list(kind.values()))]

@@ -145,6 +145,31 @@ def test_a_size_that_a_named_mask_refuses_is_refused_after_others_too():
             torch.testing.assert_close(compiled(q, k, v, n), flex_attention(q, k, v, block_mask=Mask.sliding_window(n)))
 
 
+def test_a_size_below_0_is_refused_after_one_of_0_that_is_taken():
+    q, k, v = operands()
+    compiled = Backend().compile(lambda q, k, v, n: flex_attention(q, k, v, block_mask=Mask.causal() | Mask.prefix(n)))
+    for n in (5, 7, 0, 9):
+        gold = flex_attention(q, k, v, block_mask=Mask.causal() | Mask.prefix(n))
+        torch.testing.assert_close(compiled(q, k, v, n), gold)
+    with pytest.raises(Exception, match="at least 0, not -1"):
+        compiled(q, k, v, -1)
+
+
+def test_an_integer_that_a_graph_reads_from_a_tensor_is_a_scalar():
+    q, k, v = operands()
+    backend = Backend()
+
+    def model(q, k, v, reach):
+        n = reach.item()
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s - (i - j) * n, Mask(lambda b, h, i, j: i - j < n))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = backend.compile(model)
+        for n in (5, 3):
+            torch.testing.assert_close(compiled(q, k, v, torch.tensor(n)), model(q, k, v, torch.tensor(n)))
+    assert backend.compilations == 1 and "foveate.forward.default" in backend.operators
+
+
 CONSTANT = {
     "a function of Python's": lambda q, k, v, a: flex_attention(q, k, v, lambda s, b, h, i, j: s * math.sqrt(a)),
     "an integer of it": lambda q, k, v, a: flex_attention(q, k, v, lambda s, b, h, i, j: s * int(a * 10)),
