@@ -171,7 +171,9 @@ impl<'a> Problem<'a> {
             let placed = low::placed(self.spec, &self.operands, place);
             placed.expect("what has an answer has one at every place")
         };
-        let placed = (1..low::PLACES).map(placed);
+        // Of f8e4m3 operands `low` divides by the sum last, too.
+        let places = if dtype == DType::F8E4M3 { 1 } else { low::PLACES };
+        let placed = (1..places).map(placed);
         wrong.compare_with("out", dtype, NonFinite::Same, compared, placed);
         let coarse = self.tanh_like && dtype != DType::F32 && plan.approximates_tanh();
         let precision = if coarse { DType::F16 } else { DType::F32 };

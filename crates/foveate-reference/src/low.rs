@@ -30,11 +30,12 @@ pub fn forward(spec: &Spec, operands: &Operands<'_>) -> Result<Forward, Referenc
 /// Plain programs that [`placed`] gives.
 pub const PLACES: u32 = 16;
 
-/// `out` of a plain program that rounds weights at another place between two powers of two: times `2^(place/16)`,
-/// which it divides by afterwards. A program with one softmax for all tiles rounds `exp(score - reference)` and
-/// divides by the sum of the row last, so its weights are at a place of their own, as those of [`forward`] are.
-/// Where they are of all sizes the place says nothing. Where they are nearly equal, all of them lie in one place, and the
-/// same rounding costs up to twice as much just above a power of two as just below it.
+/// `out` of a plain program that rounds weights at another place between two powers of two: all but the largest of a
+/// row times `2^(place/16)`, which it divides by afterwards. A program with one softmax for all tiles rounds
+/// `exp(score - reference)` and divides by the sum of the row last, so its weights are at a place of their own, as those
+/// of [`forward`] are. Where they are of all sizes the place says nothing. Where they are nearly equal, all of them lie in
+/// one place, and the same rounding costs up to twice as much just above a power of two as just below it. The largest is
+/// about 1 in both where it is much of a row.
 ///
 /// # Errors
 /// Those of [`crate::forward`].
@@ -45,8 +46,10 @@ pub fn placed(
 ) -> Result<Vec<f64>, ReferenceError> {
     let plain = rounding(operands.q.dtype());
     let unit = (place as f32 / PLACES as f32).exp2();
-    // In units of 2⁻⁷ of the largest at first: e4m3 has room for no more than twice as much.
-    let weight = |p: f32, largest: f32| (plain.weight)(p * unit, largest * 2.0) / unit;
+    let weight = |p: f32, largest: f32| match p == largest {
+        true => (plain.weight)(p, largest),
+        false => (plain.weight)(p * unit, largest * unit) / unit,
+    };
     let rounding = Rounding { weight: &weight, ..plain };
     Ok(attention::run::<f32>(spec, operands, &rounding, None)?.0.out)
 }
@@ -212,18 +215,19 @@ mod tests {
 
     /// The rule of the plain program, and of all places, for a program that rounds its weights by `weight`, which is
     /// given the largest of the row too.
-    fn placed_rule(score: &str, weight: &dyn Fn(f32, f32) -> f32) -> [Measure; 2] {
+    fn placed_rule(dtype: DType, score: &str, weight: &dyn Fn(f32, f32) -> f32) -> [Measure; 2] {
         let mut random = Random::new(5);
-        let mut tensor = |len| Tensor::from_fn(DType::BF16, [2, 4, len, 16], |_| random.normal());
+        let mut tensor = |len| Tensor::from_fn(dtype, [2, 4, len, 16], |_| random.normal());
         let [q, k, v] = [64, 33, 33].map(&mut tensor);
         let score = Some(parse_score(score, &Names::new()).unwrap());
         let spec = Spec { mask: None, score, scale: None, dropout: None };
         let operands = Operands::new(q.view(), k.view(), v.view());
         let gold = crate::forward(&spec, &operands).unwrap().out;
         let low = forward(&spec, &operands).unwrap().out;
-        let rounding = Rounding { weight, stored: &to_bf16, ..Rounding::none() };
+        let stored = rounding(dtype).stored;
+        let rounding = Rounding { weight, stored, ..Rounding::none() };
         let ours = attention::run::<f32>(&spec, &operands, &rounding, None).unwrap().0.out;
-        let rule = Tolerance { dtype: DType::BF16, rule: Rule::Plain, non_finite: NonFinite::Same };
+        let rule = Tolerance { dtype, rule: Rule::Plain, non_finite: NonFinite::Same };
         let one = rule.measure(&gold, &low, &ours);
         let places = (1..PLACES).map(|place| placed(&spec, &operands, place).unwrap());
         [one, places.fold(one, |found, low| rule.or_mean(found, &gold, &low))]
@@ -234,28 +238,37 @@ mod tests {
         let spread = "2.0 * score";
         let equal = "if kv == 0 { 0.65 } else { 0.01 * score }";
         // As a program with one softmax rounds them, and with a bit less.
-        let fused = |p: f32, largest: f32| to_bf16(p / largest) * largest;
-        let coarse = |p: f32, largest: f32| {
-            f32::from_bits(((p / largest).to_bits() + 0x1_0000) & !0x1_ffff) * largest
-        };
-        let too_large = |p: f32, largest: f32| fused(p, largest) * 1.02;
-        let lost = |p: f32, largest: f32| if p == largest { 0.0 } else { fused(p, largest) };
+        for (dtype, bits) in [(DType::BF16, 16), (DType::F16, 13)] {
+            let plain = rounding(dtype).weight;
+            let fused = |p: f32, largest: f32| plain(p / largest, 1.0) * largest;
+            let coarse = |p: f32, largest: f32| {
+                let last = 1 << bits;
+                f32::from_bits(((p / largest).to_bits() + last) & !(2 * last - 1)) * largest
+            };
+            let too_large = |p: f32, largest: f32| fused(p, largest) * 1.02;
+            let lost = |p: f32, largest: f32| if p == largest { 0.0 } else { fused(p, largest) };
 
-        let [one, all] = placed_rule(equal, &fused);
-        assert!(!one.passes() && all.passes(), "{one}; {all}");
-        assert!(all.mean_allowed < 1.5 * one.mean_allowed, "{one}; {all}");
-        // Where weights are of all sizes, the rule is as strict as that of the plain program.
-        let [one, all] = placed_rule(spread, &fused);
-        assert!(all.passes() && all.mean_allowed < 1.03 * one.mean_allowed, "{one}; {all}");
+            let [one, all] = placed_rule(dtype, equal, &fused);
+            assert!(all.passes() && all.mean_allowed < 1.5 * one.mean_allowed, "{one}; {all}");
+            // Where weights are of all sizes, or one has nearly all of a row, the rule is as strict as that of the
+            // plain program.
+            for score in ["0.5 * score", spread, "8.0 * score", "30.0 * score"] {
+                let [one, all] = placed_rule(dtype, score, &fused);
+                assert!(all.passes() && all.mean_allowed < 1.02 * one.mean_allowed, "{one}; {all}");
+            }
 
-        let [_, all] = placed_rule(equal, &coarse);
-        assert!(!all.passes(), "a bit less: {all}");
-        for score in [equal, spread] {
-            let [_, all] = placed_rule(score, &lost);
-            assert!(!all.passes(), "{score}, a key lost: {all}");
-            let [_, all] = placed_rule(score, &too_large);
-            assert!(!all.passes(), "{score}, a factor: {all}");
+            let [_, all] = placed_rule(dtype, equal, &coarse);
+            assert!(!all.passes(), "{dtype:?}, a bit less: {all}");
+            for score in [equal, spread] {
+                let [_, all] = placed_rule(dtype, score, &lost);
+                assert!(!all.passes(), "{dtype:?}, {score}, a key lost: {all}");
+                let [_, all] = placed_rule(dtype, score, &too_large);
+                assert!(!all.passes(), "{dtype:?}, {score}, a factor: {all}");
+            }
         }
+        let fused = |p: f32, largest: f32| to_bf16(p / largest) * largest;
+        let [one, all] = placed_rule(DType::BF16, equal, &fused);
+        assert!(!one.passes() && all.passes(), "{one}; {all}");
     }
 
     /// How many of 100 problems refuse each gradient of a temperature: a program as exact as the plain one, by the
