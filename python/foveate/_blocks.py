@@ -21,7 +21,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from . import _native, _source, _trace
 from ._arguments import device as device_of
 from ._arguments import dispatches, flag, integer, shown, unwrapped
-from ._compile import INSTEAD, also_compiled, register
+from ._compile import also_compiled, register
+from ._higher_order import INSTEAD
 from ._masks import Mask
 from ._native import State
 from ._torchs import KNOWS_FULL_BLOCKS, TORCHS

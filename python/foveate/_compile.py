@@ -11,47 +11,13 @@ from typing import Any, Callable, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._ops import HigherOrderOperator
 
 #: Options of torch's operator in a graph: that Foveate made it, and for which other layout, "varlen" or "paged".
 OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
 
 
-class _Attention(HigherOrderOperator):
-    """Torch's operator, as :mod:`foveate._dynamo` traces it. It is there in no graph, and none is made where it is called."""
-
-    def __init__(self) -> None:
-        super().__init__("foveate_attention")  # type: ignore[no-untyped-call]
-
-    def __call__(self, *args: Any) -> Any:
-        return None
-
-
-class _Outside(HigherOrderOperator):
-    """A call of a function that breaks the graph; where it may not break, the error that the function would raise."""
-
-    def __init__(self) -> None:
-        super().__init__("foveate_outside")  # type: ignore[no-untyped-call]
-
-    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-
-class _Instead(HigherOrderOperator):
-    """A call of torch's function in place of ours; where torch's fails and the graph may not break, the error of ours."""
-
-    def __init__(self) -> None:
-        super().__init__("foveate_instead")  # type: ignore[no-untyped-call]
-
-    def __call__(self, ours: Any, torchs: Any, *args: Any) -> Any:
-        return torchs(*args)
-
-
-ATTENTION, OUTSIDE, INSTEAD = _Attention(), _Outside(), _Instead()
-
-
 def register() -> None:
-    """Lets Dynamo, which calls it when it traces, know these."""
+    """Lets Dynamo, which calls it when it traces, know the operators of :mod:`foveate._higher_order`."""
     from . import _dynamo
 
     _dynamo.register()

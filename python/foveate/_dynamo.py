@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native, _source, _trace
 from ._arguments import warn
-from ._compile import ATTENTION, INSTEAD, OUTSIDE
+from ._higher_order import ATTENTION, INSTEAD, OUTSIDE
 from ._native import TraceError
 
 #: What is no error of a mod: Dynamo begins again, or leaves the frame.

@@ -16,7 +16,8 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _checks, _trace
-from ._compile import ATTENTION, LAYOUT, OURS, OUTSIDE, register
+from ._compile import LAYOUT, OURS, register
+from ._higher_order import ATTENTION, OUTSIDE
 from ._masks import Mask
 
 
