@@ -36,6 +36,13 @@ enum On {
     Train(Box<train::Args>),
 }
 
+impl Args {
+    /// Whether ranks measure together; else each would measure what the others slow down.
+    pub fn is_shared_by_ranks(&self) -> bool {
+        matches!(self.on, On::Train(_))
+    }
+}
+
 /// Runs what was asked for.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let threads = match &args.on {

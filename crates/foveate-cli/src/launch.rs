@@ -148,9 +148,10 @@ fn readable(command: &[String]) -> Result<(), Failure> {
     match Cli::try_parse_from(words).map_err(Failure::Misread)?.command {
         Command::Launch(_) => Err(Failure::usage("a rank of `foveate launch` launches no ranks")
             .help("name the command that ranks run, such as: foveate launch --ranks 2 -- train recipe.toml")),
-        Command::Train(_) | Command::Bench(_) | Command::Doctor(_) => Ok(()),
+        Command::Train(_) | Command::Doctor(_) => Ok(()),
+        Command::Bench(args) if args.is_shared_by_ranks() => Ok(()),
         _ => {
-            let alone = format!("`foveate {}` is not shared by ranks: each would do all of it", command[0]);
+            let alone = format!("`foveate {}` is not shared by ranks: each would do all of it", command.join(" "));
             Err(Failure::usage(alone).help("give it by itself; ranks share train and bench train"))
         }
     }

@@ -42,6 +42,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::TrainError;
+use crate::metrics::JsonlLog;
 use crate::pack::Cursor;
 use crate::recipe::SaveDtype;
 use crate::safetensors::RESTORE;
@@ -276,12 +277,14 @@ pub(crate) fn intact_before(folder: &Path) -> Option<PathBuf> {
     before.into_iter().rev().find(|path| is_intact(path))
 }
 
-/// That a folder is the one where a run keeps its checkpoints or is in it, in words behind its name; none of any
-/// other. What is there goes with the checkpoints that the run keeps no longer.
+/// Words to stand behind the name of `folder` where it is the folder `checkpoints` of a run, or in it: that run removes
+/// what it keeps no longer there.
 pub(crate) fn within_a_run(folder: &Path) -> Option<String> {
     let own = whole::resolved(folder);
     let of_run = |place: &&Path| {
-        let has_log = place.parent().is_some_and(|run| run.join("metrics.jsonl").exists());
+        let log = place.parent().map(|run| run.join("metrics.jsonl"));
+        let logged = log.map(|log| JsonlLog::last_step(&log, u64::MAX));
+        let has_log = matches!(logged, Some(Ok(Some(_))));
         place.ends_with("checkpoints") && (has_log || latest(place).is_some())
     };
     let place = own.ancestors().find(of_run)?;

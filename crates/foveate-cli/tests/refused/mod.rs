@@ -145,7 +145,11 @@ fn wrong_input_gets_one_line_on_one_rank() {
         (&["launch", "--ranks", "2"], "COMMAND"),
         (
             &["launch", "--ranks", "2", "--", "eval", "a", "b"],
-            "`foveate eval` is not shared by ranks",
+            "`foveate eval a b` is not shared by ranks",
+        ),
+        (
+            &["launch", "--ranks", "2", "--", "bench", "cpu"],
+            "`foveate bench cpu` is not shared by ranks",
         ),
         (&["launch", "--ranks", "2", "--", "launch", "--ranks", "2", "--", "doctor"], "no ranks"),
     ] {

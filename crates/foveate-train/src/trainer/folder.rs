@@ -343,12 +343,12 @@ impl<'a> Folder<'a> {
         let failed = |e| unreadable(&path, &e);
         let is = match JsonlLog::last_step(&path, step).map_err(failed)? {
             Some(last) if last >= step => None,
-            Some(last) => Some(format!("ends at step {last}")),
-            None => Some("has no record of a step".to_owned()),
+            Some(last) => Some((format!("ends at step {last}"), last + 1)),
+            None => Some(("has no record of a step".to_owned(), 1)),
         };
-        told.extend(
-            is.map(|is| format!("{} {is}: records up to step {step} are missing", path.display())),
-        );
+        told.extend(is.map(|(is, first)| {
+            format!("{} {is}: records of steps {first} to {step} are missing", path.display())
+        }));
         if let Some(line) = JsonlLog::foreign_line(&path).map_err(failed)? {
             told.push(format!("{}:{line} is no record of a run, and stays", path.display()));
         }

@@ -578,23 +578,22 @@ impl OnDevice for Alone<'_> {
         };
         let products: Vec<_> = shapes.into_iter().zip(ms).collect();
         let calls = account.blocks.iter().filter_map(|noted| Some((noted.block, noted.linear?)));
-        Ok(Some(products_alone(&products, calls) * case.accumulate() as f64))
+        Ok(products_alone(&products, calls).map(|ms| ms * case.accumulate() as f64))
     }
 }
 
 /// A product and both its gradients, in milliseconds.
 type Product = (LinearShape, [f64; 3]);
 
-/// Milliseconds of `calls`, by block and shape, which are of `products`: what is computed again counts again.
+/// Milliseconds of `calls`, by block and shape, if all are of `products`: what is computed again counts again.
 fn products_alone<'a>(
     products: &[Product],
     calls: impl Iterator<Item = (&'a str, LinearShape)>,
-) -> f64 {
+) -> Option<f64> {
     let ms = |(block, shape): (&str, LinearShape)| {
-        let number = LINEAR.iter().position(|linear| *linear == block);
-        let product = products.iter().find(|(product, _)| *product == shape);
-        let ((_, ms), number) = product.zip(number).expect("a layer has no other products");
-        ms[number]
+        let number = LINEAR.iter().position(|linear| *linear == block)?;
+        let (_, ms) = products.iter().find(|(product, _)| *product == shape)?;
+        Some(ms[number])
     };
     calls.map(ms).sum()
 }
@@ -724,6 +723,10 @@ mod tests {
             (LINEAR[1], wide),
             (LINEAR[2], narrow),
         ];
-        assert_eq!(products_alone(&products, calls.into_iter()), 1.0 + 2.0 + 1.0 + 10.0 + 200.0);
+        let sum = 1.0 + 2.0 + 1.0 + 10.0 + 200.0;
+        assert_eq!(products_alone(&products, calls.into_iter()), Some(sum));
+        // A part of a step's time would be taken for all of it.
+        let others = [(LINEAR[0], wide), (LINEAR[0], shape(8, 2))];
+        assert_eq!(products_alone(&products, others.into_iter()), None);
     }
 }

@@ -166,7 +166,7 @@ fn a_log_that_is_gone_cut_or_has_other_lines_is_told_of_and_nothing_of_it_is_los
     };
     assert!(resumed(5).is_empty());
     std::fs::remove_file(&log).unwrap();
-    assert_eq!(resumed(6), [" has no record of a step: records up to step 5 are missing"]);
+    assert_eq!(resumed(6), [" has no record of a step: records of steps 1 to 5 are missing"]);
     let lines = std::fs::read_to_string(&log).unwrap();
     let mut few: String = lines.lines().take(1).map(|line| format!("{line}\n")).collect();
     few.push_str("my words\n");
@@ -175,7 +175,7 @@ fn a_log_that_is_gone_cut_or_has_other_lines_is_told_of_and_nothing_of_it_is_los
     assert_eq!(
         told,
         [
-            " ends at step 5: records up to step 6 are missing",
+            " ends at step 5: records of steps 6 to 6 are missing",
             ":2 is no record of a run, and stays"
         ]
     );
