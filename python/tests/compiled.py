@@ -1,4 +1,5 @@
-"""A backend for ``torch.compile`` that runs forward and backward graphs as they are after Foveate's pass.
+"""A backend for ``torch.compile`` that runs forward and backward graphs as they are after Foveate's pass, and what compares
+functions compiled by it with uncompiled ones.
 
 It does what Inductor does up to its code generation, so that tests see the graphs, and need no C++ compiler.
 """
@@ -48,3 +49,34 @@ class Backend:
             return make_boxed_func(graph.forward)
 
         return aot_autograd(fw_compiler=finish, bw_compiler=finish, decompositions=select_decomp_table())(graph, inputs)
+
+
+def operands(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, kv_heads, q_len, kv_len, dim, dim_v = shape
+    shapes = ((batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, dim_v))
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def agrees(function, inputs, learned=(), backend=None, tolerance=2e-5):
+    """Compiled and uncompiled, ``function`` of ``inputs`` has the same tensors and gradients of inputs and ``learned``."""
+    backend = backend or Backend()
+    compiled = backend.compile(function)
+    results = []
+    for run in (function, compiled):
+        outs = run(*inputs)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        wanted = [t for t in (*inputs, *learned) if isinstance(t, torch.Tensor) and t.requires_grad]
+        grads = ()
+        if wanted:
+            generator = torch.Generator().manual_seed(5)
+            differentiable = [o for o in outs if o.requires_grad]
+            weights = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in differentiable]
+            grads = torch.autograd.grad(differentiable, wanted, weights)
+        results.append((*outs, *grads))
+    for ours, gold in zip(results[1], results[0]):
+        assert ours.dtype == gold.dtype and ours.stride() == gold.stride()
+        scale = gold.abs().nan_to_num(0, 0, 0).max().item() + 1
+        torch.testing.assert_close(ours, gold, rtol=0, atol=tolerance * scale)
+    assert not any(name.startswith("flex_attention") for name in backend.operators), backend.operators
+    return backend

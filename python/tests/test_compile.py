@@ -9,48 +9,17 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from compiled import Backend, needs_compiler
+from compiled import Backend, agrees, needs_compiler, operands
 from processes import run
 from reference import UNREAD
 from torch.nn.attention import flex_attention as torch_flex
 
 import foveate
-from foveate import AuxRequest, Mask, TraceError, create_block_mask, flex_attention, paged, varlen
+from foveate import AuxRequest, Mask, create_block_mask, flex_attention
 
 
 def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
-
-
-def operands(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    batch, heads, kv_heads, q_len, kv_len, dim, dim_v = shape
-    shapes = ((batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, dim_v))
-    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
-
-
-def agrees(function, inputs, learned=(), backend=None, tolerance=2e-5):
-    """Compiled and uncompiled, ``function`` of ``inputs`` has the same tensors and gradients of inputs and ``learned``."""
-    backend = backend or Backend()
-    compiled = backend.compile(function)
-    results = []
-    for run in (function, compiled):
-        outs = run(*inputs)
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        wanted = [t for t in (*inputs, *learned) if isinstance(t, torch.Tensor) and t.requires_grad]
-        grads = ()
-        if wanted:
-            generator = torch.Generator().manual_seed(5)
-            differentiable = [o for o in outs if o.requires_grad]
-            weights = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in differentiable]
-            grads = torch.autograd.grad(differentiable, wanted, weights)
-        results.append((*outs, *grads))
-    for ours, gold in zip(results[1], results[0]):
-        assert ours.dtype == gold.dtype and ours.stride() == gold.stride()
-        scale = gold.abs().nan_to_num(0, 0, 0).max().item() + 1
-        torch.testing.assert_close(ours, gold, rtol=0, atol=tolerance * scale)
-    assert not any(name.startswith("flex_attention") for name in backend.operators), backend.operators
-    return backend
 
 
 def test_a_compiled_function_is_one_graph_that_trains_on_our_operators():
@@ -503,21 +472,6 @@ def test_inductors_cache_on_disk_serves_another_process_and_no_other_package(tmp
     assert counted() == [True, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sink_is_part_of_the_graph_and_learns(dtype):
-    sink = torch.randn(2, requires_grad=True)
-
-    def model(q, k, v):
-        # The first three queries see no key.
-        mask = Mask("kv + 3 <= q")
-        out, aux = flex_attention(q, k, v, block_mask=mask, sink=sink, return_aux=AuxRequest(lse=True, max_scores=True))
-        return out, aux.lse, aux.max_scores
-
-    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
-    backend = agrees(model, operands(2, 2, 2, 20, 20, 8, 8, dtype=dtype), [sink], tolerance=tolerance)
-    assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
-
-
 def test_keys_of_batch_1_are_shared_and_gradients_that_nobody_wants_are_not_computed():
     q, k, v = operands(3, 4, 2, 20, 20, 8, 8)
     k, v = k[:1].detach().requires_grad_(), v[:1].detach()
@@ -620,114 +574,6 @@ def test_a_dynamic_graph_is_traced_once():
     compiled = backend.compile(lambda q, k, v: flex_attention(q * 2, k, v), dynamic=True)
     torch.testing.assert_close(compiled(q, k, v), flex_attention(q * 2, k, v))
     assert len(traced) == 1
-
-
-def seeded(function):
-    def run(*inputs):
-        torch.manual_seed(3)
-        return function(*inputs)
-
-    return run
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_dropout_is_part_of_the_graph(checkpointed):
-    from torch.utils.checkpoint import checkpoint
-
-    def block(q, k, v, ids):
-        mask = Mask.document(ids)
-        return flex_attention(q, k, v, lambda s, b, h, i, j: s + h, mask, dropout_p=0.4).sin()
-
-    def model(q, k, v, ids):
-        return checkpoint(block, q, k, v, ids, use_reentrant=False) if checkpointed else block(q, k, v, ids)
-
-    inputs = [*operands(2, 2, 2, 40, 40, 8, 8), torch.tensor([0] * 12 + [1] * 28)]
-    compiled = Backend().compile(model)
-    results = []
-    for run in (seeded(model), seeded(compiled)):
-        out = run(*inputs)
-        results.append((out, *torch.autograd.grad(out.square().sum(), inputs[:3])))
-    # On CUDA torch's checkpoint draws from a copy of its generator, as it was at compilation.
-    if not (checkpointed and inputs[0].is_cuda):
-        for ours, gold in zip(results[1], results[0]):
-            torch.testing.assert_close(ours, gold)
-    assert not torch.equal(compiled(*inputs), compiled(*inputs))
-
-
-def test_dropout_drops_what_inductors_generator_says():
-    if needs_compiler.args[0]:
-        pytest.skip("Inductor needs g++")
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, dropout_p=0.25), fullgraph=True)
-    q = torch.zeros(1, 2, 64, 8)
-    v = torch.eye(64).expand(1, 2, 64, 64)
-    outs = [compiled(q, q, v) * 64 * 0.75 for _ in range(2)]
-    for out in outs:
-        torch.testing.assert_close(out, out.round())
-        assert out.max() == 1 and abs(out.mean() - 0.75) < 0.02
-    assert not torch.equal(*outs)
-
-
-def test_varlen_is_part_of_the_graph_forward_and_backward():
-    cu_q, cu_k = torch.tensor([0, 7, 7, 20, 33]), torch.tensor([0, 9, 12, 30, 41])
-    slope = torch.randn(4, requires_grad=True)
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(rows, heads, dim, generator=generator).requires_grad_()
-        for rows, heads, dim in ((35, 4, 8), (44, 2, 8), (44, 2, 12))
-    )
-    sink = torch.randn(4, requires_grad=True)
-
-    def model(q, k, v, cu_q, cu_k, sink):
-        out, aux = varlen(
-            q * 2, k, v, cu_q, cu_k, None, None, lambda s, b, h, i, j: s + slope[h] * (i - j) + b, Mask.causal(),
-            return_aux=AuxRequest(lse=True, max_scores=True), sink=sink,
-        )
-        return out.sin(), aux.lse.exp(), aux.max_scores
-
-    backend = agrees(model, [q, k, v, cu_q, cu_k, sink], learned=(slope,))
-    assert backend.operators == ["foveate.varlen_forward.default", "foveate.varlen_backward.default"]
-    for more in (torch.tensor([0, 1, 30]), torch.tensor([0, 35])):
-        torch.testing.assert_close(torch.compile(model, backend=backend._backend)(q, k, v, more, more, sink)[0], model(q, k, v, more, more, sink)[0])
-
-    def dropped(q, k, v, cu_q):
-        return varlen(q, k[:35], v[:35], cu_q, dropout_p=0.5)
-
-    compiled = Backend().compile(dropped)
-    torch.testing.assert_close(seeded(compiled)(q, k, v, cu_q), seeded(dropped)(q, k, v, cu_q))
-
-
-def test_pages_are_part_of_the_graph():
-    keys, values = (torch.randn(16, 2, 8, 12) for _ in range(2))
-    table = torch.tensor([[3, 7, 1], [0, 12, -1]])
-    lengths = torch.tensor([20, 9])
-    sink = torch.randn(4)
-
-    def model(query, table, lengths):
-        out, aux = paged(
-            query.cos(), keys, values, table, lengths, lambda s, b, h, i, j: s - j, Mask.causal(bottom_right=True),
-            return_aux=AuxRequest(lse=True, max_scores=True), sink=sink,
-        )
-        return out.sin(), aux.lse, aux.max_scores
-
-    backend = agrees(model, [torch.randn(2, 4, 3, 12), table, lengths])
-    assert backend.operators == ["foveate.paged.default"]
-    with torch.no_grad():
-        query = torch.randn(2, 4, 3, 12, requires_grad=True)
-        assert Backend().compile(model)(query, table, lengths)[0].shape == (2, 4, 3, 12)
-
-
-@pytest.mark.parametrize("name", ["varlen", "dropout_p", "paged"])
-def test_another_backend_says_that_it_takes_inductor(name):
-    q = torch.randn(1, 2, 16, 8)
-    cases = {
-        "varlen": lambda: varlen(q[0], q[0], q[0], torch.tensor([0, 2])),
-        "dropout_p": lambda: flex_attention(q, q, q, dropout_p=0.5),
-        "paged": lambda: paged(q, q, q, torch.tensor([[0]]), torch.tensor([3])),
-    }
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=f"{name} in a compiled function takes the backend Inductor"):
-        torch.compile(cases[name], backend="aot_eager", fullgraph=True)()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
