@@ -19,7 +19,8 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Any
     if _transforms_active():
         of = call
         while of.entries is not None:
-            # A batch of each vmap whose entries the functions read, so that it runs each of them.
+            # Zeros of what functions capture: a query without a batch of its own is part of that vmap with them, which
+            # then comes to the rule of `_Attention` that runs a call of each entry.
             q = q - torch.zeros_like(of.batch, dtype=q.dtype, device=q.device).sum()
             of = of.entries[0]
         return _Attention.apply(q, k, v, sink, call, *learned)  # type: ignore[no-untyped-call]

@@ -176,9 +176,14 @@ fn sizes_that_do_not_go_together_are_said_with_the_remedy() {
         ("explain --recipe a.txt --device cpu", "help: leave --device out"),
         ("explain --recipe a.txt --device cuda:0", "name a card, which need not be there"),
     ] {
-        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
-        assert!(code == Some(2) && out.is_empty() && err.contains(said), "{line}: {err}");
+        ends_with_2(line, said);
     }
+}
+
+/// Runs a wrong command line, which ends with 2, prints nothing else and says `said`.
+fn ends_with_2(line: &str, said: &str) {
+    let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
+    assert!(code == Some(2) && out.is_empty() && err.contains(said), "{line}: {code:?} {err}");
 }
 
 /// One way of being wrong has one code, whichever command finds it.
@@ -207,8 +212,7 @@ fn what_only_a_command_knows_to_be_wrong_ends_with_2_as_what_its_arguments_say()
         ("train a.toml --rank 0", "--rank without --ranks and --meet; give all three"),
         ("train a.toml --meet a:1", "--meet without --rank and --ranks; give all three"),
     ] {
-        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
-        assert!(code == Some(2) && out.is_empty() && err.contains(said), "{line}: {err}");
+        ends_with_2(line, said);
     }
 }
 
@@ -322,8 +326,7 @@ fn scales_of_the_bench_are_of_operands_and_blocks_that_have_them() {
         ("bench gpu --dtype f8e4m3 --scales 96", "`head` or a multiple of 64 rows"),
         ("bench gpu --scales 64", "--scales is for f8e4m3 operands, not bf16"),
     ] {
-        let (code, out, err) = run(&line.split(' ').collect::<Vec<_>>());
-        assert!(code == Some(2) && out.is_empty() && err.contains(said), "{line}: {code:?} {err}");
+        ends_with_2(line, said);
     }
 }
 
