@@ -2,6 +2,7 @@
 """Trains on ranks that share GPUs and holds them to one rank; part of gpu-bundle/ as shard.py.
 
     shard.py FOVEATE FOLDER [PART,PART]
+    shard.py FOVEATE FOLDER kills [NUMBER] [OPTION ...]
 
 Runs the command FOVEATE in FOLDER, on texts made here: five steps of meshes up to eight ranks, threads of a
 process that take the GPUs there are in turn, in every state of the parameters; losses and weights beside one
@@ -22,6 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gpu_kills
 from gpu_runs import losses, status, tell, write_texts
 
 SECONDS = 100  # a command's limit: kernels can hang
@@ -291,11 +293,26 @@ def others(place):
     return checks
 
 
-def main(foveate, folder, parts="meshes,contexts,others"):
+def kills(foveate, folder, arguments):
+    """Ranks that are killed and stopped at random moments."""
+    options = gpu_kills.options(arguments)
+    place = Place(foveate, folder, options.device)
+    found = 0 if options.device == "cpu" else gpus(place)
+    if options.device != "cpu" and found == 0:
+        print("shard declined: no GPU")
+        return 0
+    gpu_kills.kills(place, options, found)
+    return status()
+
+
+def main(foveate, folder, parts="meshes,contexts,others", *more):
+    if parts == "kills":
+        return kills(foveate, folder, more)
     parts = parts.split(",")
     unknown = [part for part in parts if part not in ("meshes", "contexts", "others", "pairs")]
-    if unknown or ("pairs" in parts and len(parts) > 1):
-        sys.exit(f"shard.py: {','.join(parts)!r}; give meshes, contexts, others, or several of them, or pairs alone")
+    if unknown or more or ("pairs" in parts and len(parts) > 1):
+        given = " ".join([",".join(parts), *more])
+        sys.exit(f"shard.py: {given!r}; give meshes, contexts, others, or several of them, or pairs or kills alone")
     if subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True).stdout.find('"arch"') < 0:
         print("shard declined: no GPU")
         return 0
