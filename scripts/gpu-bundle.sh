@@ -33,6 +33,7 @@ cp scripts/gpu-measure.sh "$into/measure.sh"
 cp scripts/gpu_runs.py scripts/gpu_kills.py "$into/"
 cp scripts/gpu_train.py "$into/train.py"
 cp scripts/gpu_shard.py "$into/shard.py"
+cp scripts/gpu_links.py "$into/links.py"
 cp scripts/families.py "$into/families.py"
 
 kib=$(du -sk "$into/bin" "$into/cases" "$into/benches" "$into/run.sh" | awk '{ n += $1 } END { print n }')
