@@ -248,10 +248,10 @@ class Kills:
 
     def told(self):
         of = self.counts
-        return (f"{of['kills']} kills and {of['stops']} stops, {of['starts']} of them before a first step, {of['saves']} "
-                f"while a checkpoint was written, {of['threads']} of both ranks at once; {of['resumed']} resumed, "
-                f"{of['unsaved']} before the first checkpoint was there; {of['finished']} runs compared at their end, "
-                f"{len(self.wrong)} wrong;")
+        return (f"{of['kills']} kills and {of['stops']} stops, {of['starts']} of them before a first step, "
+                f"{of['saves']} while a checkpoint was written, {of['threads']} of both ranks at once; "
+                f"{of['resumed']} resumed, {of['unsaved']} before the first checkpoint was there; "
+                f"{of['finished']} runs compared at their end, {len(self.wrong)} wrong;")
 
     def run(self):
         """All of it: a line on what was found."""
