@@ -30,7 +30,7 @@ from pathlib import Path
 
 from gpu_runs import tell
 
-STEPS, SAVE_EVERY = 60, 4
+STEPS, SAVE_EVERY = 32, 2
 SILENCE = 4  # seconds without a sign of life after which a rank counts as lost
 ARRIVAL = 10  # seconds for both ranks to come
 LIMIT = 60  # seconds in which what is left of a harmed run has to end
@@ -46,10 +46,10 @@ class Attempt:
     def __init__(self, kills, run, mesh, slot, together):
         self.folder, self.since = kills.place.folder / run, time.time()
         own = (mesh, *kills.sets, f"train.steps={STEPS}", f"train.save_every={SAVE_EVERY}")
-        own += ("train.accumulate=1", "train.keep=3", "train.async_save=true")
+        own += ("train.accumulate=1", "train.keep=3", "train.async_save=true", "model.num_hidden_layers=2")
         command = kills.place.command(run, 2 if together else 1, own, ["--resume", "--json"])
         common = os.environ | {"FOVEATE_SILENCE": str(SILENCE), "FOVEATE_ARRIVAL": str(ARRIVAL)}
-        common["RAYON_NUM_THREADS"] = "1"
+        common |= {"RAYON_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")}
         meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(slot))}
         ranks = [{}] if together else [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         self.out = kills.place.folder / f"{run}.out"
