@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
 """Trains on a GPU and holds what comes of it to the CPU; part of gpu-bundle/ as train.py.
 
-    train.py FOVEATE FOLDER [--tokens-per-second | --only CHECK,CHECK]
+    train.py FOVEATE FOLDER [--tokens-per-second] [--only CHECK,CHECK] [--side-by-side] [--seconds N]
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
 CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation,
 with passes recorded as graphs, with inputs of layers in the host's memory and with the algorithms that a
 run chose, a run that goes from the CPU to the GPU and back, evaluation and generation on the device, and
 a few steps under compute-sanitizer's memcheck. --tokens-per-second also times a model of 135 million
-parameters with random weights, and two saves of 1.2 billion; --only names checks, such as every_state. One
-line a check, ending in `passed` or FAILED; fails when one does. Without a GPU it says why and passes.
+parameters with random weights, and two saves of 1.2 billion; --only names checks, such as every_state.
+--side-by-side runs each check as a process with a folder of its own below FOLDER, all at once, on a machine of many
+cores: what they time then says nothing. --seconds bounds a command (150), and with --side-by-side all of them: what
+is not over then is ended and told of. One line a check, ending in `passed` or FAILED; fails when one does. Without a
+GPU it says why and passes.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -102,12 +106,18 @@ class Place:
             command += ["--set", key]
         return [*command, *flags]
 
-    def train(self, run, device, sets=(), recipe="tiny", flags=()):
+    def train(self, run, device, sets=(), recipe="tiny", flags=(), more=()):
         command = self.arguments(run, device, sets, recipe, flags)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=os.environ | dict(more))
         if done.returncode:
             raise RuntimeError(f"{run} on {device}: {done.stderr.strip().splitlines()[-3:]}")
         return self.steps(run)
+
+    def exact(self):
+        """The run in `exact` that others are held to, made when the first of them asks."""
+        if not (self.folder / "exact").exists():
+            self.train("exact", "cuda:0", ["precision.state=exact"])
+        return "exact"
 
     def steps(self, run):
         return gpu_runs.steps(self.folder / run)
@@ -142,36 +152,48 @@ def beside_the_cpu(place):
 
 def repeats(place):
     place.train("again", "cuda:0", ["precision.state=exact"])
-    same = place.losses("again") == place.losses("exact")
+    same = place.losses("again") == place.losses(place.exact())
     same = same and place.weights("again") == place.weights("exact")
     tell("a repeat has the same losses and weights", same)
 
 
 def killed_after(place, run, device, sets, after):
-    """Kills a run when it has told of so many steps and resumes it; the steps that it had told of."""
-    command = place.arguments(run, device, sets, flags=["--json"])
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    seen = 0
-    for line in process.stdout:
-        seen += '"kind":"step"' in line.replace(" ", "")
-        if seen > after:
+    """Kills a run when it has told of so many steps and resumes it; the steps that it had told of, and whether it
+    was over before it was killed. A machine may be too busy to kill it in time; then it is tried again."""
+    for _ in range(3):
+        shutil.rmtree(place.folder / run, ignore_errors=True)
+        command = place.arguments(run, device, sets, flags=["--json"])
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        limit = threading.Timer(SECONDS, process.kill)
+        limit.start()
+        seen = 0
+        for line in process.stdout:
+            seen += '"kind":"step"' in line.replace(" ", "")
+            if seen > after:
+                break
+        process.send_signal(signal.SIGKILL)
+        limit.cancel()
+        is_early = seen <= after
+        seen += sum('"kind":"step"' in line.replace(" ", "") for line in process.stdout)
+        is_over = process.wait() == 0
+        process.stdout.close()
+        if is_early:
+            raise RuntimeError(f"{run} on {device} ended after {seen} steps, before it was to be killed")
+        if not is_over:
             break
-    process.send_signal(signal.SIGKILL)
-    seen += sum('"kind":"step"' in line.replace(" ", "") for line in process.stdout)
-    process.wait()
-    process.stdout.close()
     saved = list((place.folder / run / "checkpoints").glob("step-*"))
     place.train(run, device, sets, flags=["--resume" if saved else "--start-over"])
-    return seen
+    return seen, is_over
 
 
 def killed(place):
     moments = random.Random(11)
     for i in range(3):
         run, after = f"killed-{i}", moments.randint(1, 15)
-        killed_after(place, run, "cuda:0", ["precision.state=exact", "train.save_every=3"], after)
-        same = place.losses(run) == place.losses("exact") and place.weights(run) == place.weights("exact")
-        tell(f"killed after step {after}, the resumed run is the uninterrupted one", same)
+        _, is_over = killed_after(place, run, "cuda:0", ["precision.state=exact", "train.save_every=3"], after)
+        same = place.losses(run) == place.losses(place.exact()) and place.weights(run) == place.weights("exact")
+        detail = "it was over before it was killed" if is_over else ""
+        tell(f"killed after step {after}, the resumed run is the uninterrupted one", same and not is_over, detail)
 
 
 def graphs(place):
@@ -189,7 +211,8 @@ def graphs(place):
             run, switch = f"graphs-{name.replace(' ', '-')}-{which}", "off" if which == "off" else "on"
             own = [*sets, *more, f"run.graphs={switch}"]
             if which == "killed":
-                killed_after(place, run, "cuda:0", own, 22)
+                if killed_after(place, run, "cuda:0", own, 22)[1]:
+                    wrong.append(f"{name}: it was over before it was killed")
             else:
                 command = place.arguments(run, "cuda:0", own)
                 done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
@@ -232,9 +255,9 @@ def resumed(place, device, state, in_backward, modes=MODES, name="", sizes=(), m
     for mode in modes:
         run = f"{whole}-{mode}"
         own = [*sets, *more, f"train.recompute={mode}", "run.graphs=on"]
-        seen = killed_after(place, run, device, own, moments.randint(2, 20))
+        seen, is_over = killed_after(place, run, device, own, moments.randint(2, 20))
         killed.append(seen)
-        if seen >= STEPS:
+        if is_over:
             wrong.append(f"{mode}: it was over before it was killed")
         elif place.losses(run) != place.losses(whole):
             wrong.append(f"{mode}: other losses")
@@ -243,17 +266,26 @@ def resumed(place, device, state, in_backward, modes=MODES, name="", sizes=(), m
     return wrong, killed
 
 
-def every_state(place, device="cuda:0", states=STATES):
-    """All states side by side: each is mostly the start of processes."""
-    ways = [(state, in_backward) for in_backward in (False, True) for state in states]
+def every_way(place, device, ways, said, *more):
+    """Those ways side by side, each mostly the start of processes; a line for each."""
     with ThreadPoolExecutor(len(ways)) as pool:
-        found = {pool.submit(resumed, place, device, *way): way for way in ways}
+        found = {pool.submit(resumed, place, device, *way, *more): way for way in ways}
         for future in as_completed(found):
             state, in_backward = found[future]
-            name = f"{state}{', updates in the backward pass' if in_backward else ''}"
-            wrong, killed = future.result()
+            name = said.format(f"{state}{', updates in the backward pass' if in_backward else ''}")
+            try:
+                wrong, killed = future.result()
+            except Exception as error:  # the others may still say something
+                wrong, killed = [str(error)[-600:]], []
             detail = "; ".join(wrong) or f"killed after steps {', '.join(map(str, killed))};"
-            tell(f"{name}: killed and resumed in every mode as never killed and nothing computed again", not wrong, detail)
+            tell(name, not wrong, detail)
+
+
+def every_state(place, device="cuda:0", states=STATES):
+    """Killed and resumed in every state."""
+    ways = [(state, in_backward) for in_backward in (False, True) for state in states]
+    said = "{}: killed and resumed in every mode as never killed and nothing computed again"
+    every_way(place, device, ways, said)
 
 
 def offloaded(place, device="cuda:0"):
@@ -261,14 +293,8 @@ def offloaded(place, device="cuda:0"):
     that are there too, killed and resumed; and with two batches a step, whose gradients are nobody's memory."""
     name, sizes, more = "offload-", ["model.num_hidden_layers=5"], ["train.offload=layer_inputs"]
     ways = [("exact", False), ("host_moments", False), ("host_moments", True)]
-    with ThreadPoolExecutor(len(ways)) as pool:
-        found = {pool.submit(resumed, place, device, *way, MODES, name, sizes, more): way for way in ways}
-        for future in as_completed(found):
-            state, in_backward = found[future]
-            told = f"{state}{', updates in the backward pass' if in_backward else ''}, inputs of layers on the host"
-            wrong, killed = future.result()
-            detail = "; ".join(wrong) or f"killed after steps {', '.join(map(str, killed))};"
-            tell(f"{told}: killed and resumed in every mode as never killed and all on the GPU", not wrong, detail)
+    said = "{}, inputs of layers on the host: killed and resumed in every mode as never killed and all on the GPU"
+    every_way(place, device, ways, said, MODES, name, sizes, more)
     for run, sets in (("stay", []), ("away", more)):
         place.train(f"{name}{run}", device, [*sizes, *sets, "train.recompute=full"])
     same = place.losses(f"{name}stay") == place.losses(f"{name}away")
@@ -282,15 +308,18 @@ def chosen(place):
     # Products are large enough to be timed, checkpoints small enough for any disk: 0.17 GB, and three of them.
     sets = ["model.num_hidden_layers=3", "model.vocab_size=512", "train.batch_rows=4"]
     sets += ["train.save_every=0"]
-    kept = Path(os.environ["FOVEATE_CACHE_DIR"]) / "products.txt" if "FOVEATE_CACHE_DIR" in os.environ else None
+    # A folder of its own: other runs of the machine write what they chose, too.
+    more = {"FOVEATE_CACHE_DIR": str(place.folder / "kernels")}
+    kept = place.folder / "kernels" / "products.txt"
     runs = {}
     for run, steps in (("whole", (6,)), ("parts", (2, 6))):
         for number, upto in enumerate(steps):
-            if number and kept:
+            if number:
                 kept.unlink(missing_ok=True)
             flags = ["--resume"] if number else []
             # The schedule counts the steps of a run, so it is constant here.
-            place.train(run, "cuda:0", [*sets, f"train.steps={upto}", "schedule.kind=constant"], "smollm", flags)
+            own = [*sets, f"train.steps={upto}", "schedule.kind=constant"]
+            place.train(run, "cuda:0", own, "smollm", flags, more)
         state = json.loads((Path(place.checkpoint(run)) / "state.json").read_text())
         runs[run] = (place.losses(run), place.weights(run), state.get("choices", {}))
     choices = runs["whole"][2]
@@ -315,7 +344,7 @@ def used(place):
     """Evaluation and generation beside the CPU's."""
     found = {}
     for device in ("cpu", "cuda:0"):
-        command = [place.foveate, "eval", place.checkpoint("exact"), str(place.folder / "0*.txt")]
+        command = [place.foveate, "eval", place.checkpoint(place.exact()), str(place.folder / "0*.txt")]
         command += ["--device", device, "--json", "--len", "200"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
@@ -325,7 +354,7 @@ def used(place):
     tell("eval beside the CPU's", off < 1e-2, f"{found['cpu']:.4f} and {found['cuda:0']:.4f}")
     texts = []
     for device in ("cpu", "cuda:0"):
-        command = [place.foveate, "generate", place.checkpoint("exact"), "--prompt", "the ", "--json"]
+        command = [place.foveate, "generate", place.checkpoint(place.exact()), "--prompt", "the ", "--json"]
         command += ["--device", device, "--temperature", "0", "--max-tokens", "12"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
@@ -344,7 +373,7 @@ def sanitized(place):
     # The end of a kernel's parameters is found by asking past it.
     command = [tool, "--tool", "memcheck", "--error-exitcode", "99", "--report-api-errors", "no"]
     command += place.arguments("memcheck", "cuda:0", ["train.steps=2", "train.eval_every=2", "train.save_every=2"])
-    exact = os.environ | {"FOVEATE_EXACT_MEMORY": "1", "FOVEATE_TIMEOUT": "120"}
+    exact = os.environ | {"FOVEATE_EXACT_MEMORY": "1", "FOVEATE_TIMEOUT": str(max(120, SECONDS))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, env=exact)
     told = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line]
     tell("two steps, an evaluation and a save under memcheck", done.returncode == 0, (told or [done.stderr[-300:]])[-1])
@@ -358,9 +387,10 @@ SAVED_BYTES = 2 * 20e9  # two checkpoints: f32 masters and moments, and the weig
 def saves(place):
     """Two saves of 1.2 billion parameters in `exact` that steps wait for: what they take of the host's memory beside
     what a small run takes, and their seconds; and the step after a resume from the second."""
-    if (free := shutil.disk_usage(place.folder).free) < 1.5 * SAVED_BYTES:
+    if (free := shutil.disk_usage(place.folder).free) < 1.1 * SAVED_BYTES:
         return print(f"saves of 1B: {free / 1e9:.0f} GB of disk are free, skipped", flush=True)
-    sets = ["train.batch_rows=1", "train.keep=2", "train.async_save=false", "schedule.kind=constant"]
+    # The checkpoint before goes when one is whole, so the disk holds two at most.
+    sets = ["train.batch_rows=1", "train.keep=1", "train.async_save=false", "schedule.kind=constant"]
     sizes = [f"model.{size}" for size in ONE_BILLION]
 
     def most(run, more, recipe, flags=()):
@@ -369,7 +399,10 @@ def saves(place):
         errors = place.folder / f"{run}.log"
         with errors.open("w") as file:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
+            limit = threading.Timer(2 * SECONDS, os.kill, (process.pid, signal.SIGKILL))
+            limit.start()
             _, status, usage = os.wait4(process.pid, 0)
+            limit.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise RuntimeError(f"{run}: {errors.read_text().strip()[-300:]}")
@@ -428,23 +461,82 @@ def speed(place):
         tell(f"135M, 8 rows of 2048, {state}", True, f"{rates[len(rates) // 2]:,.0f} tokens/s (median of {len(rates)} steps); a step in ms: {parts}; loss {record['loss']:.3f};")
 
 
+CHECKS = (beside_the_cpu, repeats, killed, graphs, every_state, offloaded, chosen, used, across, sanitized)
+TIMED = (speed, saves, saves_beside)
+
+
+def side_by_side(options, checks):
+    """Each check as a process of its own in a folder of its own, until the time is over."""
+    # On a machine that runs some twenty commands at once none gains by more threads.
+    environment = {"RAYON_NUM_THREADS": "2"} | os.environ
+    command = [sys.executable, "-B", os.path.abspath(__file__), options.foveate]
+    running = {}
+    for check in checks:
+        own = [*command, str(Path(options.folder) / check.__name__), "--only", check.__name__]
+        # A process group, so that the commands of a check end with it.
+        running[check.__name__] = subprocess.Popen(
+            [*own, "--seconds", str(options.seconds)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment, start_new_session=True,
+        )
+
+    def read(name, process):
+        for line in process.stdout:
+            print(f"{name} | {line.rstrip()}", flush=True)
+
+    def end(why):
+        """Ends what runs, and tells of it."""
+        for name in [name for name, process in running.items() if process.poll() is None]:
+            os.killpg(running[name].pid, signal.SIGKILL)
+            tell(name, False, why)
+
+    def cut(*_):
+        end("cut")
+        os._exit(1)
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, cut)
+    readers = [threading.Thread(target=read, args=of, daemon=True) for of in running.items()]
+    for reader in readers:
+        reader.start()
+    until = time.monotonic() + options.seconds
+    while any(process.poll() is None for process in running.values()) and time.monotonic() < until:
+        time.sleep(0.1)
+    end(f"cut after {options.seconds:.0f} s")
+    for reader in readers:
+        reader.join(timeout=5)
+    failed = [name for name, process in running.items() if process.wait() != 0]
+    told = f", all but {', '.join(failed)}" if failed else ""
+    print(f"{len(running) - len(failed)} of {len(running)} checks ended well{told}", flush=True)
+    return int(bool(failed))
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("foveate")
+    parser.add_argument("folder")
+    parser.add_argument("--tokens-per-second", action="store_true")
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="CHECK,CHECK")
+    parser.add_argument("--side-by-side", action="store_true")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    options = parser.parse_args()
+    known = {check.__name__: check for check in (*CHECKS, *TIMED)}
+    if unknown := [name for name in options.only or () if name not in known]:
+        parser.error(f"there is no check {', '.join(unknown)}; there are {', '.join(known)}")
+    checks = [known[name] for name in options.only] if options.only else list(CHECKS)
+    return options, [*checks, *(TIMED if options.tokens_per_second else ())]
+
+
 def main():
-    foveate, folder = sys.argv[1:3]
-    doctor = subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True, timeout=SECONDS)
+    global SECONDS
+    options, checks = arguments()
+    SECONDS = options.seconds
+    doctor = subprocess.run([options.foveate, "doctor", "--json"], capture_output=True, text=True, timeout=SECONDS)
     if '"arch"' not in doctor.stdout:
         print("train declined: no GPU")
         return 0
-    place = Place(foveate, folder)
-    timed = [speed, saves, saves_beside]
-    checks = [beside_the_cpu, repeats, killed, graphs, every_state, offloaded, chosen, used, across, sanitized]
-    if "--only" in sys.argv:
-        wanted = sys.argv[sys.argv.index("--only") + 1].split(",")
-        known = {check.__name__: check for check in [*checks, *timed]}
-        if not known.keys() >= set(wanted):
-            sys.exit(f"train.py has the checks {', '.join(known)}, not all of {', '.join(wanted)}")
-        checks = [known[name] for name in wanted]
-    if "--tokens-per-second" in sys.argv:
-        checks += timed
+    if options.side_by_side:
+        return side_by_side(options, checks)
+    place = Place(options.foveate, options.folder)
     for check in checks:
         start = time.monotonic()
         try:
