@@ -354,9 +354,9 @@ fn joins(test: &str, version: &str, blocks: Option<u16>) {
     }
     let (engine, id) = (Engine::get(0).unwrap(), UniqueId::new().unwrap());
     let blocks = blocks.and_then(NonZeroU16::new);
-    Communicator::in_blocks(&engine, &id, 0, 1, TIMEOUT, blocks).unwrap();
+    Communicator::in_blocks(&engine, &id, 0, 1, TIMEOUT, blocks, &|| false).unwrap();
     let other = NonZeroU16::new(3);
-    let why = said(Communicator::in_blocks(&engine, &id, 0, 1, TIMEOUT, other));
+    let why = said(Communicator::in_blocks(&engine, &id, 0, 1, TIMEOUT, other, &|| false));
     assert!(why.contains("joining"), "{why}");
 }
 

@@ -130,14 +130,15 @@ impl Communicator {
         ranks: usize,
         timeout: Duration,
     ) -> Result<Self, GpuError> {
-        Self::in_blocks(engine, id, rank, ranks, timeout, None)
+        Self::in_blocks(engine, id, rank, ranks, timeout, None, &|| false)
     }
 
     /// [`Self::new`], with transfers that take at most `blocks` CTAs, the same number on every rank: those of
-    /// the device that are left compute beside them. NCCL's own variable `NCCL_MAX_CTAS` goes before it.
+    /// the device that are left compute beside them. NCCL's own variable `NCCL_MAX_CTAS` goes before it. Joining ends
+    /// as soon as `is_lost` says that another rank will not come, of which NCCL knows nothing.
     ///
     /// # Errors
-    /// Those of [`Self::new`].
+    /// Those of [`Self::new`]; when another rank is lost.
     pub fn in_blocks(
         engine: &Arc<Engine>,
         id: &UniqueId,
@@ -145,12 +146,14 @@ impl Communicator {
         ranks: usize,
         timeout: Duration,
         blocks: Option<NonZeroU16>,
+        is_lost: &dyn Fn() -> bool,
     ) -> Result<Self, GpuError> {
         if rank >= ranks {
             let reason = format!("there is no rank {rank} of {ranks}; ranks are counted from 0");
             return Err(GpuError::argument(reason));
         }
-        let mut joined = Self::join(&[(engine.clone(), rank)], id, ranks, timeout, blocks)?;
+        let mut joined =
+            Self::join(&[(engine.clone(), rank)], id, ranks, timeout, blocks, is_lost)?;
         Ok(joined.pop().expect("one was asked for"))
     }
 
@@ -171,7 +174,7 @@ impl Communicator {
             return Err(GpuError::argument("there are no devices for ranks"));
         }
         let members: Vec<_> = engines.iter().cloned().zip(0..).collect();
-        Self::join(&members, &UniqueId::new()?, engines.len(), timeout, None)
+        Self::join(&members, &UniqueId::new()?, engines.len(), timeout, None, &|| false)
     }
 
     /// The ranks `members` of `ranks`, all of which are joining.
@@ -181,6 +184,7 @@ impl Communicator {
         ranks: usize,
         timeout: Duration,
         blocks: Option<NonZeroU16>,
+        is_lost: &dyn Fn() -> bool,
     ) -> Result<Vec<Self>, GpuError> {
         let functions = Functions::get()?;
         let total = i32::try_from(ranks)
@@ -216,7 +220,7 @@ impl Communicator {
             })
             .collect();
         let all: Vec<&Self> = joined.iter().collect();
-        let outcome = wait_for(&all, &codes, "joining the other ranks");
+        let outcome = wait_for(&all, &codes, "joining the other ranks", is_lost);
         if outcome.is_err() {
             // A join that was cut off may still write its handle.
             Box::leak(handles);
@@ -358,7 +362,7 @@ pub fn together(transfers: &[RankTransfer<'_>]) -> Result<(), GpuError> {
         [one] => one.transfer.to_string(),
         _ => format!("{} transfers from {} on", transfers.len(), first.transfer),
     };
-    wait_for(&members, &codes, &what)
+    wait_for(&members, &codes, &what, &|| false)
 }
 
 /// Hands `transfers` of `members` to NCCL in one group; what it said to each, and to all.
@@ -456,9 +460,14 @@ unsafe fn queue(functions: &Functions, handle: Handle, of_rank: &RankTransfer<'_
     }
 }
 
-/// Waits until NCCL is done with what it answered `codes` to. A failure, or too long a time, ends
+/// Waits until NCCL is done with what it answered `codes` to. A failure, too long a time, or a rank that is lost ends
 /// all of `members`.
-fn wait_for(members: &[&Communicator], codes: &[sys::Code], doing: &str) -> Result<(), GpuError> {
+fn wait_for(
+    members: &[&Communicator],
+    codes: &[sys::Code],
+    doing: &str,
+    is_lost: &dyn Fn() -> bool,
+) -> Result<(), GpuError> {
     let Some(first) = members.first() else {
         let code = codes.iter().copied().find(|&code| code != SUCCESS).unwrap_or(SUCCESS);
         return Functions::get()?.check(code, || doing.to_owned());
@@ -489,6 +498,9 @@ fn wait_for(members: &[&Communicator], codes: &[sys::Code], doing: &str) -> Resu
             }
             if began.elapsed() > member.timeout {
                 return end_all(member, &member.late(doing));
+            }
+            if is_lost() {
+                return end_all(member, &format!("{doing} was given up: a rank is lost"));
             }
             pause(began);
         }

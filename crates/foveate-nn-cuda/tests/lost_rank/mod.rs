@@ -3,12 +3,12 @@
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use foveate_nn::{Carrier, NnErrorKind, Recompute};
+use foveate_nn::{Carrier, Cutting, NnErrorKind, Peers, Recompute};
 use foveate_nn_cuda::Cuda;
 use foveate_tensor::DType;
 
 use super::ranks::TestRank;
-use super::{Steps, inside, inside_with};
+use super::{Steps, cuda, inside, inside_with, unfilled};
 
 /// The other rank's part of a transfer never comes: without a look at the ranks a step would wait for the driver's
 /// timeout, a minute and more.
@@ -89,6 +89,65 @@ fn a_host_that_waits_for_the_device_behind_a_lost_rank_ends_in_seconds_and_is_to
             for error in [read.unwrap_err(), next.unwrap_err()] {
                 assert!(matches!(error.kind(), NnErrorKind::Ranks { lost: true, .. }), "{error}");
             }
+        });
+    });
+}
+
+/// The other rank is gone before it joins, of which NCCL knows nothing: it would wait for the driver's timeout, and
+/// say that a GPU has one rank.
+#[test]
+fn a_rank_that_joins_by_nccl_ends_in_seconds_when_another_is_lost_and_says_so() {
+    if !inside(
+        "lost_rank::a_rank_that_joins_by_nccl_ends_in_seconds_when_another_is_lost_and_says_so",
+    ) {
+        return;
+    }
+    Cuda::available(0).unwrap();
+    let mut ranks = TestRank::all(2, Carrier::Nccl, DType::F32).into_iter();
+    let [first, second] = [(); 2].map(|()| ranks.next().unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            // Ranks say in which process they are, and the first one what names them for NCCL.
+            let process = second.all_gather(&[0; 8]).unwrap();
+            assert_eq!(process.len(), 2);
+            assert_eq!(second.all_gather(&[]).unwrap()[0].len(), 128);
+            std::thread::sleep(LOST_AFTER);
+            second.is_lost();
+        });
+        let (began, mut model) = (Instant::now(), unfilled(cuda()));
+        let cutting = Cutting { parts: 2, ..Cutting::WHOLE };
+        let error = model.cut(cutting, 0, &first).unwrap_err();
+        let took = began.elapsed();
+        assert!(took >= LOST_AFTER && took < Duration::from_secs(20), "{took:?}: {error}");
+        assert!(matches!(error.kind(), NnErrorKind::Ranks { lost: true, .. }), "{error}");
+    });
+}
+
+/// NCCL says that it has lost the other process a moment before the ranks' connections know of it.
+#[test]
+fn a_rank_that_nccl_loses_first_is_told_as_lost() {
+    if !inside_with("lost_rank::a_rank_that_nccl_loses_first_is_told_as_lost", &[("FAILS", "6")]) {
+        return;
+    }
+    Cuda::available(0).unwrap();
+    let mut ranks = TestRank::all(2, Carrier::Nccl, DType::F32).into_iter();
+    let [first, second] = [(); 2].map(|()| ranks.next().unwrap());
+    let ((begun, begins), (told, done)) = (channel(), channel());
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut own = Steps::of_rank(&first);
+            begun.send(()).unwrap();
+            let error = own.try_queue(Recompute::None).map(drop).unwrap_err();
+            told.send(()).unwrap();
+            assert!(matches!(error.kind(), NnErrorKind::Ranks { lost: true, .. }), "{error}");
+        });
+        scope.spawn(move || {
+            let own = Steps::of_rank(&second);
+            begins.recv().unwrap();
+            std::thread::sleep(Duration::from_millis(300));
+            second.is_lost();
+            done.recv().unwrap();
+            drop(own);
         });
     });
 }

@@ -7,7 +7,7 @@
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use foveate_gpu::driver::{Event, Stream, default_timeout};
 use foveate_gpu::nccl::{Communicator, FlatArray, RankTransfer, Transfer, UniqueId, together};
@@ -19,6 +19,9 @@ use super::{Exchange, Span, Spans};
 
 /// How often the thread looks whether a rank is lost.
 const LOOK: Duration = Duration::from_millis(200);
+
+/// How much later than NCCL the ranks' connections may know of a rank that is gone.
+const SOON: Duration = Duration::from_secs(1);
 
 /// A communicator for transfers of one kind.
 pub struct Nccl {
@@ -43,8 +46,12 @@ impl Nccl {
         let id = all[0].as_slice().try_into().map_err(|_| refused("rank 0 has no NCCL"))?;
         let (id, timeout) = (UniqueId::from_bytes(id), default_timeout());
         let (rank, ranks, blocks) = (peers.rank(), peers.ranks(), peers.blocks());
-        let joined = Communicator::in_blocks(&engine, &id, rank, ranks, timeout, blocks);
-        let joined = joined.map_err(|e| refused(&format!("{e}; a GPU has one rank: {remedy}")))?;
+        let is_lost = || peers.is_aborted();
+        let joined = Communicator::in_blocks(&engine, &id, rank, ranks, timeout, blocks, &is_lost);
+        let joined = joined.map_err(|e| {
+            let refused = || refused(&format!("{e}; a GPU has one rank: {remedy}"));
+            lost(&*peers).unwrap_or_else(refused)
+        })?;
         let (communicator, peers) = (Arc::new(joined), Arc::new(Mutex::new(peers)));
         let watch = Some(watched(&communicator, &peers)?);
         Ok(Self { communicator, peers, watch })
@@ -52,10 +59,20 @@ impl Nccl {
 
     /// Why transfers cannot be queued: a rank that is lost says more than that the communicator was aborted for it.
     fn why(&self, e: &GpuError) -> NnError {
-        let peers = lock(&self.peers);
-        let lost = if peers.is_aborted() { peers.all_gather(&[]).err() } else { None };
-        lost.unwrap_or_else(|| failed(e))
+        lost(&**lock(&self.peers)).unwrap_or_else(|| failed(e))
     }
+}
+
+/// Why the ranks cannot go on where one of them is lost, of which NCCL may know a moment before their connections do.
+fn lost(peers: &dyn Peers) -> Option<NnError> {
+    let began = Instant::now();
+    while !peers.is_aborted() {
+        if began.elapsed() > SOON {
+            return None;
+        }
+        std::thread::sleep(LOOK / 10);
+    }
+    peers.all_gather(&[]).err()
 }
 
 /// The thread that aborts `communicator` when ranks are lost, and what ends it when dropped.
