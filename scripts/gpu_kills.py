@@ -141,11 +141,11 @@ class Kills:
     def harmed(self):
         return self.counts["kills"] + self.counts["stops"]
 
-    def fail(self, run, mesh, why):
+    def fail(self, run, why):
         with self.lock:
             if not self.is_cut:
-                self.wrong.append(f"{run}, {mesh}: {why}")
-                print(f"kills {run}, {mesh}, harmed {self.harmed()} in all: {why}", flush=True)
+                self.wrong.append(run)
+                print(f"kills: {run}: {why}", flush=True)
 
     def alone(self, number, mesh):
         """A run that is left alone: what is right, and how long its parts take."""
@@ -168,17 +168,19 @@ class Kills:
         where, steps = draws.random(), draws.randint(1, STEPS // 2)
         start, whole, save = self.took
         if where < 0.15:
-            return attempt.passes(draws.uniform(0, start)), "start"
+            return attempt.passes(draws.uniform(0, start))
+        if not attempt.until(lambda: attempt.told_steps() > 0):
+            return False
+        # The runs that were left alone may have compiled kernels.
+        self.took[0] = min(self.took[0], time.time() - attempt.since)
         if not attempt.until(lambda: attempt.told_steps() >= steps):
-            return False, "end"
+            return False
         if where < 0.45:
-            return attempt.passes(draws.uniform(0, (whole - start) / STEPS)), "step"
-        if not attempt.until(attempt.is_saving):
-            return False, "end"
-        return attempt.passes(draws.uniform(0, save)), "save"
+            return attempt.passes(draws.uniform(0, (whole - start) / STEPS))
+        return attempt.until(attempt.is_saving) and attempt.passes(draws.uniform(0, save))
 
-    def harm(self, draws, attempt):
-        """Kills or stops a rank; the one that was, or none where it had ended."""
+    def harm(self, draws, attempt, history):
+        """Kills or stops a rank, and writes it down; the one that was, or none where it had ended."""
         index, stops = draws.randrange(len(attempt.ranks)), draws.random() < 0.25
         rank = attempt.ranks[index]
         with self.lock:
@@ -187,15 +189,19 @@ class Kills:
             rank.send_signal(signal.SIGSTOP if stops else signal.SIGKILL)
             self.counts["stops" if stops else "kills"] += 1
             self.counts["threads"] += len(attempt.ranks) == 1
-            self.counts["saves"] += attempt.is_saving()
-            self.counts["starts"] += attempt.told_steps() == 0
+            self.counts["saves"] += (saves := attempt.is_saving())
+            self.counts["starts"] += (steps := attempt.told_steps()) == 0
+        who = f"rank {index}" if len(attempt.ranks) > 1 else "both"
+        history.append(f"{who} {'stopped' if stops else 'killed'} behind {steps} steps{', in a save' if saves else ''}")
         return index
 
-    def end(self, run, mesh, attempt, harmed):
+    def end(self, run, attempt, harmed):
         """Waits for the ranks that were left alone, then ends the one that was not: whether all went as it should,
         and whether the run is at its end."""
         began, others = time.monotonic(), [rank for i, rank in enumerate(attempt.ranks) if i != harmed]
-        while any(rank.poll() is None for rank in others) and time.monotonic() < began + LIMIT and not self.is_cut:
+        # A run that nobody harms may take as long as there is.
+        limit = began + (LIMIT if harmed is not None else self.options.seconds)
+        while any(rank.poll() is None for rank in others) and time.monotonic() < limit and not self.is_cut:
             time.sleep(PAUSE)
         hangs = [rank for rank in others if rank.poll() is None]
         for rank in attempt.ranks if harmed is not None else hangs:
@@ -204,7 +210,8 @@ class Kills:
         with self.lock:
             self.alive -= set(attempt.ranks)
         if hangs:
-            self.fail(run, mesh, f"after {LIMIT} s the other rank had not ended")
+            said = " | ".join(attempt.said(rank).strip()[-200:] for rank in range(len(attempt.ranks)))
+            self.fail(run, f"after {limit - began:.0f} s what was not harmed had not ended: {said}")
             return False, False
         is_whole = harmed is None
         for index, rank in enumerate(attempt.ranks):
@@ -215,7 +222,7 @@ class Kills:
             is_whole, errors = False, [line for line in said.splitlines() if "error: " in line]
             if rank.returncode != AGAIN or harmed is None or len(errors) > 1 or "panicked" in said:
                 why = f"rank {index} ended with {rank.returncode} after {time.monotonic() - began:.1f} s"
-                self.fail(run, mesh, f"{why}, the other one {'harmed' if harmed is not None else 'left alone'}: "
+                self.fail(run, f"{why}, the other one {'harmed' if harmed is not None else 'left alone'}: "
                           f"{' | '.join(errors)[:300] or said.strip()[-300:]}")
                 return False, False
         return True, is_whole
@@ -228,12 +235,14 @@ class Kills:
             if run is None:
                 if not may_harm:
                     return
-                run, mesh, runs = f"run-{number}-{runs}", self.meshes[(number + runs) % len(self.meshes)], runs + 1
+                run, mesh, history = f"run-{number}-{runs}", self.meshes[(number + runs) % len(self.meshes)], []
+                runs += 1
             elif not self.place.saved(run):
                 self.count(unsaved=1)
             attempt = Attempt(self, run, mesh, number, draws.random() < 0.2)
-            came = may_harm and self.moment(draws, attempt)[0]
-            well, is_whole = self.end(run, mesh, attempt, self.harm(draws, attempt) if came else None)
+            came = may_harm and self.moment(draws, attempt)
+            harmed = self.harm(draws, attempt, history) if came else None
+            well, is_whole = self.end(f"{run}, {mesh}, {'; '.join(history)}", attempt, harmed)
             if well and not is_whole:
                 self.count(resumed=1)
                 continue
@@ -242,7 +251,7 @@ class Kills:
                 found, right = self.place.reached(run), self.right[mesh]
                 if found != right:
                     what = "weights or moments" if found[0] == right[0] else "losses"
-                    self.fail(run, mesh, f"other {what} than the run that was left alone")
+                    self.fail(f"{run}, {mesh}, {'; '.join(history)}", f"other {what} than the run that was left alone")
             shutil.rmtree(self.place.folder / run, ignore_errors=True)
             run = None
 
