@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measures what two GPUs of a host carry between them by NCCL; part of gpu-bundle/ as links.py.
 
-    links.py [--seconds N] [--blocks auto,4,8,16,32] [--megabytes 1,4,16,64,256,1024] [--json FILE]
+    links.py [--seconds N] [--blocks auto,4,8,16,32] [--megabytes 1,4,16,64,256,1024] [--memory plain,registered]
+             [--json FILE]
 
 Transfers are those of PyTorch's NCCL: an all-gather, a reduce-scatter, and a send beside a receive, which is what
 Foveate moves. Each with as many thread blocks as NCCL likes and with at most so many, as `mesh.nccl_blocks` says it
@@ -9,7 +10,8 @@ Foveate moves. Each with as many thread blocks as NCCL likes and with at most so
 
     plain       of the allocator, which NCCL does not know of
     registered  of ncclMemAlloc, registered with the communicator (ncclCommRegister)
-    window      the same, registered by both ranks at once (ncclCommWindowRegister), for NCCL's symmetric kernels
+    window      the same, registered by both ranks at once (ncclCommWindowRegister), for NCCL's symmetric kernels;
+                only where --memory names it
 
 A size is the bytes that each GPU sends, and as many arrive: an all-gather of 1 GiB leaves 2 GiB on each. A row has a
 rate for each size, in GB/s each way, medians of a few transfers, by the clock of the device. Then the same transfers
@@ -221,11 +223,9 @@ class Rank:
         groups = {blocks: self.group(blocks) for blocks in options.blocks}
         if self.rank == 0:
             print(f"{'MiB that a GPU sends':43} {' '.join(f'{m:7}' for m in options.megabytes)}", flush=True)
-        parts = [(self.rates, "plain"), (self.beside, "plain")]
-        if not self.on_cpu:
-            # What is registered by both ranks at once comes last: where one cannot, the other waits.
-            order = (MEMORY[:2], MEMORY[2:])
-            parts = [(part, how) for hows in order for part in (self.rates, self.beside) for how in hows]
+        # What is registered by both ranks at once comes last: where one cannot, the other waits.
+        asked = [[how for how in hows if how in options.memory] for hows in (MEMORY[:2], MEMORY[2:])]
+        parts = [(part, how) for hows in asked for part in (self.rates, self.beside) for how in hows]
         declined = set()
         for (part, how), (blocks, group) in ((part, group) for part in parts for group in groups.items()):
             if how in declined:
@@ -252,12 +252,18 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--blocks", type=lambda text: text.split(","), default=["auto", "4", "8", "16", "32"])
     parser.add_argument("--megabytes", type=numbers, default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--memory", type=lambda text: text.split(","), default=["plain", "registered"])
     parser.add_argument("--json", help="a file for the rows, an object a line")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if unknown := [how for how in options.memory if how not in MEMORY]:
+        parser.error(f"there is no memory {', '.join(unknown)}; there are {', '.join(MEMORY)}")
+    # A processor's memory is not NCCL's to know.
+    options.memory = ["plain"] if options.device == "cpu" else options.memory
+    return options
 
 
 def main():
