@@ -49,7 +49,7 @@ class Attempt:
         own += ("train.accumulate=1", "train.keep=3", "train.async_save=true", "model.num_hidden_layers=2")
         command = kills.place.command(run, 2 if together else 1, own, ["--resume", "--json"])
         common = os.environ | {"FOVEATE_SILENCE": str(SILENCE), "FOVEATE_ARRIVAL": str(ARRIVAL)}
-        common |= {"RAYON_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")}
+        common["RAYON_NUM_THREADS"] = "1"
         meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(slot))}
         ranks = [{}] if together else [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         self.out = kills.place.folder / f"{run}.out"

@@ -306,6 +306,8 @@ def kills(foveate, folder, arguments):
 
 
 def main(foveate, folder, parts="meshes,contexts,others", *more):
+    # Without NVLink multicast, as everywhere.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if parts == "kills":
         return kills(foveate, folder, more)
     parts = parts.split(",")
