@@ -1,8 +1,13 @@
 """Runs tests on another device: ``pytest --device cuda python/tests/test_dot_product.py`` makes every tensor that says
 no device, and every generator, there. ``test_cuda*.py`` need no option. Tests marked ``cpu`` are of the CPU only.
+
+Tests may run in parallel processes on one device (``pytest -n 14 --dist worksteal --device cuda python/tests``, with
+pytest-xdist). None has to be alone there: each draws numbers of its own, and what tests a lack of memory limits its
+own process (``on_cuda.no_more_memory``).
 """
 
 import os
+import zlib
 
 import pytest
 import torch
@@ -15,6 +20,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu(why): holds of CPU tensors only")
     device = torch.device(config.getoption("--device"))
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+        # Each process has its share of the processors: no pool of compilers of its own, and no more threads.
+        threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if device.type == "cpu":
         # Inductor's kernels for it are few: a pool of processes that import torch takes longer to start than these take
         # to compile, and what tries the processor's instructions compiles as long as all of them.
@@ -38,6 +49,17 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if mark := item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason=f"skipped: {mark.args[0]}"))
+
+
+def pytest_collectstart(collector):
+    # A module that is imported draws its numbers: the same ones whichever modules were imported before.
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """A test draws the same numbers whichever tests ran before in the process."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 and the fixture ``exact_matmul``, which keeps the reference free of TF32.
 """
 
+import contextlib
+import gc
+
 import pytest
 import torch
 
@@ -17,6 +20,21 @@ def exact_matmul():
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@contextlib.contextmanager
+def no_more_memory():
+    """PyTorch's allocator has what it has taken of the device and gets no more, as on a device that is full; other
+    processes on the device lack nothing."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def operands(b=2, hq=4, hkv=2, l=200, s=200, e=64, ev=64, dtype=BF16, seed=0):

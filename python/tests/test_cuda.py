@@ -1,6 +1,7 @@
 """CUDA tensors: every result beside dense attention in float64 on the same device. What needs no kernel of its own
 comes first, so that a short run says the most."""
 
+import contextlib
 import gc
 import math
 import os
@@ -12,7 +13,8 @@ import threading
 import pytest
 import torch
 import torch.utils.checkpoint
-from on_cuda import BF16, DEVICE, F16, F32, causal, exact_matmul, like, operands, pytestmark, same_tables  # noqa: F401
+from on_cuda import BF16, DEVICE, F16, F32, causal, exact_matmul, like, no_more_memory, operands  # noqa: F401
+from on_cuda import pytestmark, same_tables  # noqa: F401
 from reference import attention, close, dense
 
 from foveate import AuxRequest, BlockMask, Mask, TraceError, _native, create_block_mask, flex_attention, paged, varlen
@@ -107,7 +109,7 @@ def test_side_streams_are_used():
         # The first time, PyTorch and the engine take memory for the stream, and the driver may wait.
         run()
         stream.synchronize()
-        torch.cuda._sleep(1_000_000_000)
+        torch.cuda._sleep(4_000_000_000)
         out = run()
     # Not done yet: it was queued behind the sleep.
     assert not stream.query()
@@ -171,14 +173,8 @@ def test_torchs_own_names_run_here_when_enabled():
 def test_out_of_memory_is_torchs():
     q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
     flex_attention(q, k, v)
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.cuda.set_per_process_memory_fraction(1e-6)
-        try:
-            torch.cuda.empty_cache()
-            big = q.expand(4096, 2, 128, 64)
-            flex_attention(big, k.expand(4096, 2, 128, 64), v.expand(4096, 2, 128, 64))
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+    with no_more_memory(), pytest.raises(torch.OutOfMemoryError):
+        flex_attention(*(t.expand(4096, 2, 128, 64) for t in (q, k, v)))
     flex_attention(q, k, v)
 
 
@@ -190,10 +186,9 @@ def test_an_operators_memory_error_is_torchs_too():
     q, k, v = (t.detach() for t in operands(b=1, hq=2, hkv=2, l=128, s=128))
     forward = torch.ops.foveate.forward.default
     gold = forward(q, k, v, *PLAIN, False)[0]
-    # More than a card has: torch's allocator is asked for the result itself.
-    big = q.expand(1 << 22, 2, 128, 64)
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        forward(big, k.expand_as(big), v.expand_as(big), *PLAIN, False)
+    # Torch's allocator is asked for the result itself.
+    with no_more_memory(), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        forward(*(t.expand(4096, 2, 128, 64) for t in (q, k, v)), *PLAIN, False)
     assert torch.equal(forward(q, k, v, *PLAIN, False)[0], gold)
 
 
@@ -232,19 +227,18 @@ def test_a_panic_in_an_operator_is_an_exception_and_the_next_call_is_right(name)
 def test_the_workspaces_memory_error_is_torchs_too():
     q, k, v = operands(b=1, hq=2, hkv=2, l=4096, s=4096)
     out = flex_attention(q, k, v)
-    gradients = [torch.empty_like(t) for t in (q, k, v)]
     d_out = torch.ones_like(out)
     torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
-        try:
+    taken = []
+    with no_more_memory():
+        # What earlier tests of this process left in use may lie in larger pieces, whose rest is free.
+        for size in (2 << 20, 1 << 20):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                while True:
+                    taken.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        with pytest.raises(torch.OutOfMemoryError):
             torch.autograd.grad(out, (q, k, v), d_out)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    del gradients
+    del taken
     torch.autograd.grad(flex_attention(q, k, v), (q, k, v), d_out)
 
 
@@ -308,7 +302,7 @@ def test_a_missing_nvrtc_is_one_sentence(tmp_path):
 
     def run(**more):
         command = [sys.executable, "-c", SCRIPT]
-        return subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=300)
 
     without = run(LD_PRELOAD=str(hide))
     assert without.returncode == 0 and without.stdout.startswith("said:"), without.stdout + without.stderr
@@ -323,7 +317,7 @@ def test_the_nvrtc_of_torchs_wheels_is_found_without_another_process(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FOVEATE_CACHE_DIR": str(tmp_path)}
     environment.pop("FOVEATE_CUDA_LIBRARIES", None)
     run = subprocess.run(
-        [sys.executable, "-c", spy + SCRIPT + show], env=environment, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", spy + SCRIPT + show], env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0 and "ran" in run.stdout and "started" not in run.stdout, run.stdout + run.stderr
     print(run.stdout)
@@ -513,6 +507,7 @@ def test_torchs_own_block_masks_count():
     "shape", [(2, 4, 2, 200, 200, 64, 64), (1, 6, 3, 77, 130, 40, 24), (1, 2, 2, 130, 130, 192, 128)], ids=str
 )
 def test_gradients_that_nobody_wants_are_not_made(shape, dtype):
+    gc.collect()  # What is freed while memory is counted is not the call's.
     every = [*operands(*shape, dtype=dtype), torch.randn(shape[1], device=DEVICE).requires_grad_()]
 
     def gradients(*wanted):
@@ -701,7 +696,8 @@ for _ in range(200):
     programs.add((mask._program((1, 2, s, s)).text(), _trace.score(score, (1, 2, s, s)).text()))
 torch.cuda.synchronize()
 kernels = collections.Counter(
-    tuple(re.findall(r"__global__[^;{]*?(fv_\\w+)\\s*\\(", file.read_text())) for file in pathlib.Path(sys.argv[1]).glob("*.cu")
+    tuple(re.findall(r"__global__[^;{]*?(fv_\\w+)\\s*\\(", file.read_text()))
+    for file in pathlib.Path(sys.argv[1]).glob("*.cu")
 )
 assert len(programs) == 1, len(programs)
 assert kernels and max(kernels.values()) <= 6, kernels
@@ -722,10 +718,10 @@ def test_other_lengths_values_and_documents_are_no_other_program_and_few_kernels
     assert "fv_backward" in done.stdout, done.stdout
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 30 << 30, reason="skipped: it takes 30 GB"
-)
 def test_more_than_2_to_the_31_elements():
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 30 << 30:
+        pytest.skip("skipped: it takes 30 GB")
     q = torch.zeros(1, 1, 64, 64, device=DEVICE, dtype=BF16)
     k = torch.zeros(1, 1, (1 << 25) + 300, 64, device=DEVICE, dtype=BF16)
     v = torch.zeros_like(k)
@@ -733,3 +729,5 @@ def test_more_than_2_to_the_31_elements():
     n = k.shape[2]
     out = flex_attention(q, k, v, block_mask=Mask(lambda b, h, i, j: j >= n - 200))
     assert (out - 0.5).abs().max() < 1e-2
+    del q, k, v, out
+    torch.cuda.empty_cache()  # Other processes have the device, too.

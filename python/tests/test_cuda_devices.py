@@ -1,5 +1,6 @@
 """Two CUDA devices: a call runs where its tensors lie, and the current device stays what it was."""
 
+import gc
 import threading
 
 import pytest
@@ -34,6 +35,7 @@ def _everything(device, d=0):
 def test_calls_on_another_device_give_the_same_and_leave_the_current_one():
     here = _everything("cuda:0")
     torch.cuda.synchronize()
+    gc.collect()
     before = torch.cuda.memory_allocated(0)
     there = _everything("cuda:1")
     assert torch.cuda.current_device() == 0 and torch.zeros(1, device="cuda").device.index == 0
