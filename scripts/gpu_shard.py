@@ -2,7 +2,7 @@
 """Trains on ranks that share GPUs and holds them to one rank; part of gpu-bundle/ as shard.py.
 
     shard.py FOVEATE FOLDER [PART,PART]
-    shard.py FOVEATE FOLDER kills [NUMBER] [OPTION ...]
+    shard.py FOVEATE FOLDER kills [NUMBER] [--seed N] [--seconds N] [--at-once N] [--device DEVICE]
 
 Runs the command FOVEATE in FOLDER, on texts made here: five steps of meshes up to eight ranks, threads of a
 process that take the GPUs there are in turn, in every state of the parameters; losses and weights beside one
@@ -10,7 +10,8 @@ rank's, repeats bit for bit, a run that goes on in another mesh, and runs of two
 killed or stopped. So many checks as AT_ONCE says run at a time (6). One line a check, ending in `passed`, FAILED
 or the reason why it was skipped; fails when one fails. Without a GPU it says so and passes. Parts are `meshes`,
 `contexts` (ranks that share rows) and `others` (what carries parameters, runs that go on or die), all unless some
-are named; `pairs` makes those checks alone that take two GPUs: by NCCL, and processes that die.
+are named; `pairs` makes those checks alone that take two GPUs: by NCCL, and processes that die. `kills` kills and
+stops ranks at random moments (gpu_kills.py says how), on CPUs, too.
 """
 
 import hashlib
