@@ -61,8 +61,9 @@ class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
     def __init__(self, value: Any, source: Any = None, **kwargs: Any) -> None:
         super().__init__(_torchs, source, **kwargs)
 
-    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's results; None where it is refused, and the graph may break."""
+    def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's results; None where it is refused, and the graph may break. Modes, such as a default device, have
+        seen the call by then."""
         tried, log = tx.speculate(), tx.speculation_log
         if tried.failed(tx):
             return ConstantVariable.create(None)
@@ -71,7 +72,7 @@ class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
         query, key, _, score, *_ = args
         self.mods, self.extents = {"score_mod": score, "mask_fn": mask}, _extents(query, key)
         try:
-            return super().call_function(tx, args, kwargs)
+            return super()._call_function(tx, args, kwargs)
         except _PASSING:
             raise
         except Exception as error:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 from compiled import Backend, needs_compiler
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
