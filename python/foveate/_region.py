@@ -65,6 +65,17 @@ def _outside(
     )
 
 
+def _one_tile(query: Tensor) -> tuple[Any, ...]:
+    """The parts of torch's block mask of one tile for all. The tile, seen from the keys, is itself: torch's transposition
+    by ``vmap`` takes Dynamo two thirds of a call's trace, and would run in each call, for forward graphs keep what a
+    backward might read."""
+    count = torch.ones((1, 1, 1), dtype=torch.int32, device=query.device)
+    index = torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=query.device)
+    tile = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1), compute_q_blocks=False)
+    parts = tuple(tile.as_tuple())
+    return (*parts[:6], *parts[2:4], *parts[8:])
+
+
 # Dynamo calls them when it traces, and leaves nothing of them in the graph.
 _install._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _by_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -171,10 +182,7 @@ def _attention(
     if isinstance(mask, Mask) and layout is None:
         mask._check((query.size(0), query.size(1), query.size(2), key.size(2)))
     if parts is None:
-        parts = tuple(_torch_flex._create_empty_block_mask(query, key).as_tuple())
-        # Its one tile, seen from the keys, is itself. What torch transposes it with would run in each call: forward
-        # graphs keep what a backward might read.
-        parts = (*parts[:6], *parts[2:4], *parts[8:])
+        parts = _one_tile(query)
         if mask is None:
             mask = parts[-1]
         else:
