@@ -2,12 +2,11 @@
 register Foveate with other libraries."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.nn.attention
+from processes import run_copy
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -24,5 +23,5 @@ def test_the_examples_of_the_manual_run(page):
     if page == "python.md":
         assert len(blocks) >= 3
         blocks.append("assert out.shape == (1024, 8, 64)\n")
-    ran = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, timeout=300)
+    ran = run_copy("\n".join(blocks))
     assert ran.returncode == 0, ran.stderr

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from processes import run_ranks
 from torch.nn.attention import flex_attention as torch_flex
 
 from foveate import AuxRequest, Mask, create_block_mask, flex_attention
@@ -77,4 +78,4 @@ def ranks(rank, folder):
 
 @pytest.mark.cpu("its four ranks are processes on a CPU")
 def test_sharded_tensors_on_four_ranks_equal_whole_ones(tmp_path):
-    torch.multiprocessing.spawn(ranks, (str(tmp_path),), nprocs=4)
+    run_ranks(ranks, str(tmp_path))

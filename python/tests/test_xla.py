@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-import torch.multiprocessing
+from processes import run_ranks
 from reference import close
 
 from foveate.xla import flash_attention
@@ -149,7 +149,7 @@ def ranks(rank, folder):
 
 def test_xla_8334_segment_ids_under_sharding_on_four_ranks_equal_one(tmp_path):
     """pytorch/xla#8334: ids stayed whole, or were sharded along the sequence by the axis of heads."""
-    torch.multiprocessing.spawn(ranks, (str(tmp_path),), nprocs=4)
+    run_ranks(ranks, str(tmp_path))
 
 
 @pytest.mark.parametrize("change, words", [
