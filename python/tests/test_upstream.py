@@ -1,10 +1,9 @@
 """The runner of other people's tests, on a file written here."""
 
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import run_copy
 
 FILE = '''
 import unittest
@@ -72,13 +71,16 @@ def test_that_computes_twice():
 WRONG = "\n\ndef test_wrong():\n    assert float(flex_attention(*operands()).sum()) == 7.0\n"
 
 
+#: The command `python -m foveate.testing.upstream`.
+COMMAND = "import runpy; runpy.run_module('foveate.testing.upstream', run_name='__main__', alter_sys=True)"
+
+
 @pytest.mark.parametrize(
     "mode, more, code, row", [("--eager", "", 0, "8 6 0 1 1 5/6"), ("--compiled", WRONG, 1, "9 6 1 1 1 6/7")]
 )
 def test_a_file_for_torchs_flex_attention_runs_on_foveate_and_ends_in_a_table(mode, more, code, row, tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE + more)
-    command = [sys.executable, "-B", "-m", "foveate.testing.upstream", mode, str(tmp_path / "test_theirs.py")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = run_copy(COMMAND, mode, str(tmp_path / "test_theirs.py"))
     assert ran.returncode == code, ran.stdout + ran.stderr
     table = ran.stdout[ran.stdout.index("file   ") :]
     assert " ".join(table.splitlines()[1].split()[1:7]) == row, ran.stdout
@@ -90,8 +92,7 @@ def test_a_test_that_calls_operators_alone_has_run_on_foveate(tmp_path):
     head = FILE[: FILE.index("@pytest.mark.skipif")]
     test = "def test_under_a_mode():\n    with FlopCounterMode(display=False):\n        flex_attention(*operands())\n"
     (tmp_path / "test_theirs.py").write_text(f"{head}from torch.utils.flop_counter import FlopCounterMode\n\n\n{test}")
-    command = [sys.executable, "-B", "-m", "foveate.testing.upstream", "--compiled", str(tmp_path / "test_theirs.py")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = run_copy(COMMAND, "--compiled", str(tmp_path / "test_theirs.py"))
     assert re.search(r"test_theirs.py +1 +1 +0 +0 +0 +1/1 ", ran.stdout), ran.stdout + ran.stderr
 
 
@@ -102,7 +103,7 @@ def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
         "upstream.SKIPS = (('test_theirs.py', 'for_a_gpu', 'hardware', 'two GPUs', ''),)\n"
         f"raise SystemExit(upstream.main(['--compiled', '--each', '1', {str(tmp_path / 'test_theirs.py')!r}]))"
     )
-    ran = subprocess.run([sys.executable, "-B", "-c", run], capture_output=True, text=True, timeout=300)
+    ran = run_copy(run)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 hardware" in ran.stdout and re.search(r"test_theirs.py +6 +3 +0 +1 +1 +4/6 ", ran.stdout)
     assert "hardware, 1 of: hardware: needs hardware that is not there; two GPUs" in ran.stdout
@@ -110,13 +111,11 @@ def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
 
 def test_some_of_each_function_are_of_those_whose_names_match(tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE)
-    command = [sys.executable, "-B", "-m", "foveate.testing.upstream", "--eager", "--each", "1", "-k", "triton and 3"]
-    ran = subprocess.run([*command, str(tmp_path / "test_theirs.py")], capture_output=True, text=True, timeout=300)
+    ran = run_copy(COMMAND, "--eager", "--each", "1", "-k", "triton and 3", str(tmp_path / "test_theirs.py"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"test_theirs.py +1 +1 +0 +0 +0 +1/1 ", ran.stdout), ran.stdout
 
 
 def test_a_file_that_is_not_there_is_one_line():
-    command = [sys.executable, "-m", "foveate.testing.upstream", "--eager", "none.py"]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = run_copy(COMMAND, "--eager", "none.py")
     assert ran.returncode == 2 and ran.stderr.splitlines()[-1].endswith("error: there is no file none.py")
