@@ -44,7 +44,7 @@ def _transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _outside(
+def _is_outside(
     tensors: tuple[Any, ...],
     wanted: tuple[Any, ...],
     functions: tuple[Any, ...],
@@ -104,17 +104,21 @@ def flex_attention(
     for; other backends run torch's, of plain operations. A sink joins the operator's results by their ``lse``.
     """
     register()
-    outside = (
-        _outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
+    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+
+    def outside() -> Any:
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+
+    is_outside = (
+        _is_outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
         or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
         or not (kernel_options is None or isinstance(kernel_options, dict))
     )
-    more = not outside and (sink is not None or dropout_p or isinstance(block_mask, Mask))
+    more = not is_outside and (sink is not None or dropout_p or isinstance(block_mask, Mask))
     if isinstance(score_mod, (BlockMask, Mask)):
         raise TypeError(f"{_trace.NO_SCORE}, got a {type(score_mod).__name__}: it is a block_mask")
-    given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-    if outside or (query.dtype == torch.float64 and (more or _by_inductor())):
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+    if is_outside or (query.dtype == torch.float64 and (more or _by_inductor())):
+        return outside()
     own = block_mask if isinstance(block_mask, BlockMask) else None
     _checks.check_operands(query, key, value, own, enable_gqa)
     if return_lse and return_aux is not None:
@@ -138,7 +142,7 @@ def flex_attention(
         query, key, value, score_mod, block_mask, parts, scale, options, wants_lse, wants_max, sink, dropout_p
     )
     if results is None:
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return outside()
     out, lse, max_scores = results
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
@@ -237,19 +241,24 @@ def varlen(
 ) -> Any:
     """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph."""
     register()
+    given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, score_mod, mask, scale)
+
+    def outside() -> Any:
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+
     aux = AuxRequest() if return_aux is None else return_aux
     offsets, longest = (cu_seqlens_q, cu_seqlens_k, sink), (max_seqlen_q, max_seqlen_k)
-    outside = _outside((query, key, value), offsets, (score_mod, mask), (*longest, scale, dropout_p), (), return_aux)
-    given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, score_mod, mask, scale)
-    if outside or query.is_nested or cu_seqlens_q is None:
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+    numbers = (*longest, scale, dropout_p)
+    is_outside = _is_outside((query, key, value), offsets, (score_mod, mask), numbers, (), return_aux)
+    if is_outside or query.is_nested or cu_seqlens_q is None:
+        return outside()
     q, k, v = map(_checks.heads_first, _checks.rows(query, key, value))
     layout = ("varlen", [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k])
     results = _attention(
         q, k, v, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, dropout_p, layout
     )
     if results is None:
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return outside()
     out, lse, max_scores = results
     if sink is not None:
         # Rows past the last sequence have no sink either.
@@ -276,20 +285,24 @@ def paged(
 ) -> Any:
     """:func:`foveate.paged` in a compiled region. What wants a gradient breaks the graph, for there is none."""
     register()
+    given = (query, key_pages, value_pages, page_table, lengths, score_mod, mask, scale)
+
+    def outside() -> Any:
+        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink)
+
     aux = AuxRequest() if return_aux is None else return_aux
     tensors = (query, key_pages, value_pages, page_table, lengths)
-    outside = _outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
-    wanted = not outside and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
-    given = (query, key_pages, value_pages, page_table, lengths, score_mod, mask, scale)
-    if outside or (torch.is_grad_enabled() and wanted):
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink)
+    is_outside = _is_outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
+    wanted = not is_outside and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
+    if is_outside or (torch.is_grad_enabled() and wanted):
+        return outside()
     _checks.check_pages(query, key_pages, value_pages)
     layout = ("paged", [page_table, lengths])
     results = _attention(
         query, key_pages, value_pages, score_mod, mask, None, scale, {}, aux.lse, aux.max_scores, sink, 0.0, layout
     )
     if results is None:
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink)
+        return outside()
     out, lse, max_scores = results
     if return_aux is None:
         return out
