@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +59,9 @@ def _in_region(
         _extents(B, H, Q_LEN, KV_LEN)  # Says which is wrong.
     if not isinstance(BLOCK_SIZE, int) or BLOCK_SIZE < 1:
         BLOCK_SIZE = _tile(BLOCK_SIZE)
-    register()
+    if not register():
+        given = (mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks)
+        return cast(BlockMask, breaking(*given, compute_dq_write_order, dq_kv_order))
     if isinstance(mask_mod, Mask):
         mask_mod._check((B or 1, H or 1, Q_LEN, KV_LEN))
     of = (mask_mod, B, H, Q_LEN, KV_LEN, _placed(device), BLOCK_SIZE)

@@ -12,15 +12,38 @@ from typing import Any, Callable, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 
+from ._arguments import warn
+
 #: Options of torch's operator in a graph: that Foveate made it, and for which other layout, "varlen" or "paged".
 OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
+#: What is raised by code that uses what another version of PyTorch has changed.
+CHANGED = (AttributeError, ImportError, LookupError, NameError, TypeError)
+_said: set[str] = set()
 
 
-def register() -> None:
-    """Lets Dynamo, which calls it when it traces, know the operators of :mod:`foveate._higher_order`."""
-    from . import _dynamo
+def of_another_version(error: Exception) -> str:
+    """What is said where Foveate's part of Dynamo fails, and no function of the user's is at fault."""
+    why = next(iter(str(error).splitlines()), "")
+    return (
+        f"PyTorch {torch.__version__} has another Dynamo than foveate knows ({type(error).__name__}: {why}), with which "
+        "attention runs uncompiled: update foveate, or use a version that its manual names"
+    )
 
-    _dynamo.register()
+
+def register() -> bool:
+    """Lets Dynamo, which calls it when it traces, know the operators of :mod:`foveate._higher_order`. False, after a
+    warning, where this version's Dynamo lacks what they are made of: no compiled region can call them."""
+    try:
+        from . import _dynamo
+
+        _dynamo.register()
+    except CHANGED as error:
+        said = f"calls of attention run outside of compiled graphs: {of_another_version(error)}"
+        if said not in _said:
+            _said.add(said)
+            warn(said)
+        return False
+    return True
 
 
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]

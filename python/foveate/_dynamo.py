@@ -4,7 +4,8 @@ The region calls :data:`foveate._compile.ATTENTION`, which is torch's operator b
 
 - One that Dynamo cannot trace, or that gives no value of its kind, is refused before there is a graph. Where the graph
   may break the call runs outside of it, and an error there is that of an uncompiled call; where it may not, the error has
-  the same sentence, and its type beside Dynamo's own.
+  the same sentence, and its type beside Dynamo's own. Where it is not the mod that fails but Dynamo's internals, which
+  change from version to version, this is what is said, and nothing of the mod.
 - A captured float that changes is a number without a value to Dynamo, which torch's operator takes no operand of. It
   becomes a tensor of no axes outside of the mod, by a product with 1: of products torch makes tensors in the finished
   graph. Where a mod uses such a number as no tensor can be used, it is a constant, of a graph for this value alone.
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native, _source, _trace
 from ._arguments import warn
+from ._compile import CHANGED, of_another_version
 from ._higher_order import ATTENTION, INSTEAD, OUTSIDE
 from ._native import TraceError
 
@@ -53,6 +55,12 @@ class _Refused(Exception):
         self.reason, self.is_wrong = reason, is_wrong
 
 
+def _warn_once(refused: _Refused) -> None:
+    if str(refused) not in _said:
+        _said.add(str(refused))
+        warn(f"a call of flex_attention runs outside of the compiled graph: {refused}")
+
+
 class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
     """:data:`ATTENTION` in Dynamo's trace. Its last argument is the mask as it is called in messages."""
 
@@ -64,24 +72,27 @@ class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         """The operator's results; None where it is refused, and the graph may break. Modes, such as a default device, have
         seen the call by then."""
-        tried, log = tx.speculate(), tx.speculation_log
-        if tried.failed(tx):
+        try:
+            tried, log = tx.speculate(), tx.speculation_log
+            if tried.failed(tx):
+                return ConstantVariable.create(None)
+            begun = log.index
+        except CHANGED as error:  # Without a way back there is one on.
+            _warn_once(_refused_call(error))
             return ConstantVariable.create(None)
-        begun = log.index
         *args, mask = args
         query, key, _, score, *_ = args
-        self.mods, self.extents = {"score_mod": score, "mask_fn": mask}, _extents(query, key)
         try:
+            self.mods, self.extents = {"score_mod": score, "mask_fn": mask}, _extents(query, key)
             return super()._call_function(tx, args, kwargs)
         except _PASSING:
             raise
         except Exception as error:
-            refused = error if isinstance(error, _Refused) else _Refused(TraceError(f"flex_attention: {_first_line(error)}"))
+            refused = error if isinstance(error, _Refused) else _refused_call(error)
             if _is_whole(tx):
                 _raise_as_dynamos(refused.reason)
-            if not refused.is_wrong and str(refused) not in _said:
-                _said.add(str(refused))
-                warn(f"a call of flex_attention runs outside of the compiled graph: {refused}")
+            if not refused.is_wrong:
+                _warn_once(refused)
         # The trace begins again, and comes here without what it has entered since.
         del log.entries[begun:]
         tried.fail_and_restart_analysis(tx.error_on_graph_break)
@@ -133,7 +144,7 @@ class _Instead(higher_order_ops.TorchHigherOrderOperatorVariable):
 
 def _is_whole(tx: Any) -> bool:
     """Whether the graph may not break."""
-    return bool(tx.one_graph or tx.error_on_graph_break)
+    return bool(getattr(tx, "one_graph", False) or getattr(tx, "error_on_graph_break", False))
 
 
 def _raise_outside(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
@@ -142,13 +153,18 @@ def _raise_outside(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
         given, named = [_python(x) for x in args], {name: _python(x) for name, x in kwargs.items()}
     except Exception:  # What is made in the region, of what has no value yet.
         return
+    mode = tx.fake_mode
+    allowed = mode.allow_non_fake_inputs
     try:
-        with tx.fake_mode:
+        mode.allow_non_fake_inputs = True  # What mods capture has its elements.
+        with mode:
             function.get_function()(*given, **named)
     except _WITHOUT_ELEMENTS:
         return
     except Exception as error:
         _raise_as_dynamos(error)
+    finally:
+        mode.allow_non_fake_inputs = allowed
 
 
 def _python(x: Any) -> Any:
@@ -307,6 +323,18 @@ def _take(tx: Any, graph: fx.Graph, tensors: dict[fx.Node, Any]) -> None:
         node.meta["example_value"] = value
 
 
+def _refused_call(error: Exception) -> _Refused:
+    """Of what is no mod's."""
+    if _is_of_another_version(error):
+        return _Refused(TraceError(of_another_version(error)))
+    return _Refused(TraceError(f"flex_attention: {_first_line(error)}"))
+
+
+def _is_of_another_version(error: Exception) -> bool:
+    """Whether it comes from code that uses Dynamo's internals: what Dynamo says of a function is an error of its own."""
+    return isinstance(error, CHANGED) and not isinstance(error, exc.TorchDynamoException)
+
+
 def _refused(kind: str, mod: Any, extents: tuple[int, ...], error: Exception) -> _Refused:
     """With what an uncompiled call says of a mod, if that can be asked; else with what Dynamo does."""
     try:
@@ -320,6 +348,8 @@ def _refused(kind: str, mod: Any, extents: tuple[int, ...], error: Exception) ->
             return _Refused(said, is_wrong=True)
     if isinstance(error, (ValueError, TraceError)):
         return _Refused(error)
+    if _is_of_another_version(error):
+        return _refused_call(error)
     why = _first_line(error)
     if why.startswith("Data-dependent branching"):
         try:

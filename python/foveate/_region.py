@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _checks, _trace
-from ._compile import LAYOUT, OURS, register
+from ._compile import CHANGED, LAYOUT, OURS, register
 from ._higher_order import ATTENTION, OUTSIDE
 from ._masks import Mask
 
@@ -29,9 +29,12 @@ def _install() -> None:
 
 def _by_inductor() -> bool:
     """Whether Inductor compiles the region that Dynamo traces."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+        backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except CHANGED:
+        return True  # In another version of Dynamo, which does not say. What Inductor lacks runs outside then.
     while backend is not None:
         if "inductor" in (getattr(backend, "compiler_name", None), getattr(backend, "_compiler_name", None)):
             return True
@@ -63,6 +66,11 @@ def _is_outside(
         and all(f is True or f is False for f in flags)
         and (return_aux is None or isinstance(return_aux, AuxRequest))
     )
+
+
+def _run_outside(known: bool, breaking: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """``breaking``, where the graph breaks; ``known`` is whether Dynamo knows the operator that says its errors."""
+    return OUTSIDE(breaking, *given, **named) if known else breaking(*given, **named)
 
 
 def _one_tile(query: Tensor) -> tuple[Any, ...]:
@@ -103,14 +111,15 @@ def flex_attention(
     Arguments of a wrong kind, which are errors there, break the graph, and so does float64, which Inductor has no operator
     for; other backends run torch's, of plain operations. A sink joins the operator's results by their ``lse``.
     """
-    register()
+    known = register()
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
 
     def outside() -> Any:
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return _run_outside(known, breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
 
     is_outside = (
-        _is_outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
+        not known
+        or _is_outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
         or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
         or not (kernel_options is None or isinstance(kernel_options, dict))
     )
@@ -240,16 +249,16 @@ def varlen(
     dropout_p: float = 0,
 ) -> Any:
     """:func:`foveate.varlen` in a compiled region. Nested tensors break the graph."""
-    register()
+    known = register()
     given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, score_mod, mask, scale)
 
     def outside() -> Any:
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
+        return _run_outside(known, breaking, *given, return_aux=return_aux, sink=sink, dropout_p=dropout_p)
 
     aux = AuxRequest() if return_aux is None else return_aux
     offsets, longest = (cu_seqlens_q, cu_seqlens_k, sink), (max_seqlen_q, max_seqlen_k)
     numbers = (*longest, scale, dropout_p)
-    is_outside = _is_outside((query, key, value), offsets, (score_mod, mask), numbers, (), return_aux)
+    is_outside = not known or _is_outside((query, key, value), offsets, (score_mod, mask), numbers, (), return_aux)
     if is_outside or query.is_nested or cu_seqlens_q is None:
         return outside()
     q, k, v = map(_checks.heads_first, _checks.rows(query, key, value))
@@ -284,15 +293,15 @@ def paged(
     sink: Tensor | None = None,
 ) -> Any:
     """:func:`foveate.paged` in a compiled region. What wants a gradient breaks the graph, for there is none."""
-    register()
+    known = register()
     given = (query, key_pages, value_pages, page_table, lengths, score_mod, mask, scale)
 
     def outside() -> Any:
-        return OUTSIDE(breaking, *given, return_aux=return_aux, sink=sink)
+        return _run_outside(known, breaking, *given, return_aux=return_aux, sink=sink)
 
     aux = AuxRequest() if return_aux is None else return_aux
     tensors = (query, key_pages, value_pages, page_table, lengths)
-    is_outside = _is_outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
+    is_outside = not known or _is_outside(tensors, (sink,), (score_mod, mask), (scale,), (), return_aux)
     wanted = not is_outside and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
     if is_outside or (torch.is_grad_enabled() and wanted):
         return outside()

@@ -2,14 +2,18 @@
 of an uncompiled call, and the next good call gives the bits that it gave before."""
 
 import re
+import sys
 import warnings
 
 import pytest
 import torch
 from compiled import Backend
 from test_wrong_input import WRONG
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables.builder import VariableBuilder
 
-from foveate import Mask, TraceError, create_block_mask, flex_attention, paged, varlen
+from foveate import Mask, TraceError, _compile, _dynamo, create_block_mask, flex_attention, paged, varlen
 
 SLOPE = torch.linspace(0.1, 0.7, 4, requires_grad=True)
 #: What is said instead of some: of a block mask that torch makes where its lists are, and what the engine says, which
@@ -154,3 +158,61 @@ def test_an_error_that_is_made_of_more_than_a_sentence_is_said_too():
     q = torch.randn(1, 2, 20, 8)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="no such score, number 7"):
         Backend().compile(lambda q: flex_attention(q, q, q, score))(q)
+
+
+SPECULATE = InstructionTranslatorBase.speculate
+
+
+def elsewhere_alone(translator):
+    """Dynamo's own, but not Foveate's, which asks for it by this name."""
+    if sys._getframe(1).f_globals["__name__"].startswith("foveate"):
+        raise AttributeError("'InstructionTranslator' object has no attribute 'speculate'")
+    return SPECULATE(translator)
+
+
+#: What is changed, its name, what is there instead (or nothing), and what Python says of it.
+CHANGES = {
+    "a number": (VariableBuilder, "wrap_symfloat", None, "has no attribute 'wrap_symfloat'"),
+    "a part of torch's operator": (
+        higher_order_ops.FlexAttentionHigherOrderVariable, "create_wrapped_node", None, "no attribute 'create_wrapped_node'"
+    ),
+    "what this part calls": (higher_order_ops, "speculate_subgraph", None, "name 'speculate_subgraph' is not defined"),
+    "where operators are known": (higher_order_ops, "_hop_name_to_variable_class", None, "_hop_name_to_variable_class"),
+    "the way back": (InstructionTranslatorBase, "speculate", elsewhere_alone, "has no attribute 'speculate'"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_dynamo_is_one_warning_of_torchs_version_and_the_call_runs_uncompiled(name, monkeypatch):
+    of, internal, instead, why = CHANGES[name]
+    score = lambda s, b, h, i, j: s - SLOPE[h] * (i - j)  # noqa: E731
+    q, offsets = torch.randn(2, 4, 10, 8, requires_grad=True), torch.tensor([0, 4, 10])
+
+    def model(q):
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 10, 10, device=q.device)
+        rows = q[0].transpose(0, 1)
+        packed = varlen(rows, rows, rows, offsets, score_mod=score)
+        return flex_attention(q * 2, q, q, score, mask).sin() + packed.transpose(0, 1)
+
+    gold = model(q)
+    golds = (gold, *torch.autograd.grad(gold.sum(), q))
+    for module in (_compile, _dynamo):
+        monkeypatch.setattr(module, "_said", set())
+    known = dict(higher_order_ops._hop_name_to_variable_class)
+    monkeypatch.setattr(
+        higher_order_ops, "_hop_name_to_variable_class", {n: of for n, of in known.items() if not n.startswith("foveate.")}
+    )
+    monkeypatch.setattr(of, internal, instead) if instead else monkeypatch.delattr(of, internal)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for backend in (Backend(), Backend()):
+            out = backend.compile(model, fullgraph=False)(q)
+            torch.testing.assert_close((out, *torch.autograd.grad(out.sum(), q)), golds)
+            assert backend.operators == []
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="has another Dynamo|foveate runs outside of compiled regions"):
+            Backend().compile(model)(q)
+    said = [str(warning.message) for warning in caught if "PyTorch" in str(warning.message)]
+    assert len(said) == 1 and "\n" not in said[0], said
+    assert "run" in said[0] and "uncompiled" in said[0] and why in said[0], said
+    assert f"PyTorch {torch.__version__} has another Dynamo than foveate knows" in said[0]
+    assert "score_mod" not in said[0] and "lambda" not in said[0]
