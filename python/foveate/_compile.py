@@ -1,7 +1,7 @@
 """Calls inside ``torch.compile``: a graph break and nothing of the package compiled, or what takes their place there.
 
-:func:`uncompiled` does what ``torch.compiler.disable`` does, without importing Dynamo, which takes longer than the rest of
-the package.
+:func:`uncompiled` does what ``torch.compiler.disable`` does, without importing Dynamo, which takes longer than the rest
+of the package.
 """
 
 from __future__ import annotations
@@ -13,21 +13,11 @@ import torch
 from torch._C._dynamo import eval_frame
 
 from ._arguments import warn
+from ._higher_order import CHANGED, of_another_version
 
 #: Options of torch's operator in a graph: that Foveate made it, and for which other layout, "varlen" or "paged".
 OURS, LAYOUT = "FOVEATE", "FOVEATE_LAYOUT"
-#: What is raised by code that uses what another version of PyTorch has changed.
-CHANGED = (AttributeError, ImportError, LookupError, NameError, TypeError)
 _said: set[str] = set()
-
-
-def of_another_version(error: Exception) -> str:
-    """What is said where Foveate's part of Dynamo fails, and no function of the user's is at fault."""
-    why = next(iter(str(error).splitlines()), "")
-    return (
-        f"PyTorch {torch.__version__} has another Dynamo than foveate knows ({type(error).__name__}: {why}), with which "
-        "attention runs uncompiled: update foveate, or use a version that its manual names"
-    )
 
 
 def register() -> bool:

@@ -3,9 +3,9 @@
 The region calls :data:`foveate._compile.ATTENTION`, which is torch's operator but for its mods:
 
 - One that Dynamo cannot trace, or that gives no value of its kind, is refused before there is a graph. Where the graph
-  may break the call runs outside of it, and an error there is that of an uncompiled call; where it may not, the error has
-  the same sentence, and its type beside Dynamo's own. Where it is not the mod that fails but Dynamo's internals, which
-  change from version to version, this is what is said, and nothing of the mod.
+  may break the call runs outside of it, and an error there is that of an uncompiled call; where it may not, the error
+  has the same sentence, and its type beside Dynamo's own. Where it is not the mod that fails but Dynamo's internals,
+  which change from version to version, this is what is said, and nothing of the mod.
 - A captured float that changes is a number without a value to Dynamo, which torch's operator takes no operand of. It
   becomes a tensor of no axes outside of the mod, by a product with 1: of products torch makes tensors in the finished
   graph. Where a mod uses such a number as no tensor can be used, it is a constant, of a graph for this value alone.
@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _native, _source, _trace
 from ._arguments import warn
-from ._compile import CHANGED, of_another_version
-from ._higher_order import ATTENTION, INSTEAD, OUTSIDE
+from ._higher_order import ATTENTION, CHANGED, INSTEAD, OUTSIDE, of_another_version
 from ._native import TraceError
 
 #: What is no error of a mod: Dynamo begins again, or leaves the frame.
@@ -47,8 +46,8 @@ _said: set[str] = set()
 
 
 class _Refused(Exception):
-    """A call that no graph is made of: ``reason`` is what is raised where the graph cannot break, and ``is_wrong`` whether
-    an uncompiled call raises it."""
+    """A call that no graph is made of: ``reason`` is what is raised where the graph cannot break, and ``is_wrong``
+    whether an uncompiled call raises it."""
 
     def __init__(self, reason: Exception, is_wrong: bool = False) -> None:
         super().__init__(str(reason))
@@ -213,8 +212,8 @@ def _placeholders(graph: fx.Graph, captured: Sequence[Any]) -> list[fx.Node]:
 
 @contextlib.contextmanager
 def _numbers_outside() -> Iterator[None]:
-    """Lets Dynamo make a number of a captured float in the whole graph: of one that it makes in a mod's, where the mod is
-    the first to read it, no other mod knows."""
+    """Lets Dynamo make a number of a captured float in the whole graph: of one that it makes in a mod's, where the mod
+    is the first to read it, no other mod knows."""
     inside = VariableBuilder.wrap_symfloat
 
     def outside(self: Any, value: float) -> Any:
@@ -331,7 +330,8 @@ def _refused_call(error: Exception) -> _Refused:
 
 
 def _is_of_another_version(error: Exception) -> bool:
-    """Whether it comes from code that uses Dynamo's internals: what Dynamo says of a function is an error of its own."""
+    """Whether it comes from code that uses Dynamo's internals: what Dynamo says of a function is an error of its
+    own."""
     return isinstance(error, CHANGED) and not isinstance(error, exc.TorchDynamoException)
 
 

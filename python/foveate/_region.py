@@ -16,8 +16,8 @@ from torch.nn.attention import flex_attention as _torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from . import _blocks, _checks, _trace
-from ._compile import CHANGED, LAYOUT, OURS, register
-from ._higher_order import ATTENTION, OUTSIDE
+from ._compile import LAYOUT, OURS, register
+from ._higher_order import ATTENTION, CHANGED, OUTSIDE
 from ._masks import Mask
 
 
@@ -55,9 +55,9 @@ def _is_outside(
     flags: tuple[Any, ...],
     return_aux: Any,
 ) -> bool:
-    """Whether a call runs outside of the region: where a transform of ``torch.func`` is active, and where an argument is of
-    a kind that no call takes, which is said there by its name. ``tensors`` must be there, and of the others what is None
-    is not given."""
+    """Whether a call runs outside of the region: where a transform of ``torch.func`` is active, and where an argument
+    is of a kind that no call takes, which is said there by its name. ``tensors`` must be there, and of the others what
+    is None is not given."""
     return _transformed() or not (
         all(isinstance(t, Tensor) for t in tensors)
         and all(t is None or isinstance(t, Tensor) for t in wanted)
@@ -74,9 +74,9 @@ def _run_outside(known: bool, breaking: Callable[..., Any], *given: Any, **named
 
 
 def _one_tile(query: Tensor) -> tuple[Any, ...]:
-    """The parts of torch's block mask of one tile for all. The tile, seen from the keys, is itself: torch's transposition
-    by ``vmap`` takes Dynamo two thirds of a call's trace, and would run in each call, for forward graphs keep what a
-    backward might read."""
+    """The parts of torch's block mask of one tile for all. The tile, seen from the keys, is itself: torch's
+    transposition by ``vmap`` takes Dynamo two thirds of a call's trace, and would run in each call, for forward graphs
+    keep what a backward might read."""
     count = torch.ones((1, 1, 1), dtype=torch.int32, device=query.device)
     index = torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=query.device)
     tile = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1), compute_q_blocks=False)
@@ -108,8 +108,8 @@ def flex_attention(
 ) -> Any:
     """:func:`foveate.flex_attention` in a compiled region; ``breaking`` is what it is outside, behind a graph break.
 
-    Arguments of a wrong kind, which are errors there, break the graph, and so does float64, which Inductor has no operator
-    for; other backends run torch's, of plain operations. A sink joins the operator's results by their ``lse``.
+    Arguments of a wrong kind, which are errors there, break the graph, and so does float64, which Inductor has no
+    operator for; other backends run torch's, of plain operations. A sink joins the operator's results by their ``lse``.
     """
     known = register()
     given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
@@ -119,7 +119,9 @@ def flex_attention(
 
     is_outside = (
         not known
-        or _is_outside((query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux)
+        or _is_outside(
+            (query, key, value), (sink,), (score_mod,), (scale, dropout_p), (enable_gqa, return_lse), return_aux
+        )
         or not (block_mask is None or isinstance(block_mask, (BlockMask, Mask)))
         or not (kernel_options is None or isinstance(kernel_options, dict))
     )
@@ -134,7 +136,9 @@ def flex_attention(
         _checks.check_return_lse(return_aux)
     if kernel_options:
         _checks.check_options(kernel_options)
-    options: dict[str, Any] = {} if kernel_options is None else {n: v for n, v in kernel_options.items() if n != "foveate"}
+    options: dict[str, Any] = (
+        {} if kernel_options is None else {n: v for n, v in kernel_options.items() if n != "foveate"}
+    )
     parts = None
     if own is not None:
         _blocks.check(own, (query.size(0), query.size(1), query.size(2), key.size(2)), query.device)
@@ -173,8 +177,8 @@ def _attention(
     dropout_p: float,
     layout: tuple[str, list[Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """``out``, ``lse`` and ``max_scores`` of the operator, of a mask function or of the parts of a block mask; None where
-    a mod is none for a graph. Arguments that the operator has no place for travel in the graph of its mask."""
+    """``out``, ``lse`` and ``max_scores`` of the operator, of a mask function or of the parts of a block mask; None
+    where a mod is none for a graph. Arguments that the operator has no place for travel in the graph of its mask."""
     _install()
     if _checks.autocasts(query):
         # Torch's operator does so itself from 2.11 on.

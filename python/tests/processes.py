@@ -1,5 +1,5 @@
-"""Code in a process of its own: of a new interpreter, or, which takes 2 s less, of one that has imported torch and Foveate
-and has done nothing else, and is copied.
+"""Code in a process of its own: of a new interpreter, or, which takes 2 s less, a copy of one that has imported torch and
+Foveate and done nothing else.
 """
 
 import multiprocessing
