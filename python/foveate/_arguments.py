@@ -61,7 +61,9 @@ def integer(name: str, given: Any, least: int | None = None) -> int:
 def number(name: str, given: Any) -> float:
     """A real number, also of a tensor of one element."""
     if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} gets no gradient, and this tensor requires one: give {name}.item(), or multiply an operand by it")
+        raise ValueError(
+            f"{name} gets no gradient, and this tensor requires one: give {name}.item(), or multiply an operand by it"
+        )
     try:
         # Of a number that changes Dynamo knows that it is one, and nothing of its value.
         if not isinstance(given, float):
@@ -150,7 +152,9 @@ def unwrapped(name: str, given: Tensor) -> Tensor:
             continue
         given = torch._C._functorch.get_unwrapped(given)
         if torch._C._functorch.is_functorch_wrapped_tensor(given) and given.requires_grad and torch.is_grad_enabled():
-            raise TraceError(f"{name} gets its gradient by an outer transform of torch.func; pass it through the inner one")
+            raise TraceError(
+                f"{name} gets its gradient by an outer transform of torch.func; pass it through the inner one"
+            )
     return given
 
 

@@ -39,7 +39,7 @@ class Call:
     """What one call asks for, besides tensors; after ``forward``, its plan."""
 
     #: ``entries`` are the calls of each entry of the vmap in which functions capture ``batch``.
-    __slots__ = ("score", "mask", "scale", "dropout", "wants_lse", "wants_max", "varlen", "pages", "plan", "entries", "batch")
+    __slots__ = tuple("score mask scale dropout wants_lse wants_max varlen pages plan entries batch".split())
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class Call:
         return made
 
     def placed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Rows ``[T, H, D]`` of one sequence after another as plans take them, ``[1, H, T, D]``; other tensors are that."""
+        """Rows ``[T, H, D]`` of one sequence after another as plans take them, ``[1, H, T, D]``; other tensors are
+        that."""
         return tensors if self.varlen is None else tuple(map(_checks.heads_first, tensors))
 
     def planned(
@@ -104,7 +105,8 @@ class Call:
 
 
 def of_entries(make: Callable[[], Call]) -> Call:
-    """The call that ``make`` makes of functions that it traces; of such as capture a batch of vmap, one of each entry."""
+    """The call that ``make`` makes of functions that it traces; of such as capture a batch of vmap, one of each
+    entry."""
     try:
         return make()
     except Batched as found:
@@ -244,7 +246,9 @@ def _each_entry(
     runs = []
     level = (torch._C._functorch.maybe_current_level() or 0) + 1  # Torch calls a rule in the level below.
     for at in range(info.batch_size):
-        entries = (x.select(dim, at) if isinstance(x, Tensor) and dim is not None else x for x, dim in zip(inputs, in_dims))
+        entries = (
+            x.select(dim, at) if isinstance(x, Tensor) and dim is not None else x for x, dim in zip(inputs, in_dims)
+        )
         runs.append(function.apply(*(x.entry(level, at) if isinstance(x, Call) else x for x in entries)))
     outputs = tuple(None if of[0] is None else torch.stack(of) for of in zip(*runs))
     return outputs, tuple(None if out is None else 0 for out in outputs)

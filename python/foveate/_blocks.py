@@ -54,7 +54,8 @@ def _in_region(
     dq_kv_order: bool = True,
 ) -> BlockMask:
     """:func:`create_block_mask` in a compiled region: torch's own, whose tables attention in the region does not
-    read, so that they are made only where the graph uses them otherwise. What torch's does not know breaks the graph."""
+    read, so that they are made only where the graph uses them otherwise. What torch's does not know breaks the
+    graph."""
     if not all(isinstance(n, int) and n >= 0 for n in (B or 0, H or 0, Q_LEN, KV_LEN)):
         _extents(B, H, Q_LEN, KV_LEN)  # Says which is wrong.
     if not isinstance(BLOCK_SIZE, int) or BLOCK_SIZE < 1:
@@ -104,9 +105,8 @@ def create_block_mask(
         H: Query heads, or None for one mask for all.
         Q_LEN: Number of queries.
         KV_LEN: Number of keys.
-        device: Where the tables lie, a CPU or CUDA device; when it is None, the current CUDA device, or the CPU where there
-            is none. On CUDA the device makes them, and nothing
-            waits.
+        device: Where the tables lie, a CPU or CUDA device; when it is None, the current CUDA device, or the CPU where
+            there is none. On CUDA the device makes them, and nothing waits.
         BLOCK_SIZE: Length of a tile in queries and keys, or a pair of them.
         _compile: Ignored: there is nothing to compile.
         separate_full_blocks: Whether full tiles have lists of their own.
@@ -180,7 +180,9 @@ def _placed(device: Any) -> torch.device:
     return placed
 
 
-def _kinds(mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device) -> Tensor:
+def _kinds(
+    mask_mod: MaskMod, extents: tuple[int, int, int, int], tile: tuple[int, int], device: torch.device
+) -> Tensor:
     """What each tile is: 0 empty, 1 partial, 2 full; those that the lengths cut are not full."""
     traced = _trace.mask(mask_mod, extents)
     batch, heads, q_len, kv_len = extents
@@ -232,15 +234,22 @@ def _tables_on_device(
     batch, heads, q_len, kv_len = extents
     rows, columns = -(-q_len // tile[0]), -(-kv_len // tile[1])
     shapes = {
-        "kv_num_blocks": (rows,), "kv_indices": (rows, columns), "q_num_blocks": (columns,), "q_indices": (columns, rows),
+        "kv_num_blocks": (rows,),
+        "kv_indices": (rows, columns),
+        "q_num_blocks": (columns,),
+        "q_indices": (columns, rows),
     }
     made: dict[str, Any] = {}
     for kind in ("", "full_"):
         for name, shape in shapes.items():
             wanted = apart or not kind
-            made[kind + name] = torch.empty((batch, heads, *shape), dtype=torch.int32, device=device) if wanted else None
+            made[kind + name] = (
+                torch.empty((batch, heads, *shape), dtype=torch.int32, device=device) if wanted else None
+            )
     if batch and heads and not dispatches(made["kv_indices"]):
-        _native.tile_tables(traced, extents, tile, [unwrapped("a table of tiles", t) for t in made.values() if t is not None])
+        _native.tile_tables(
+            traced, extents, tile, [unwrapped("a table of tiles", t) for t in made.values() if t is not None]
+        )
     return made
 
 
@@ -304,7 +313,8 @@ def check_kind(mask: Any) -> None:
     """Raises where a block mask is neither one nor a Mask."""
     if not isinstance(mask, (BlockMask, Mask)):
         raise TypeError(
-            f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one, and Mask one of a mask function"
+            f"block_mask must be a BlockMask or a Mask, got {type(mask)}; create_block_mask makes one, and Mask one "
+            "of a mask function"
         )
 
 

@@ -156,7 +156,9 @@ def _call_on_vectors(trace: Reader, name: str, operation: Any, args: tuple[Any, 
         if name in PRODUCTS and len(vectors) == 2:
             return PRODUCTS[name](*args, **kwargs)
         if operation is None or name in REDUCTIONS:
-            raise TraceError(f"`{name}` of {vectors[0]} is not supported in a mask or score; compute it outside and read the result")
+            raise TraceError(
+                f"`{name}` of {vectors[0]} is not supported in a mask or score; compute it outside and read the result"
+            )
         length = max(map(len, vectors))
         if any(len(v) not in (1, length) for v in vectors):
             raise TraceError(f"`{name}` is given vectors of {sorted(set(map(len, vectors)))} elements")
@@ -370,7 +372,8 @@ PRODUCTS: dict[str, Callable[..., Expr]] = {
 
 #: Reductions of one value, which is a 0-d tensor.
 _OF_ONE: dict[str, Callable[..., Any]] = {
-    name: lambda x, *args, _fold=fold, **kwargs: _fold(Vector([x]), *args, **kwargs) for name, fold in REDUCTIONS.items()
+    name: lambda x, *args, _fold=fold, **kwargs: _fold(Vector([x]), *args, **kwargs)
+    for name, fold in REDUCTIONS.items()
 }
 
 
@@ -383,12 +386,18 @@ def _vector(trace: Reader, name: str, x: Any) -> Vector:
     raise TraceError(f"`{name}` is given a {type(x).__name__} in place of a captured tensor of one axis")
 
 
-def _isin(trace: Reader, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Expr:
+def _isin(
+    trace: Reader, elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
+) -> Expr:
     x = trace.operand("isin", elements)
     found: Expr
     if isinstance(test_elements, torch.Tensor) and test_elements.dim() > 1:
         test_elements = test_elements.flatten()
-    if isinstance(test_elements, torch.Tensor) and test_elements.dim() == 0 or not isinstance(test_elements, (Many, torch.Tensor)):
+    if (
+        isinstance(test_elements, torch.Tensor)
+        and test_elements.dim() == 0
+        or not isinstance(test_elements, (Many, torch.Tensor))
+    ):
         found = x == trace.operand("isin", test_elements)
     else:
         values = _vector(trace, "isin", test_elements).values
@@ -409,7 +418,13 @@ def _bucketize(trace: Reader, input: Any, boundaries: Any, *, out_int32: bool = 
 
 
 def _searchsorted(
-    trace: Reader, sorted_sequence: Any, input: Any, *, out_int32: bool = False, right: bool = False, side: str | None = None
+    trace: Reader,
+    sorted_sequence: Any,
+    input: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
 ) -> Expr:
     found = _position("searchsorted", right or side == "right", sorted_sequence, input, trace)
     return cast(found, torch.int32) if out_int32 else found
@@ -444,7 +459,9 @@ def _embedding(
 
 def _gather(trace: Reader, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     if len(input.shape) != 1 or dim not in (0, -1):
-        raise TraceError("`gather` is of a captured tensor of one axis in a mask or score; use `table[b, h, q_idx]` for more")
+        raise TraceError(
+            "`gather` is of a captured tensor of one axis in a mask or score; use `table[b, h, q_idx]` for more"
+        )
     return trace.read(input, index)
 
 

@@ -60,7 +60,9 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, e
         if given.layout == torch.jagged:
             raise ValueError(f"{name} is a nested tensor, of the layout that foveate.varlen takes: [n, j, heads, dim]")
         if given.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got {name}.layout: {given.layout}; {name}.to_dense() is one")
+            raise ValueError(
+                f"{name} must be a dense tensor, got {name}.layout: {given.layout}; {name}.to_dense() is one"
+            )
     if query.dtype not in (*_FUSED, torch.float64):
         raise ValueError(f"query must be float32, bfloat16, float16 or float64, got query.dtype: {query.dtype}")
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
@@ -129,7 +131,9 @@ def check_options(options: dict[str, Any] | None) -> None:
         if options["BACKEND"] not in _BACKENDS:
             raise ValueError(f"Invalid BACKEND value '{options['BACKEND']}'. Must be one of {_BACKENDS}")
     for name in options.get("foveate", {}):
-        raise ValueError(f"kernel_options['foveate'] has no option {name!r}; it has none, kernels are chosen by the problem")
+        raise ValueError(
+            f"kernel_options['foveate'] has no option {name!r}; it has none, kernels are chosen by the problem"
+        )
     # A compiled function that logs would break its graph.
     if set(options) - {"foveate"} and "kernel_options" not in _said and not torch.compiler.is_compiling():
         _said.add("kernel_options")
@@ -157,8 +161,8 @@ def checked_scale(scale: float) -> float:
 
 
 def dropout_of(p: float, query: Tensor, drawn: bool = True) -> tuple[float, Any] | None:
-    """The probability, and a seed from torch's generator of the query's device; None where it is 0. What is ``drawn`` is as
-    plans take it, on the CPU a number; else it is a tensor."""
+    """The probability, and a seed from torch's generator of the query's device; None where it is 0. What is ``drawn``
+    is as plans take it, on the CPU a number; else it is a tensor."""
     p = probability("dropout_p", p)
     if p == 0.0:
         return None
@@ -182,7 +186,8 @@ def refuse_gradients(query: torch.dtype, key: torch.dtype, value: torch.dtype) -
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises where a derivative in forward mode is wanted by one of the tensors: gradients here have a backward alone."""
+    """Raises where a derivative in forward mode is wanted by one of the tensors: gradients here have a backward
+    alone."""
     if forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -192,8 +197,8 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 def no_tangents() -> NoReturn:
     """What is said of a derivative in forward mode."""
     raise NotImplementedError(
-        "foveate has no derivative in forward mode (jvp) for this dtype, as `torch.func.jvp`, `jacfwd` and `hessian` ask "
-        "for: take `vjp` or `jacrev`, or float64 tensors of flex_attention, which have one"
+        "foveate has no derivative in forward mode (jvp) for this dtype, as `torch.func.jvp`, `jacfwd` and `hessian` "
+        "ask for: take `vjp` or `jacrev`, or float64 tensors of flex_attention, which have one"
     )
 
 

@@ -14,7 +14,12 @@ from ._arguments import offsets_vector, shown, unwrapped
 
 def library_folders() -> list[str]:
     """Where the packages of this interpreter keep NVIDIA's libraries; the native module asks before its first call."""
-    folders = (f for entry in sys.path if entry for f in sorted(glob.glob(os.path.join(glob.escape(entry), "nvidia", "*", "lib"))))
+    folders = (
+        f
+        for entry in sys.path
+        if entry
+        for f in sorted(glob.glob(os.path.join(glob.escape(entry), "nvidia", "*", "lib")))
+    )
     # `cu13` holds all libraries of a version, and is newer than folders of one each.
     return sorted(folders, key=lambda f: not os.path.basename(os.path.dirname(f)).startswith("cu1"))
 

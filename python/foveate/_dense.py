@@ -41,7 +41,9 @@ class _Reader(_calls.Reader):
     def element(self, tensor: Tensor, index: list[Any]) -> Tensor:
         # Indexing reads a 0-d tensor on the host, which would wait for a device, and one of an axis where it lies.
         at = (i.as_subclass(Tensor).long() if isinstance(i, _Point) else i for i in index)
-        return tensor[tuple(i.reshape(1) if isinstance(i, Tensor) and i.dim() == 0 else i for i in at)].as_subclass(_Point)
+        return tensor[tuple(i.reshape(1) if isinstance(i, Tensor) and i.dim() == 0 else i for i in at)].as_subclass(
+            _Point
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and any(map(_has_point, args)):
@@ -66,7 +68,9 @@ class _Indexing(TorchFunctionMode):
         if any(isinstance(i, slice) and i != slice(None) for i in index):
             raise TraceError("a slice beside a traced index must be `:`")
         number = functools.partial(torch.tensor, device=of.device)
-        return torch.ops.aten.index(of, [None if isinstance(i, slice) else i if isinstance(i, Tensor) else number(i) for i in index])
+        return torch.ops.aten.index(
+            of, [None if isinstance(i, slice) else i if isinstance(i, Tensor) else number(i) for i in index]
+        )
 
 
 def _has_point(x: Any) -> bool:

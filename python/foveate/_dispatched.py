@@ -1,4 +1,5 @@
-"""Calls that torch's dispatcher has to see: of tensors that have others' elements, and while a mode of dispatch looks on.
+"""Calls that torch's dispatcher has to see: of tensors that have others' elements, and while a mode of dispatch looks
+on.
 
 They are the operators of :mod:`foveate._ops`, so that fake tensors, subclasses, counters of operations and policies of
 checkpointing take them like any operator of torch's. Captured numbers are constants of their programs. Masks and
@@ -43,8 +44,8 @@ def attention(
     layout: str = "",
     where: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``out``, ``lse`` and ``max_scores`` of an operator; ``layout`` is that of its name, whose tensors are ``where``. A sink
-    joins its results by their ``lse``, and is no score."""
+    """``out``, ``lse`` and ``max_scores`` of an operator; ``layout`` is that of its name, whose tensors are ``where``.
+    A sink joins its results by their ``lse``, and is no score."""
     _count()
     made = None if score_mod is None else _trace.score(score_mod, extents, constants=True)
     score, score_captures = (None, []) if made is None else _said(made)
@@ -60,7 +61,9 @@ def attention(
     return out, lse, max_scores
 
 
-def _masked(mask: Any, extents: tuple[int, int, int, int], device: torch.device) -> tuple[Any, list[Any], list[Tensor], list[int]]:
+def _masked(
+    mask: Any, extents: tuple[int, int, int, int], device: torch.device
+) -> tuple[Any, list[Any], list[Tensor], list[int]]:
     """The text of a mask, what it captures, the lists that count beside it, and their tile."""
     if mask is None:
         return None, [], [], [1, 1]
@@ -78,8 +81,8 @@ def _masked(mask: Any, extents: tuple[int, int, int, int], device: torch.device)
 
 
 def _said(traced: Any) -> tuple[str | None, list[Tensor]]:
-    """The text of a program, and captured tensors by the numbers in their names; what it does not read is in no place of
-    its own."""
+    """The text of a program, and captured tensors by the numbers in their names; what it does not read is in no place
+    of its own."""
     text: str = traced.text()
     named = {int(capture.name[1:]): capture.tensor for capture in traced.captures}
     captures = [named.get(at, next(iter(named.values()))) for at in range(max(named, default=-1) + 1)]

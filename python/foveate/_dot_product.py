@@ -44,7 +44,9 @@ def unsupported(where: str, **given: tuple[Any, Any]) -> None:
     """Refuses arguments of TransformerEngine's that are not at the value that means nothing."""
     for name, (value, neutral) in given.items():
         if value is not neutral and (isinstance(value, Tensor) or value != neutral):
-            raise NotImplementedError(f"foveate.{where} does not support {name}={shown(value)}; leave it at {neutral!r}")
+            raise NotImplementedError(
+                f"foveate.{where} does not support {name}={shown(value)}; leave it at {neutral!r}"
+            )
 
 
 def refuse_fp8(where: str) -> None:
@@ -53,7 +55,9 @@ def refuse_fp8(where: str) -> None:
         manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
         if manager is not None and manager.is_fp8_enabled():
             recipe = type(manager.get_fp8_recipe()).__name__
-            raise NotImplementedError(f"foveate.{where} does not compute in FP8, and {recipe} asks for it: leave its autocast")
+            raise NotImplementedError(
+                f"foveate.{where} does not compute in FP8, and {recipe} asks for it: leave its autocast"
+            )
 
 
 class Stateless(torch.nn.Module):
@@ -66,7 +70,9 @@ class Stateless(torch.nn.Module):
         if state is not None and not (isinstance(state, Tensor) and state.numel() == 0):
             warn(f"foveate.{type(self).__name__} computes without FP8: the checkpoint's scales are left out")
 
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
+    ) -> None:
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, *rest)
         # A checkpoint without FP8's place is complete.
         extra = prefix + "_extra_state"
@@ -206,7 +212,9 @@ class DotProductAttention(Stateless):
         window_of(self.attn_mask_type, window_size)
         self.window_size = window_size
         self.bottom_right_diagonal = bottom_right_diagonal
-        self.softmax_scale = 1 / math.sqrt(self.head_sizes[0]) if softmax_scale is None else number("softmax_scale", softmax_scale)
+        self.softmax_scale = (
+            1 / math.sqrt(self.head_sizes[0]) if softmax_scale is None else number("softmax_scale", softmax_scale)
+        )
         self.softmax_type, self.return_max_logit = softmax_type, return_max_logit
         self.layer_number = 1 if layer_number is None else layer_number
         self.name = name
@@ -257,8 +265,8 @@ class DotProductAttention(Stateless):
             key_layer, value_layer: The same with their own lengths, heads and sizes.
             attention_mask: True where it masks out. With a padding type ``[b, 1, 1, s]``, for cross attention one of
                 queries and one of keys; with ``arbitrary`` broadcastable to ``[b, h, sq, skv]``. Else it is not read.
-            cu_seqlens_q, cu_seqlens_kv: ``[b + 1]``, sums of the sequences' lengths, with a padding type. The host reads
-                them in each call, so on CUDA it waits for the device.
+            cu_seqlens_q, cu_seqlens_kv: ``[b + 1]``, sums of the sequences' lengths, with a padding type. The host
+                reads them in each call, so on CUDA it waits for the device.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: ``[b + 1]``, where sequences begin in ``thd``, if there are rows
                 between them that are none.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (added before the factor on scores),
@@ -306,25 +314,29 @@ class DotProductAttention(Stateless):
         score = self._score(core_attention_bias_type, core_attention_bias, alibi_slopes, diagonal)
 
         scale, wanted = self.softmax_scale, AuxRequest(max_scores=bool(self.return_max_logit))
-        sink, dropped = self.softmax_offset, self.attention_dropout if self.training else 0.0
+        more: Any = dict(sink=self.softmax_offset, dropout_p=self.attention_dropout if self.training else 0.0)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, AuxOutput]:
             if starts is None:
-                return flex_attention(q, k, v, score, mask, scale, True, return_aux=wanted, sink=sink, dropout_p=dropped)
+                return flex_attention(q, k, v, score, mask, scale, True, return_aux=wanted, **more)
             q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
             if not between:
-                return varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, sink=sink, dropout_p=dropped)
+                return varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, **more)
             # What lies between sequences may be no number, and 0 times that would reach gradients.
             kept = [_inside(length, at, t.size(0)) for length, at, t in zip(lengths, starts, (q, k))]
-            q, k, v = (torch.where(inside[:, None, None], t, 0) for t, inside in zip((q, k, v), (kept[0], kept[1], kept[1])))
-            out, aux = varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, sink=sink, dropout_p=dropped)
-            return torch.where(kept[0][:, None, None], out, 0), aux
+            inside = [at[:, None, None] for at in (kept[0], kept[1], kept[1])]
+            q, k, v = (torch.where(at, t, 0) for t, at in zip((q, k, v), inside))
+            out, aux = varlen(q, k, v, *starts, None, None, score, mask, scale, return_aux=wanted, **more)
+            return torch.where(inside[0], out, 0), aux
 
         results: tuple[Tensor, AuxOutput]
-        results = checkpoint(run, q, k, v, use_reentrant=False) if flag("checkpoint_core_attention", checkpoint_core_attention) else run(q, k, v)
+        again = flag("checkpoint_core_attention", checkpoint_core_attention)
+        results = checkpoint(run, q, k, v, use_reentrant=False) if again else run(q, k, v)
         return _in_form(form, *results)
 
-    def _kind(self, name: str | None, window: tuple[int, int] | None, at_end: bool | None) -> tuple[str, tuple[int, int], bool]:
+    def _kind(
+        self, name: str | None, window: tuple[int, int] | None, at_end: bool | None
+    ) -> tuple[str, tuple[int, int], bool]:
         """The type of mask, its window, and whether its diagonal ends at the last query and the last key."""
         kind = self.attn_mask_type if name is None else mask_type_of(name)
         window = window_of(kind, self.window_size if window is None else window)
@@ -357,7 +369,9 @@ class DotProductAttention(Stateless):
             lengths = (_lengths("cu_seqlens_q", cu_q), _lengths("cu_seqlens_kv", cu_kv))
             for what, length, most in zip(("q", "kv"), lengths, rows):
                 if length.numel() != q.size(0) or bool((length > most).any()):
-                    raise ValueError(f"cu_seqlens_{what} must have {q.size(0)} lengths of at most {most}, got {length.tolist()[:8]}")
+                    raise ValueError(
+                        f"cu_seqlens_{what} must have {q.size(0)} lengths of at most {most}, got {length.tolist()[:8]}"
+                    )
             return lengths, [_shorter(*lengths)], None
         if "padding" in kind:
             out_q, out_kv = self._padding(attention_mask, q, k)
@@ -372,10 +386,14 @@ class DotProductAttention(Stateless):
         self, form: str, q: Any, k: Any, v: Any, qkv: Tensor | None, kv: Tensor | None, at: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as ``[b, h, s, d]``, all views."""
-        given = [name for name, t in (("query", q), ("key", k), ("value", v), ("kv", kv), ("qkv", qkv)) if t is not None]
+        given = [
+            name for name, t in (("query", q), ("key", k), ("value", v), ("kv", kv), ("qkv", qkv)) if t is not None
+        ]
         wanted = {("query", "key", "value"), ("query", "kv"), ("qkv",)}
         if tuple(given) not in wanted:
-            raise ValueError(f"query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer: got {given}")
+            raise ValueError(
+                f"query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer: got {given}"
+            )
         if at not in (-3, -2):
             raise ValueError(f"qkv_interleave_dim must be -3 or -2, got {at}")
         for what, packed, n in (("qkv_layer", qkv, 3), ("kv_layer", kv, 2)):
@@ -385,8 +403,12 @@ class DotProductAttention(Stateless):
             q, k, v = qkv.unbind(at)
         elif kv is not None:
             k, v = kv.unbind(at)
-        sizes = zip(("query", "key", "value"), (q, k, v), (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups),
-                    (self.head_sizes[0], *self.head_sizes))
+        sizes = zip(
+            ("query", "key", "value"),
+            (q, k, v),
+            (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups),
+            (self.head_sizes[0], *self.head_sizes),
+        )
         for what, t, heads, size in sizes:
             if tensor(f"{what}_layer", t).dim() != len(form) or tuple(t.shape[-2:]) != (heads, size):
                 axes = ", ".join([*form[:-2], str(heads), str(size)])
@@ -403,7 +425,9 @@ class DotProductAttention(Stateless):
             raise ValueError("a padding attn_mask_type needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
         both = tuple(mask) if isinstance(mask, (tuple, list)) else (mask, mask)
         if len(both) != 2 or not all(isinstance(m, Tensor) for m in both):
-            raise TypeError(f"attention_mask must be a bool tensor, or one of queries and one of keys, got {shown(mask)}")
+            raise TypeError(
+                f"attention_mask must be a bool tensor, or one of queries and one of keys, got {shown(mask)}"
+            )
         wanted = ((q.size(0), 1, 1, q.size(2)), (q.size(0), 1, 1, k.size(2)))
         shapes = tuple(tuple(m.shape) for m in both)
         if shapes != wanted or any(m.dtype != torch.bool for m in both):
@@ -421,13 +445,17 @@ class DotProductAttention(Stateless):
     ) -> Callable[..., Any] | None:
         one_of("core_attention_bias_type", kind, BIAS_TYPES)
         if (bias is None) != (kind in ("no_bias", "alibi")):
-            raise ValueError(f"core_attention_bias_type {kind!r} and core_attention_bias {'None' if bias is None else 'given'}")
+            raise ValueError(
+                f"core_attention_bias_type {kind!r} and core_attention_bias {'None' if bias is None else 'given'}"
+            )
         if slopes is not None and kind != "alibi":
             raise ValueError(f"alibi_slopes are given, and core_attention_bias_type is {kind!r}")
         if kind == "alibi":
             slopes = alibi_slopes_of(self.num_attention_heads) if slopes is None else slopes
             if tensor("alibi_slopes", slopes).dim() not in (1, 2) or slopes.size(-1) != self.num_attention_heads:
-                raise ValueError(f"alibi_slopes must be [h] or [b, h] of {self.num_attention_heads} heads, got {list(slopes.shape)}")
+                raise ValueError(
+                    f"alibi_slopes must be [h] or [b, h] of {self.num_attention_heads} heads, got {list(slopes.shape)}"
+                )
             slope = element_of(slopes.reshape(-1, self.num_attention_heads, 1, 1))
             return lambda score, b, h, i, j: score - slope(b, h, i, j) * abs(diagonal(b, i, j))
         if bias is None:

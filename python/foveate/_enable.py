@@ -48,8 +48,11 @@ def _asks_for_more(name: str, arguments: dict[str, Any]) -> str | None:
 
 
 def _wraps(tensor: torch.Tensor) -> bool:
-    """Whether other tensors have its elements, which are not DTensor's: its class may have a rule for torch's operator."""
-    return type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor) and not _sharded.is_sharded(tensor)
+    """Whether other tensors have its elements, which are not DTensor's: its class may have a rule for torch's
+    operator."""
+    return (
+        type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor) and not _sharded.is_sharded(tensor)
+    )
 
 
 def _flex_attention(query: Any, **arguments: Any) -> Any:

@@ -96,8 +96,8 @@ def flex_attention(
             each call, so it may be a closure over anything; tensors that it captures and that require grad get
             gradients.
         block_mask: Which keys each query sees: a :class:`Mask`, a block mask from :func:`create_block_mask`, or
-            any ``BlockMask`` of torch's. Of a block mask that was made here the function counts as it is now; of another
-            one the lists count: of its full tiles every pair, of its partial tiles those that its
+            any ``BlockMask`` of torch's. Of a block mask that was made here the function counts as it is now; of
+            another one the lists count: of its full tiles every pair, of its partial tiles those that its
             function lets through, of others none.
         scale: Factor on ``query @ key``; ``1/sqrt(E)`` when it is None.
         enable_gqa: Lets ``Hq`` be a multiple of ``Hkv``.
@@ -111,8 +111,8 @@ def flex_attention(
             ``1/(1 - dropout_p)``. It is not in torch's function. The seed is drawn from torch's generator, so
             ``torch.manual_seed`` and checkpointing repeat it.
 
-    DTensors of one layout, sharded by batch and heads, are attended part by part. Functions see the indices of the whole,
-    captured tensors and the sink are whole on each rank, and their gradients are those of its part.
+    DTensors of one layout, sharded by batch and heads, are attended part by part. Functions see the indices of the
+    whole, captured tensors and the sink are whole on each rank, and their gradients are those of its part.
 
     Returns:
         ``out [B, Hq, L, Ev]``, of the dtype and the stride order of ``query``, its last axis contiguous; with
@@ -127,8 +127,8 @@ def flex_attention(
         RuntimeError: There is no NVRTC to compile kernels with; the message says how to get it.
     """
     if type(query) is not Tensor and _sharded.is_sharded(query):
-        more: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, kernel_options=kernel_options)
-        more |= dict(return_aux=return_aux, dropout_p=dropout_p)
+        more: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse)
+        more |= dict(kernel_options=kernel_options, return_aux=return_aux, dropout_p=dropout_p)
         sharded: Any = _sharded.attention(flex_attention, query, key, value, score_mod, block_mask, sink, **more)
         return sharded  # type: ignore[no-any-return]
     if _checks.autocasts(query):
@@ -150,14 +150,16 @@ def flex_attention(
         scale = _checks.checked_scale(scale)
     wants_max = return_aux is not None and return_aux.max_scores
     seen = _dispatched.is_watched() or (extents is None and dispatches(query, key, value))
-    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query, drawn=not seen)
+    drops = type(dropout_p) is not float or dropout_p != 0.0
+    dropout = _checks.dropout_of(dropout_p, query, drawn=not seen) if drops else None
     if sink is not None:
         sink = _checks.sink_of(sink, query)
     if extents is None:
         query, key, value = _checks.of_one_dtype(query, key, value)
         query, key, value = (t.resolve_neg() for t in (query, key, value))
         if query.dtype == torch.float64:
-            results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, 0.0 if dropout is None else dropout[0])
+            p = 0.0 if dropout is None else dropout[0]
+            results = _dense.attention(query, key, value, score_mod, block_mask, scale, sink, p)
             return _returned(*results, return_lse, return_aux)
         extents = _extents(query, key)
     _checks.refuse_tangents(query, key, value, sink)
@@ -178,7 +180,9 @@ def _extents(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     return query.size(0), query.size(1), query.size(2), key.size(2)
 
 
-def _traced(score_mod: ScoreMod | None, block_mask: Any, extents: tuple[int, int, int, int], query: Tensor) -> tuple[Any, Any]:
+def _traced(
+    score_mod: ScoreMod | None, block_mask: Any, extents: tuple[int, int, int, int], query: Tensor
+) -> tuple[Any, Any]:
     score = None if score_mod is None else _trace.score(score_mod, extents)
     return score, None if block_mask is None else _blocks.program_of(block_mask, extents, query.device)
 
@@ -229,7 +233,9 @@ def prepare(
         return
     dropout = (p, torch.zeros(2, dtype=torch.int32, device=query.device)) if p else None
     learned = () if score is None else score.learned
-    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sink, *learned))
+    wants = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (query, key, value, sink, *learned)
+    )
     plan = _autograd.Call(score, mask, number, dropout, False, False).planned(query, key, value, logits, (), not wants)
     out = _autograd.empty_in_order(query, (*query.shape[:3], value.shape[3]))
     plan.prepare(query, key, value, out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device))
@@ -257,6 +263,8 @@ def explain(
         return f"plain operations of PyTorch, for float64: they hold all scores, {scores / 2**20:.1f} MiB"
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     learns = learns or (score is not None and bool(score.learned))
-    plan = _autograd.Call(score, mask, number, None, False, False).planned(query, key, value, None, (), forward_only=not learns)
+    plan = _autograd.Call(score, mask, number, None, False, False).planned(
+        query, key, value, None, (), forward_only=not learns
+    )
     said: str = plan.explain()
     return said

@@ -63,7 +63,9 @@ def _scalar(name: str, integer: torch.SymInt) -> Expr:
     return _native.scalar(name, 1 if hint is None else int(hint))
 
 
-def _read(kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any], tiles: Any = None) -> Program:
+def _read(
+    kind: str, graph: fx.GraphModule, extents: Sequence[Any], operands: Sequence[Any], tiles: Any = None
+) -> Program:
     b, h, q, kv = (n if isinstance(n, int) else most for n, most in zip(extents, (BATCH, BATCH, LENGTH, LENGTH)))
     trace = _GraphTrace(kind, graph, (b, h, q, kv))
     leaves = tuple(map(_native.leaf, ("b", "h", "q", "kv"), (b, h, q, kv)))

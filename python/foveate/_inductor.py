@@ -37,7 +37,9 @@ _aten = torch.ops.aten
 _ours = torch.ops.foveate
 _getitem = operator.getitem
 #: What the pass makes of a graph may depend on any of the package's files.
-_SOURCES = tuple(sorted(glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "**", "*.py"), recursive=True)))
+_SOURCES = tuple(
+    sorted(glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "**", "*.py"), recursive=True))
+)
 _said: set[str] = set()
 
 
@@ -96,7 +98,9 @@ def _holds_ours(graph: fx.Graph, node: fx.Node) -> bool:
     """Whether its mask or score holds operators that nothing but this pass reads, so that it cannot stay torch's."""
     modules = (getattr(graph.owning_module, str(of.target), None) for of in node.all_input_nodes if of.op == "get_attr")
     graphs = (module.graph for module in modules if isinstance(module, fx.GraphModule))
-    return any(str(inner.target).startswith("foveate.") for of in graphs for inner in of.nodes if inner.op == "call_function")
+    return any(
+        str(inner.target).startswith("foveate.") for of in graphs for inner in of.nodes if inner.op == "call_function"
+    )
 
 
 def _leave(graph: fx.Graph, node: fx.Node, options: dict[str, Any], reason: str) -> None:
@@ -169,8 +173,8 @@ class _Mods:
 def _moved_out(
     graph: fx.Graph, module: fx.GraphModule, operands: tuple[Any, ...]
 ) -> tuple[fx.GraphModule, tuple[Any, ...], set[int]]:
-    """A mod whose operations on whole captured tensors (``table.cumsum(0)``) are done before the operator: its graph without
-    them, its operands with their results, and which operands are read there."""
+    """A mod whose operations on whole captured tensors (``table.cumsum(0)``) are done before the operator: its graph
+    without them, its operands with their results, and which operands are read there."""
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     captured = placeholders[len(placeholders) - len(operands) :]
@@ -284,7 +288,9 @@ def _replace_backward(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -
     # Of the operands, those whose gradient is used; of the captured tensors that the operator takes, where these are.
     learned = [at for at in sorted(captured) if at in mods.score_captures]
     if mods.whole & captured.keys():
-        raise _native.TraceError("a score computes of a whole captured tensor that requires grad: compute it before the call")
+        raise _native.TraceError(
+            "a score computes of a whole captured tensor that requires grad: compute it before the call"
+        )
     lse = _call(graph, _aten.mul.Scalar, lse, _LN2)
     if d_lse is not None:
         d_lse = _call(graph, _aten.mul.Scalar, d_lse, 1 / _LN2)

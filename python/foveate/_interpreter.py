@@ -34,7 +34,8 @@ def decomposed(trace: Trace, op: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 @functools.lru_cache(maxsize=256)
 def _decomposition(op: Any, positional: int, names: tuple[str, ...], form: tuple[Any, ...]) -> fx.GraphModule:
-    """The graph of an operator for values of these dtypes and these numbers: type, text that tells ``-0.0``, and value."""
+    """The graph of an operator for values of these dtypes and these numbers: type, text that tells ``-0.0``, and
+    value."""
 
     def call(*values: torch.Tensor) -> Any:
         given = iter(values)
@@ -54,7 +55,10 @@ def _decomposition(op: Any, positional: int, names: tuple[str, ...], form: tuple
             break
         for target in others:
             if target in bodies or not _has_body(target):
-                raise TraceError(f"`{target}` has no decomposition that a mask or score could be traced through; call what it computes")
+                raise TraceError(
+                    f"`{target}` has no decomposition that a mask or score could be traced through; call what it "
+                    "computes"
+                )
             bodies[target] = functools.partial(target._op_dk, _OF_ALL_DEVICES)
     if any(node.op == "output" and not isinstance(node.args[0], fx.Node) for node in module.graph.nodes):
         raise TraceError(f"`{op}` gives several tensors, or none, in a mask or score")

@@ -3,8 +3,8 @@
 What a function reads may have changed since its last call, so it is traced in each. Of one whose code can do nothing
 but compute, all that its trace depends on is known without running it: the code, the numbers that it captures, and
 dtype, shape and place of the tensors. It is traced once for each of these, and a later call takes that trace with the
-tensors of now. Which code this is, its instructions say: operators, functions of torch that the tracer knows, loops, and
-other functions of the kind. With any other instruction, a new one of Python's too, it is traced in each call.
+tensors of now. Which code this is, its instructions say: operators, functions of torch that the tracer knows, loops,
+and other functions of the kind. With any other instruction, a new one of Python's too, it is traced in each call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PURE = frozenset(
     BINARY_POWER BINARY_RSHIFT BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR BUILD_TUPLE CACHE COMPARE_OP
     COPY COPY_FREE_VARS DUP_TOP END_FOR EXTENDED_ARG FOR_ITER GET_ITER JUMP_ABSOLUTE JUMP_BACKWARD LOAD_CONST LOAD_DEREF
     LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST LOAD_SMALL_INT NOP POP_ITER POP_TOP
-    PUSH_NULL RESUME RETURN_CONST RETURN_VALUE ROT_THREE ROT_TWO STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST SWAP
-    UNARY_INVERT UNARY_NEGATIVE UNARY_POSITIVE UNPACK_SEQUENCE
+    PUSH_NULL RESUME RETURN_CONST RETURN_VALUE ROT_THREE ROT_TWO STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST
+    SWAP UNARY_INVERT UNARY_NEGATIVE UNARY_POSITIVE UNPACK_SEQUENCE
     """.split()
 )
 #: Calls: what may be called is what may be named or captured.
 _CALLS = frozenset("CALL CALL_FUNCTION CALL_FUNCTION_KW CALL_KW CALL_METHOD KW_NAMES PRECALL".split())
-#: Attributes of values, captured tensors and torch, but for numbers that elements of captured tensors decide, as those of
-#: ``table[table > 0]``; and ``rand`` of torch draws.
+#: Attributes of values, captured tensors and torch, but for numbers that elements of captured tensors decide, as those
+#: of ``table[table > 0]``; and ``rand`` of torch draws.
 _ATTRIBUTES = frozenset(OPERATIONS) - {"item", "numel", "rand", "size"} | {"dtype", "ndim"}
 _ATTRIBUTES |= {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 

@@ -51,13 +51,17 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 def where_of(device: Any, params_dtype: Any) -> dict[str, Any]:
     """Where weights are made, as torch's functions take it."""
-    return dict(device=None if device is None else device_of("device", device), dtype=dtype_of("params_dtype", params_dtype))
+    return dict(
+        device=None if device is None else device_of("device", device), dtype=dtype_of("params_dtype", params_dtype)
+    )
 
 
 def check_states(name: str, x: Any, weight: Tensor) -> None:
     """Raises where the input of a layer, whose weight takes features of its last axis, is none."""
     if tensor(name, x).dim() < 2 or x.size(-1) != weight.size(-1) or x.device != weight.device:
-        raise ValueError(f"{name} must be a tensor of {weight.size(-1)} features on {weight.device}, got {shown(x)} on {x.device}")
+        raise ValueError(
+            f"{name} must be a tensor of {weight.size(-1)} features on {weight.device}, got {shown(x)} on {x.device}"
+        )
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"{name} must be {weight.dtype}, as the layer's weights are, got {x.dtype}")
 
@@ -72,7 +76,9 @@ class Layer(Stateless):
     def add_norm(self, size: int, kind: str, eps: float, centered: bool, prefix: str = "layer_norm_") -> None:
         one_of("normalization", kind, NORMS)
         self.norm = (size, number("layernorm_epsilon", eps), flag("zero_centered_gamma", centered), prefix)
-        self.register_parameter(prefix + "weight", Parameter((torch.zeros if centered else torch.ones)(size, **self.where)))
+        self.register_parameter(
+            prefix + "weight", Parameter((torch.zeros if centered else torch.ones)(size, **self.where))
+        )
         if kind == "LayerNorm":
             self.register_parameter(prefix + "bias", Parameter(torch.zeros(size, **self.where)))
 
@@ -190,7 +196,9 @@ def normal(weight: Tensor) -> None:
 def rotated(x: Tensor, angles: Tensor, form: str, cu: Tensor | None, interleaved: bool) -> Tensor:
     """Rotary embeddings by ``angles [s, 1, 1, d]``, of the first ``d`` of ``x``'s features."""
     if tensor("rotary_pos_emb", angles).dim() != 4 or angles.size(-1) > x.size(-1) or angles.size(-1) % 2:
-        raise ValueError(f"rotary_pos_emb must be [s, 1, 1, d] with an even d of at most {x.size(-1)}, got {list(angles.shape)}")
+        raise ValueError(
+            f"rotary_pos_emb must be [s, 1, 1, d] with an even d of at most {x.size(-1)}, got {list(angles.shape)}"
+        )
     if form == "thd":
         if cu is None:
             raise ValueError("rotary_pos_emb with qkv_format 'thd' needs cu_seqlens_q and cu_seqlens_kv")

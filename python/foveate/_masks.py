@@ -30,16 +30,16 @@ class Mask:
     Args:
         what: The mask in Foveate's text form (``docs/text-form.md``), or a mask function
             ``(b, h, q_idx, kv_idx) -> bool`` as PyTorch's block masks take it.
-        names: Tensors and numbers that the text names; a tensor of no axes is a number. ``document`` reads the ids ``doc``,
-            ``[len]`` or ``[batch, len]``.
+        names: Tensors and numbers that the text names; a tensor of no axes is a number. ``document`` reads the ids
+            ``doc``, ``[len]`` or ``[batch, len]``.
 
     Raises:
         ValueError: A name is neither a tensor's nor a number's; or, raised where the mask is used, the text is no mask,
             names what is not given, or does not read what is.
     """
 
-    #: ``_reads``: what the function is made of, as :mod:`foveate._kept` follows it. ``_ends``: of offsets that it is made of
-    #: their name, the axis of (b, h, q, kv) whose rows they divide, and the last one.
+    #: ``_reads``: what the function is made of, as :mod:`foveate._kept` follows it. ``_ends``: of offsets that it is
+    #: made of their name, the axis of (b, h, q, kv) whose rows they divide, and the last one.
     __slots__ = ("_function", "_what", "_reads", "_ends")
 
     def __init__(self, what: str | Callable[..., Any], **names: Tensor | float | int | bool) -> None:
@@ -84,13 +84,14 @@ class Mask:
         return self._made(f"~({self._what})", lambda *at: ~self(*at), ("~", self), self._ends)
 
     def __bool__(self) -> bool:
-        # Torch asks so whether there is a function; Dynamo, where it traces what asks, comes by without a frame of torch's.
+        # Torch asks so whether there is a function; Dynamo, where it traces what asks, comes by without a frame of
+        # torch's.
         asker = sys._getframe(1).f_globals.get("__name__", "")
         if not torch.compiler.is_dynamo_compiling() and asker.split(".")[0] == "torch":
             return True
         raise TypeError(
-            f"a Mask has no truth value, got {shown(self)} in `and`, `or`, `not` or `if`: join masks with &, | and ~, and ask "
-            "whether there is one with `is None`"
+            f"a Mask has no truth value, got {shown(self)} in `and`, `or`, `not` or `if`: join masks with &, | and ~, "
+            "and ask whether there is one with `is None`"
         )
 
     def __repr__(self) -> str:
@@ -173,12 +174,12 @@ class Mask:
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
         """Keys of the query's document, by the offsets of documents ``[n + 1]``, of queries and keys or of each.
-        Queries and keys past the last offset see nothing. The host reads the offsets, so on CUDA it waits for the device;
-        :func:`foveate.varlen` takes offsets without.
+        Queries and keys past the last offset see nothing. The host reads the offsets, so on CUDA it waits for the
+        device; :func:`foveate.varlen` takes offsets without.
 
         Raises:
-            ValueError: The offsets do not begin at 0, decrease, or differ in number; or, raised where the mask is used, end
-                past the queries or keys of the call.
+            ValueError: The offsets do not begin at 0, decrease, or differ in number; or, raised where the mask is used,
+                end past the queries or keys of the call.
         """
         q = offsets_of("cu_seqlens", cu_seqlens)
         k = q if cu_seqlens_k is None else offsets_of("cu_seqlens_k", cu_seqlens_k)
@@ -252,16 +253,16 @@ def _parsed(at: Any, text: str, names: dict[str, Any]) -> Any:
 
 
 def _by_sign(size: int) -> int:
-    """A number, of which Dynamo guards whether it is below 0, 0, or above: named masks refuse sizes of the first kind, and
-    some of the second, so that these have graphs of their own."""
+    """A number, of which Dynamo guards whether it is below 0, 0, or above: named masks refuse sizes of the first kind,
+    and some of the second, so that these have graphs of their own."""
     if size < 0:
         return size
     return size if size > 0 else 0
 
 
 def _operator(at: Tensor, text: str, names: dict[str, Any]) -> Any:
-    """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it, with a
-    coordinate that it is given."""
+    """A mask in text form, as an operator that :mod:`foveate._graph` reads; called as the mask function returns it,
+    with a coordinate that it is given."""
     kinds: dict[Any, dict[str, Any]] = {Tensor: {}, bool: {}, int: {}}
     for name, given in names.items():
         if isinstance(given, float):

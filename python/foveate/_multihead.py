@@ -236,7 +236,10 @@ class MultiheadAttention(torch.nn.Module):
             starts = (cu_seqlens_q, cu_seqlens_kv)
             if cu_seqlens_q_padded is not None and cu_seqlens_kv_padded is not None:
                 starts = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
-            q, k = (rotated(t, a, self.qkv_format, cu, self.rotary_pos_interleaved) for t, a, cu in zip((q, k), angles, starts))
+            q, k = (
+                rotated(t, a, self.qkv_format, cu, self.rotary_pos_interleaved)
+                for t, a, cu in zip((q, k), angles, starts)
+            )
         if not self.qk_norm_before_rope:
             q, k = norm(q, k)
         context = self.core_attention(

@@ -3,13 +3,13 @@ attention that torch's dispatcher and compiler see as one call.
 
 They are functional and have a fixed number of results. Mods are programs in Foveate's text form, so that they
 are constants of a graph: ``score`` reads tensors ``s0``, ``s1``, ... and integers ``sn0``, ``sn1``, ...; ``mask`` reads
-``m0`` and ``mn0`` and so on. ``lists`` are ``kv_num_blocks`` and ``kv_indices`` of a block mask, and those of its full tiles
-where it has them; the mask reads the table of tiles that they make as its last tensor, without axes of batch and heads
-where these have one entry. ``seed`` is an int64 of one element, for dropout with probability ``dropout_p``. ``lse`` and
-``max_scores`` are natural.
+``m0`` and ``mn0`` and so on. ``lists`` are ``kv_num_blocks`` and ``kv_indices`` of a block mask, and those of its full
+tiles where it has them; the mask reads the table of tiles that they make as its last tensor, without axes of batch and
+heads where these have one entry. ``seed`` is an int64 of one element, for dropout with probability ``dropout_p``.
+``lse`` and ``max_scores`` are natural.
 
-The native module defines them and has their kernels, for CPU and CUDA tensors, which torch calls without Python, through
-its stable C functions. What these have no way to say is said here: results of fake tensors, rules of vmap.
+The native module defines them and has their kernels, for CPU and CUDA tensors, which torch calls without Python,
+through its stable C functions. What these have no way to say is said here: results of fake tensors, rules of vmap.
 """
 
 from __future__ import annotations

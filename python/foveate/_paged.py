@@ -86,8 +86,8 @@ def paged(
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other, a length is negative or longer than its entries
-            of the table, or an entry that a key needs is no page (CPU; CUDA reads the nearest page, and at most the keys
-            that there are).
+            of the table, or an entry that a key needs is no page (CPU; CUDA reads the nearest page, and at most the
+            keys that there are).
         TraceError: A function does something that cannot be traced.
     """
     _checks.check_pages(query, key_pages, value_pages)
@@ -139,7 +139,9 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(*_: Any) -> Any:
-        raise NotImplementedError("foveate.paged has no rule for torch.vmap; give the entries in the batch axis of one call")
+        raise NotImplementedError(
+            "foveate.paged has no rule for torch.vmap; give the entries in the batch axis of one call"
+        )
 
 
 def pages(page_table: Tensor, lengths: Tensor, query: Tensor) -> tuple[Tensor, Any]:
@@ -166,7 +168,9 @@ def _check_pages(page_table: Any, lengths: Any, query: Tensor) -> None:
     for name, given, axes in (("page_table", page_table, 2), ("lengths", lengths, 1)):
         if not isinstance(given, Tensor) or given.dim() != axes or given.dtype not in (torch.int32, torch.int64):
             what = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
-            raise ValueError(f"{name} must be an int32 or int64 tensor of {axes} ax{'es' if axes > 1 else 'is'}, got {what}")
+            raise ValueError(
+                f"{name} must be an int32 or int64 tensor of {axes} ax{'es' if axes > 1 else 'is'}, got {what}"
+            )
         if given.device != query.device and not (axes == 1 and given.device.type == "cpu"):
             raise ValueError(f"{name} must be on {query.device} as the query is, got {given.device}")
         if given.size(0) != query.size(0):

@@ -1,4 +1,5 @@
-"""Attention of DTensors whose batch or heads are sharded: each rank's part by itself, functions at the whole's indices."""
+"""Attention of DTensors whose batch or heads are sharded: each rank's part by itself, functions at the whole's
+indices."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def attention(
             laid = tensor.placements if isinstance(tensor, DTensor) else "whole on each rank"
             raise ValueError(f"query is a DTensor laid out {placements} and {name} is {laid}: distribute them alike")
     if any(p != Replicate() and p not in (Shard(0), Shard(1)) for p in placements):
-        raise ValueError(f"query is laid out {placements}; a DTensor's batch and heads can be sharded, Shard(0) and Shard(1)")
+        raise ValueError(
+            f"query is laid out {placements}; a DTensor's batch and heads can be sharded, Shard(0) and Shard(1)"
+        )
     if query.dtype == torch.float64:
         raise ValueError("float64 attention takes whole tensors: gather the DTensors by .full_tensor()")
     if rest.pop("dropout_p"):
@@ -69,7 +72,9 @@ def attention(
         if part is None:
             return None
         shape = torch.Size((*query.shape[:3], *more))
-        stride = torch.empty_strided(shape, part.stride(), device="meta").clone(memory_format=torch.preserve_format).stride()
+        stride = (
+            torch.empty_strided(shape, part.stride(), device="meta").clone(memory_format=torch.preserve_format).stride()
+        )
         return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     if not isinstance(result, tuple):

@@ -1,5 +1,5 @@
-"""What is known of a user's function without running it: the numbers in its source, the variables that it can reach, and
-where in it an error came from."""
+"""What is known of a user's function without running it: the numbers in its source, the variables that it can reach,
+and where in it an error came from."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _called(function: types.FunctionType) -> Iterator[Any]:
 
 
 def literals_of(function: Any) -> Iterator[Any]:
-    """Numbers in the source of ``function`` and of functions that it captures, or has by a global name or as a module's.
-    Torch's functions and the package's have none that are the user's, but may hold functions of the user."""
+    """Numbers in the source of ``function`` and of functions that it captures, or has by a global name or as a
+    module's. Torch's functions and the package's have none that are the user's, but may hold functions of the user."""
     seen: set[int] = set()
     waiting = [function]
     while waiting:
@@ -177,7 +177,9 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
                     continue
             waiting.extend((g, value.__globals__[g]) for g in code.co_names if g in value.__globals__)
         elif isinstance(value, functools.partial):
-            waiting.extend([(name, value.func), *((f"argument {i}", a) for i, a in enumerate(value.args)), *value.keywords.items()])
+            waiting.extend(
+                [(name, value.func), *((f"argument {i}", a) for i, a in enumerate(value.args)), *value.keywords.items()]
+            )
         elif isinstance(value, types.MethodType):
             waiting.extend([(name, value.__func__), (name, value.__self__)])
         elif isinstance(value, dict):
@@ -186,7 +188,9 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
             waiting.extend((f"{name}[{i}]", item) for i, item in enumerate(value))
         elif not isinstance(value, (type, types.ModuleType, torch.Tensor)):
             waiting.extend(getattr(value, "__dict__", {}).items())
-            waiting.extend((slot, getattr(value, slot)) for slot in getattr(type(value), "__slots__", ()) if hasattr(value, slot))
+            waiting.extend(
+                (slot, getattr(value, slot)) for slot in getattr(type(value), "__slots__", ()) if hasattr(value, slot)
+            )
 
 
 def name_of(function: Any) -> str:

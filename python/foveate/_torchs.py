@@ -1,4 +1,5 @@
-"""Torch's ``flex_attention`` and ``create_block_mask`` as they were, whatever :func:`foveate.enable` makes of the names."""
+"""Torch's ``flex_attention`` and ``create_block_mask`` as they were, whatever :func:`foveate.enable` makes of the
+names."""
 
 from __future__ import annotations
 

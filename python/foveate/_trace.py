@@ -40,7 +40,8 @@ class Trace(Reader):
         _native.begin(kind == "mask", constants)
 
     def capture(self, tensor: torch.Tensor, name: str = "") -> _native.Capture:
-        """The buffer that ``tensor`` is in the program; errors call it by its ``name``, or that which the function has."""
+        """The buffer that ``tensor`` is in the program; errors call it by its ``name``, or that which the function
+        has."""
         found = self.captures.get(id(tensor))
         if found is not None:
             return found
@@ -64,7 +65,9 @@ class Trace(Reader):
         """An argument of an operation: 0-d tensors are values, others are no operands."""
         if isinstance(x, torch.Tensor):
             if x.dim() != 0:
-                raise TraceError(f"`{name}` is given {captured(self.function, x)} of shape {tuple(x.shape)}; index it first")
+                raise TraceError(
+                    f"`{name}` is given {captured(self.function, x)} of shape {tuple(x.shape)}; index it first"
+                )
             # The value of one on a device is read by the kernel: nothing waits for it.
             if not x.is_cpu or wants_gradient(x):
                 return self.capture(x).only()
@@ -138,7 +141,9 @@ _GETITEM = torch.Tensor.__getitem__
 _PLAIN = frozenset((Expr, bool, int, float))
 #: What Python asks a tensor for by itself, as for the index in `(3, 9)[t]`.
 _NUMBERS = frozenset(("__bool__", "__float__", "__index__", "__int__"))
-_RANDOM = frozenset("rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson".split())
+_RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson".split()
+)
 
 
 def refuse_capture(tensor: torch.Tensor, name: str) -> None:
@@ -146,15 +151,17 @@ def refuse_capture(tensor: torch.Tensor, name: str) -> None:
     if tensor.layout is not torch.strided:
         raise TraceError(f"{name} must be dense, got one of {tensor.layout}; capture its .to_dense()")
     if tensor.device.type not in ("cpu", "cuda"):
-        raise TraceError(f"{name} is on {tensor.device}; capture one on the device of the query, the CPU or a CUDA device")
+        raise TraceError(
+            f"{name} is on {tensor.device}; capture one on the device of the query, the CPU or a CUDA device"
+        )
 
 
 def refuse_random(name: str) -> None:
     """Raises where a function of torch draws numbers."""
     if name in _RANDOM:
         raise TraceError(
-            f"`{name}` would draw the same numbers for all indices: draw a tensor outside of the function and read it by "
-            "index, as in `noise[q_idx]`"
+            f"`{name}` would draw the same numbers for all indices: draw a tensor outside of the function and read it "
+            "by index, as in `noise[q_idx]`"
         )
 
 
@@ -210,7 +217,9 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
     except KeyError as error:
         if not any(isinstance(key, Expr) for key in error.args):
             raise
-        raise TraceError(said_of("a dict cannot be read at a traced value; capture a tensor and index it", error)) from error
+        raise TraceError(
+            said_of("a dict cannot be read at a traced value; capture a tensor and index it", error)
+        ) from error
     except TypeError as error:
         if " received an invalid combination of arguments" in str(error):
             # In further lines torch says what it would have taken.
@@ -230,7 +239,9 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
         raise TraceError(said_of(what, error)) from error
 
 
-def mask(function: Any, extents: tuple[int, int, int, int], wrap: Any = None, constants: bool = False) -> _native.Traced:
+def mask(
+    function: Any, extents: tuple[int, int, int, int], wrap: Any = None, constants: bool = False
+) -> _native.Traced:
     """The program of a mask function, for ``extents`` of b, h, q and kv.
 
     ``wrap(trace, values, mask)`` makes another mask of it. With ``constants`` captured numbers are constants.

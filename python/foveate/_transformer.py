@@ -1,5 +1,5 @@
-"""``TransformerLayer``: attention and a feed-forward block with their residuals, by the arguments of TransformerEngine's
-and with the names of its parameters, as :class:`MultiheadAttention` has them.
+"""``TransformerLayer``: attention and a feed-forward block with their residuals, by the arguments of
+TransformerEngine's and with the names of its parameters, as :class:`MultiheadAttention` has them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class TransformerLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         unsupported(
-            "TransformerLayer", ub_tp_comm_overlap=(ub_tp_comm_overlap, False), activation_params=(activation_params, None)
+            "TransformerLayer",
+            ub_tp_comm_overlap=(ub_tp_comm_overlap, False),
+            activation_params=(activation_params, None),
         )
         del ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad  # They are parts of it.
         one_of("layer_type", layer_type, ("encoder", "decoder"))
@@ -110,7 +112,9 @@ class TransformerLayer(torch.nn.Module):
             flag(what, given)
         hidden_dropout = probability("hidden_dropout", hidden_dropout)
         drop_path_rate = probability("drop_path_rate", drop_path_rate)
-        if parallel_attention_mlp and (layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm):
+        if parallel_attention_mlp and (
+            layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
+        ):
             raise ValueError(
                 "parallel_attention_mlp goes with an encoder without output_layernorm and without "
                 "apply_residual_connection_post_layernorm"
@@ -251,7 +255,9 @@ class TransformerLayer(torch.nn.Module):
         if self.parallel:
             _, inner = self.layernorm_mlp(hidden_states)
             last = self.layernorm_mlp.last_bias
-            return self._joined(made if bias is None else made + bias, inner if last is None else inner + last, hidden_states)
+            return self._joined(
+                made if bias is None else made + bias, inner if last is None else inner + last, hidden_states
+            )
         hidden_states = self._joined(made, bias, normed[0] if normed else hidden_states)
         if self.layer_type == "decoder":
             made, bias, *normed = self.inter_attention(

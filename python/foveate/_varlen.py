@@ -113,10 +113,10 @@ def varlen(
     aux = AuxRequest() if return_aux is None else return_aux
     _checks.check_aux(aux)
     seen = _dispatched.is_watched() or dispatches(q, k, v)
-    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else _checks.dropout_of(dropout_p, query, drawn=not seen)
-    longest_q, longest_k = (
-        None if n is None else integer(name, n, 0) for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
-    )
+    drops = type(dropout_p) is not float or dropout_p != 0.0
+    dropout = _checks.dropout_of(dropout_p, query, drawn=not seen) if drops else None
+    longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    longest_q, longest_k = (None if n is None else integer(name, n, 0) for name, n in longest)
     assert cu_seqlens_q is not None
     both = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     logits = None if sink is None else _checks.sink_of(sink, q)
@@ -126,8 +126,8 @@ def varlen(
         for name, offsets in zip(("cu_seqlens_q", "cu_seqlens_k"), where):
             offsets_vector(name, offsets)
         mods = (score_mod, mask, (cu_seqlens_q.size(0) - 1, q.size(1), q.size(0), k.size(0)), number, logits, dropout)
-        first = _checks.heads_first
-        result, lse, max_scores = _dispatched.attention(first(q), first(k), first(v), *mods, aux.max_scores, "varlen_", where)
+        one, two, three = map(_checks.heads_first, (q, k, v))
+        result, lse, max_scores = _dispatched.attention(one, two, three, *mods, aux.max_scores, "varlen_", where)
         out = result.squeeze(0).transpose(0, 1)
         if sink is not None:  # Rows past the last sequence have no sink either.
             lse = torch.where(torch.arange(q.size(0), device=q.device) < cu_seqlens_q[-1], lse, -math.inf)
@@ -146,8 +146,8 @@ def varlen(
         out = out.transpose(1, 2) if nested._ragged_idx == 2 else out
     if return_aux is None:
         return out
-    rows = (None if x is None or not wanted else x.squeeze(0) for x, wanted in ((lse, aux.lse), (max_scores, aux.max_scores)))
-    return out, AuxOutput(*rows)
+    more = ((lse, aux.lse), (max_scores, aux.max_scores))
+    return out, AuxOutput(*(None if x is None or not wanted else x.squeeze(0) for x, wanted in more))
 
 
 def sequences(
@@ -164,7 +164,9 @@ def sequences(
         return made, (made[0].size(0) - 1, q.size(1), made[2], made[3])
     offsets = (offsets_of("cu_seqlens_q", cu_q, q.size(0)), offsets_of("cu_seqlens_k", cu_k, k.size(0)))
     if len(offsets[0]) != len(offsets[1]):
-        raise ValueError(f"cu_seqlens_q has {len(offsets[0])} offsets and cu_seqlens_k {len(offsets[1])}; they need as many")
+        raise ValueError(
+            f"cu_seqlens_q has {len(offsets[0])} offsets and cu_seqlens_k {len(offsets[1])}; they need as many"
+        )
     longest = [max((b - a for a, b in zip(of, of[1:])), default=0) for of in offsets]
     return offsets, (len(offsets[0]) - 1, q.size(1), longest[0], longest[1])
 
@@ -172,7 +174,9 @@ def sequences(
 def _jagged(name: str, tensor: Any) -> tuple[Tensor, Tensor]:
     """The rows ``[T, H, E]`` of a nested tensor, and its offsets."""
     if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4:
-        raise ValueError(f"query, key and value must all be nested tensors [n, j, heads, dim] of the jagged layout; {name} is not")
+        raise ValueError(
+            f"query, key and value must all be nested tensors [n, j, heads, dim] of the jagged layout; {name} is not"
+        )
     jagged: Any = tensor
     if jagged._ragged_idx == 2:
         jagged = jagged.transpose(1, 2)

@@ -42,7 +42,9 @@ def register(name: str = "foveate") -> None:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {shown(name)}")
     if "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa", "flex_attention"):
-        raise ValueError(f"transformers takes {name!r} for an implementation of its own or of its hub; choose another name")
+        raise ValueError(
+            f"transformers takes {name!r} for an implementation of its own or of its hub; choose another name"
+        )
     functions.register(name, attention)
     masks.register(name, attention_mask)
 
@@ -51,7 +53,9 @@ def _interfaces() -> tuple[Any, Any]:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as missing:
-        raise ImportError(f"foveate.huggingface needs transformers 5 or newer: pip install -U transformers ({missing})") from None
+        raise ImportError(
+            f"foveate.huggingface needs transformers 5 or newer: pip install -U transformers ({missing})"
+        ) from None
     return AttentionMaskInterface, AttentionInterface
 
 
@@ -123,11 +127,14 @@ def attention_mask(
         TypeError: ``attention_mask`` is no dense tensor, ``mask_function`` no function, or a length no integer.
         ValueError: A length is negative.
     """
-    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.layout != torch.strided):
+    if attention_mask is not None and (
+        not isinstance(attention_mask, Tensor) or attention_mask.layout != torch.strided
+    ):
         raise TypeError(f"attention_mask must be a dense tensor [batch, positions], got {shown(attention_mask)}")
     function("mask_function", mask_function)
     batch_size, q_length, kv_length = (
-        integer(name, n, 0) for name, n in (("batch_size", batch_size), ("q_length", q_length), ("kv_length", kv_length))
+        integer(name, n, 0)
+        for name, n in (("batch_size", batch_size), ("q_length", q_length), ("kv_length", kv_length))
     )
     q_at, kv_at = _offset("q_offset", q_offset), _offset("kv_offset", kv_offset)
     parts = [_causal if mask_function is None else mask_function]
@@ -143,7 +150,12 @@ def attention_mask(
 
 def _offset(name: str, given: Any) -> int | Tensor:
     """A position, as it is now."""
-    if isinstance(given, Tensor) and given.layout == torch.strided and given.numel() == 1 and not given.is_floating_point():
+    if (
+        isinstance(given, Tensor)
+        and given.layout == torch.strided
+        and given.numel() == 1
+        and not given.is_floating_point()
+    ):
         return given.reshape(()).clone()
     return integer(name, given)
 
@@ -212,7 +224,9 @@ def attention(
     """
     _check_registered(module)
     if kwargs.get("cache") is not None:
-        raise NotImplementedError("foveate.huggingface does not run continuous batching: use generate, or another implementation")
+        raise NotImplementedError(
+            "foveate.huggingface does not run continuous batching: use generate, or another implementation"
+        )
     for name, operand in (("query", query), ("key", key), ("value", value)):
         if tensor(name, operand).dim() != 4:
             raise ValueError(f"{name} must be a tensor of 4 axes [batch, heads, length, dim], got {shown(operand)}")
@@ -223,7 +237,9 @@ def attention(
     if s_aux is not None:
         s_aux = _strided("s_aux", s_aux).reshape(-1)
         if not (s_aux.is_floating_point() and s_aux.numel() == query.size(1)):
-            raise ValueError(f"s_aux must be a tensor of {query.size(1)} floats, one for each query head, got {shown(s_aux)}")
+            raise ValueError(
+                f"s_aux must be a tensor of {query.size(1)} floats, one for each query head, got {shown(s_aux)}"
+            )
     if not (attention_mask is None or isinstance(attention_mask, (Tensor, BlockMask, Mask))):
         raise TypeError(f"attention_mask must be a block mask or a dense tensor of 4 axes, got {shown(attention_mask)}")
     batch, kv_len = key.size(0), key.size(2)
@@ -280,7 +296,11 @@ def _table(name: str, given: Any, query: Tensor, kv_len: int) -> Tensor:
     """``[B|1, H|1, L|1, S]`` of what is given for the points of a call."""
     batch, heads, q_len = query.shape[:3]
     of = _strided(name, given)
-    fits = of.dim() == 4 and all(n in (1, most) for n, most in zip(of.shape, (batch, heads, q_len))) and of.size(3) >= kv_len
+    fits = (
+        of.dim() == 4
+        and all(n in (1, most) for n, most in zip(of.shape, (batch, heads, q_len)))
+        and of.size(3) >= kv_len
+    )
     if not fits or not (of.dtype == torch.bool or of.is_floating_point()):
         most = f"[{batch} or 1, {heads} or 1, {q_len} or 1, at least {kv_len}]"
         raise ValueError(f"{name} must be a tensor of bools or floats {most}, got {shown(of)}")
@@ -296,7 +316,9 @@ def _within(mask: BlockMask | Mask | None, documents: Mask) -> Mask:
     if isinstance(mask, _Pass):
         return mask.within(documents)
     if isinstance(mask, BlockMask):
-        raise ValueError("cu_seq_lens_q and a block mask of a user's own making are given: put the documents into the mask")
+        raise ValueError(
+            "cu_seq_lens_q and a block mask of a user's own making are given: put the documents into the mask"
+        )
     return documents if mask is None else mask & documents
 
 

@@ -1,8 +1,8 @@
 """``torch.nn.functional.scaled_dot_product_attention`` and ``torch.nn.attention.varlen.varlen_attn`` on Foveate:
 ``foveate.sdpa.activate()``, undone by ``torch.nn.attention.restore_flash_attention_impl()``.
 
-What is replaced are PyTorch's operators of FlashAttention on CUDA tensors, float16 and bfloat16. PyTorch still decides which
-calls they take; with ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` it is all that can be.
+What is replaced are PyTorch's operators of FlashAttention on CUDA tensors, float16 and bfloat16. PyTorch still decides
+which calls they take; with ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` it is all that can be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def activate() -> None:
     """Makes Foveate the implementation of FlashAttention in PyTorch, in place of its own or another one.
 
     Raises:
-        RuntimeError: PyTorch 2.11 is the first that takes and gives back another implementation, and this is an older one.
+        RuntimeError: PyTorch 2.11 is the first that takes and gives back another implementation, and this is an older
+            one.
     """
     try:
         from torch.nn.attention import (
@@ -170,7 +171,8 @@ def _refuse(return_debug_mask: bool, alibi_slopes: Tensor | None) -> None:
 def _placed(
     tensors: tuple[Tensor, ...], cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """Tensors as calls take them, ``[B, H, S, D]``, or rows of one sequence after another as they are, with the offsets."""
+    """Tensors as calls take them, ``[B, H, S, D]``, or rows of one sequence after another as they are, with the
+    offsets."""
     if cu_q is None or cu_k is None:
         return tuple(t.transpose(1, 2) for t in tensors), None
     return tensors, _varlen.sequences(cu_q, cu_k, tensors[0], tensors[1], max_q, max_k)[0]
@@ -188,7 +190,8 @@ def _shift(query: Tensor, key: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
 def _mask(
     causal: bool, left: int | None, right: int | None, shift: int | Tensor, used: Tensor | None = None
 ) -> Callable[..., Any] | None:
-    """Keys up to ``left`` before and ``right`` after the query, both counted from the last: negative, or None, for all."""
+    """Keys up to ``left`` before and ``right`` after the query, both counted from the last: negative, or None, for
+    all."""
     before = None if left is None or left < 0 else left
     after = 0 if causal else None if right is None or right < 0 else right
     if before is None and after is None and used is None:
@@ -250,7 +253,16 @@ def _forward(
 
 
 def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Any, scale: float | None, dropout: Any, offsets: Any
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Any,
+    scale: float | None,
+    dropout: Any,
+    offsets: Any,
 ) -> tuple[Tensor, ...]:
     call = _call(q, k, mask, scale, dropout, offsets)
     needs = (True, True, True, False, False)

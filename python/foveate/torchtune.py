@@ -40,8 +40,8 @@ def _factory() -> Callable[..., Tensor]:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """``[B, H, Sq, D]`` of operands of these axes. ``mask`` is of blocks, or ``[B, Sq, Skv]``: bools that say what counts,
-    or floats that are added."""
+    """``[B, H, Sq, D]`` of operands of these axes. ``mask`` is of blocks, or ``[B, Sq, Skv]``: bools that say what
+    counts, or floats that are added."""
     score: Callable[..., Any] | None = None
     allowed: Mask | BlockMask | None = Mask.causal() if is_causal and mask is None else None
     if isinstance(mask, BlockMask):

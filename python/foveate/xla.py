@@ -62,7 +62,8 @@ def flash_attention(
         ValueError: Shapes, ids or layouts do not fit each other; the sequence is sharded, for which keys would have to
             travel between ranks.
     """
-    for name, t in (("q", q), ("k", k), ("v", v), ("q_segment_ids", q_segment_ids), ("kv_segment_ids", kv_segment_ids), ("ab", ab)):
+    ids = (("q_segment_ids", q_segment_ids), ("kv_segment_ids", kv_segment_ids))
+    for name, t in (("q", q), ("k", k), ("v", v), *ids, ("ab", ab)):
         if t is not None or name in ("q", "k", "v"):
             arguments.tensor(name, t)
     causal, sm_scale = arguments.flag("causal", causal), arguments.number("sm_scale", sm_scale)
@@ -98,7 +99,12 @@ def flash_attention(
     shape = torch.Size((*q.shape[:-1], v.size(-1)))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        out.contiguous(), mesh, _placements(axes + "hsd", shape, by_axis, mesh), run_check=False, shape=shape, stride=stride
+        out.contiguous(),
+        mesh,
+        _placements(axes + "hsd", shape, by_axis, mesh),
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
 
 
@@ -159,8 +165,8 @@ def _by_axis(spec: tuple[Entry, ...], axes: str, mesh: DeviceMesh, extents: dict
             used.add(number)
         if numbers and axis == "s":
             raise ValueError(
-                f"partition_spec {spec} shards the sequence: each rank would see its own keys only, and no plan says how "
-                "keys travel; shard batch or heads"
+                f"partition_spec {spec} shards the sequence: each rank would see its own keys only, and no plan says "
+                "how keys travel; shard batch or heads"
             )
         if numbers and axis == "d":
             raise ValueError(f"partition_spec {spec} shards the size of a head, over which scores are summed")
@@ -170,7 +176,10 @@ def _by_axis(spec: tuple[Entry, ...], axes: str, mesh: DeviceMesh, extents: dict
     for number in found["h"]:
         shards *= mesh.size(number)
     if extents["h"] % shards:
-        raise ValueError(f"partition_spec {spec} makes {shards} shards of heads, which must divide {extents['h']} key and value heads")
+        raise ValueError(
+            f"partition_spec {spec} makes {shards} shards of heads, which must divide {extents['h']} key and value "
+            "heads"
+        )
     return found
 
 
@@ -209,5 +218,7 @@ def _shard(name: str, tensor: Tensor, axes: str, by_axis: dict[str, list[int]], 
     if tensor.device_mesh != mesh:
         raise ValueError(f"{name} lies on another mesh than the one that is given")
     if list(tensor.placements) != wanted:
-        raise ValueError(f"{name} is laid out {list(tensor.placements)}, and partition_spec means {wanted}: redistribute it")
+        raise ValueError(
+            f"{name} is laid out {list(tensor.placements)}, and partition_spec means {wanted}: redistribute it"
+        )
     return tensor.to_local(grad_placements=gradient)

@@ -29,6 +29,10 @@ def unknown(name: str) -> TraceError:
     """The error for a function that cannot be traced."""
     if name.endswith("_") and name.strip("_") in OPERATIONS:
         plain = name.strip("_")
-        return TraceError(f"`{name}` cannot write into a tensor or a traced value in a mask or score: use the result of `{plain}`")
-    what = INSTEAD.get(name.strip("_"), "what depends on indices alone can be computed outside and read by index, as in `table[q_idx]`")
+        return TraceError(
+            f"`{name}` cannot write into a tensor or a traced value in a mask or score: use the result of `{plain}`"
+        )
+    what = INSTEAD.get(
+        name.strip("_"), "what depends on indices alone can be computed outside and read by index, as in `table[q_idx]`"
+    )
     return TraceError(f"`{name}` is not supported in a mask or score; {what}")

@@ -9,8 +9,8 @@ stay torch's, which is the judge. A file that compiles nothing has a judge of it
 
 Where there is no GPU, tests for one run on the CPU: the file's ``"cuda"`` is read as ``"cpu"``, its
 ``torch.cuda.is_available()`` as true, and what it skips on the CPU or without Triton runs. Nothing else of a file is
-changed, and none is copied. Torch's own ``flex_attention``, as a judge, has gradients and ``max_scores`` there, which it
-refuses otherwise.
+changed, and none is copied. Torch's own ``flex_attention``, as a judge, has gradients and ``max_scores`` there, which
+it refuses otherwise.
 
 A test that cannot say anything of Foveate is skipped for one of the :data:`REASONS`, by :data:`SKIPS`. A table ends
 the run. The exit code is 1 when a test failed or a file could not be imported. It needs pytest.
@@ -56,11 +56,13 @@ _COUNTS = "how often it is compiled"
 #: Pattern of the file's name, pattern of the function's or the test's, reason, what exactly, the mode where it is one.
 #: They are of PyTorch's files; other projects' need none.
 SKIPS: tuple[tuple[str, str, str, str, str], ...] = (
-    (_ATTENTION, "dynamic_divisibility_guards|epilogue_fused|triton_template_warp_specialization", "code", "Triton's code", ""),
+    (_ATTENTION, "dynamic_divisibility_guards|epilogue_fused|triton_template_warp_specialization",
+     "code", "Triton's code", ""),
     (_BOTH, "logsumexp_only_return", "code", "Triton's code", ""),
     (_ATTENTION, "backend_auto_matches_triton_large|strided_backwards", "code", "Triton's code", ""),
     (_BOTH, "mixed_dtype_backwards(_compiled)?", "code", "an error that Inductor hands on", "eager"),
-    (_ATTENTION, "backend_triton_decode_matches_auto|flex_attention_always_freezes_layout", "code", "calls of Inductor's own functions", ""),
+    (_ATTENTION, "backend_triton_decode_matches_auto|flex_attention_always_freezes_layout",
+     "code", "calls of Inductor's own functions", ""),
     (_ATTENTION, "flex_attention_logging", "code", "the log of Inductor's choices", ""),
     (_ATTENTION, "direct_backward_.*", "code", "calls of torch's operator itself", ""),
     (_ATTENTION, "fw_bw_graph_correctness|symbol_closure_in_score_mod", "code", "the graph of torch's operator", ""),
@@ -81,12 +83,16 @@ SKIPS: tuple[tuple[str, str, str, str, str], ...] = (
     (_BOTH, "captured_reduction", "refusal", "a long reduction", ""),
     (_ATTENTION, "backward_error_with_none_q_indices", "refusal", "a backward without lists of the queries' side", ""),
     (_DECODING, "bw_decoding_fails", "refusal", "a backward of few queries", ""),
-    (_ATTENTION, "captured_wrong_device_error_message|mixed_device_error_message", "hardware", "tensors on two devices", ""),
+    (_ATTENTION, "captured_wrong_device_error_message|mixed_device_error_message",
+     "hardware", "tensors on two devices", ""),
     (_ATTENTION, "create_is_cuda_graphable", "hardware", "a CUDA graph", ""),
     (_ATTENTION, "symmetric_bias", "refusal", "a learned tensor that is read twice", ""),
-    (_ATTENTION, "(distinct_biases|head_specific_gate)_.*float16.*", "defect", "its reference sums a gradient of 16 bits in 16 bits", ""),
-    (_ATTENTION, "learnable_bias_global_compiled", "defect", "Inductor's code for `assert tensor` is not C++ on the CPU", ""),
-    (_ATTENTION, "create_block_mask_recompile_persistent_reduction_oob", "defect", "Inductor's code for it is not C++ on the CPU", "compiled"),
+    (_ATTENTION, "(distinct_biases|head_specific_gate)_.*float16.*",
+     "defect", "its reference sums a gradient of 16 bits in 16 bits", ""),
+    (_ATTENTION, "learnable_bias_global_compiled",
+     "defect", "Inductor's code for `assert tensor` is not C++ on the CPU", ""),
+    (_ATTENTION, "create_block_mask_recompile_persistent_reduction_oob",
+     "defect", "Inductor's code for it is not C++ on the CPU", "compiled"),
     (_BOTH, "mixed_dtypes_fails", "defect", "PyTorch has taken mixed dtypes since 2.10", ""),
 )
 
@@ -166,14 +172,16 @@ class _Case(NamedTuple):
 
 @contextlib.contextmanager
 def _torch_as_on_a_gpu() -> Iterator[None]:
-    """Lets torch's uncompiled ``flex_attention``, which is the judge, have gradients and ``max_scores`` on the CPU: it is
-    made of plain operations there, and only checks refuse."""
+    """Lets torch's uncompiled ``flex_attention``, which is the judge, have gradients and ``max_scores`` on the CPU: it
+    is made of plain operations there, and only checks refuse."""
     refusing = {name: getattr(_torch_flex, name, None) for name in ("_validate_device", "_apply_kernel_options")}
     there = types.SimpleNamespace(device=torch.device("cuda"), requires_grad=True)
     if not torch.cuda.is_available():
         for name, check in refusing.items():
             if check is not None:
-                setattr(_torch_flex, name, lambda query, key, value, *rest, check=check: check(there, there, there, *rest))
+                setattr(
+                    _torch_flex, name, lambda query, key, value, *rest, check=check: check(there, there, there, *rest)
+                )
     try:
         yield
     finally:
@@ -249,7 +257,9 @@ class _Run:
             name = os.path.basename(item.path)
             if name not in self.functions:
                 nodes = ast.walk(ast.parse(item.path.read_text()))
-                found = {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test")}
+                found = {
+                    node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+                }
                 self.functions[name] = sorted(found, key=len, reverse=True)
         self.collected = {self._function(item.nodeid) for item in items}
         if self.each is not None:
@@ -258,7 +268,11 @@ class _Run:
             name, function = self._function(item.nodeid)
             for file, pattern, reason, what, mode in SKIPS:
                 here = mode in ("", "eager" if self.eager else "compiled")
-                if here and re.fullmatch(file, name) and any(re.fullmatch(f"test_({pattern})", n) for n in (function, item.name)):
+                if (
+                    here
+                    and re.fullmatch(file, name)
+                    and any(re.fullmatch(f"test_({pattern})", n) for n in (function, item.name))
+                ):
                     item.add_marker(pytest.mark.skip(reason=f"{reason}: {REASONS[reason]}; {what}"))
                     break
 
@@ -317,12 +331,17 @@ class _Run:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             file = os.path.basename(report.nodeid.split("::")[0])
-            self.cases[report.nodeid] = _Case(file, "", "failed", f"not imported: {report.longreprtext.strip().rpartition(chr(10))[2]}")
+            self.cases[report.nodeid] = _Case(
+                file, "", "failed", f"not imported: {report.longreprtext.strip().rpartition(chr(10))[2]}"
+            )
 
     def table(self) -> str:
         """What became of the tests of each file."""
         files = sorted({case.file for case in self.cases.values()})
-        rows = [f"{'file':44} {'tests':>6} {'passed':>7} {'failed':>7} {'other':>6} {'own skips':>10} {'functions':>10}  skipped here"]
+        rows = [
+            f"{'file':44} {'tests':>6} {'passed':>7} {'failed':>7} {'other':>6} {'own skips':>10} {'functions':>10}  "
+            "skipped here"
+        ]
         for file in (*files, None) if len(files) > 1 else files:
             cases = [case for case in self.cases.values() if file in (None, case.file)]
             count = Counter(case.outcome for case in cases)
@@ -330,18 +349,24 @@ class _Run:
             functions = {function for function in self.collected if file in (None, function[0])}
             ran = {(case.file, case.function) for case in cases if case.outcome in ("passed", "failed", "untouched")}
             rows.append(
-                f"{file or 'in all':44} {count.total():6} {count['passed']:7} {count['failed']:7} {count['untouched']:6} "
-                f"{count['itself']:10} {f'{len(ran)}/{len(functions)}':>10}  {ours or '-'}"
+                f"{file or 'in all':44} {count.total():6} {count['passed']:7} {count['failed']:7} "
+                f"{count['untouched']:6} {count['itself']:10} {f'{len(ran)}/{len(functions)}':>10}  {ours or '-'}"
             )
-        rows.append("other: tests that pass and call no attention; own skips: by the file itself; functions: that ran, of all")
-        reasons = Counter((c.outcome, c.detail) for c in self.cases.values() if c.outcome not in ("passed", "untouched"))
+        rows.append(
+            "other: tests that pass and call no attention; own skips: by the file itself; functions: that ran, of all"
+        )
+        reasons = Counter(
+            (c.outcome, c.detail) for c in self.cases.values() if c.outcome not in ("passed", "untouched")
+        )
         rows += [f"{outcome}, {n} of: {detail}" for (outcome, detail), n in sorted(reasons.items())]
         return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what the module's description says; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m foveate.testing.upstream", description=(__doc__ or "").split("::")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m foveate.testing.upstream", description=(__doc__ or "").split("::")[0]
+    )
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--eager", action="store_true", help="what tests compile runs uncompiled on Foveate")
     mode.add_argument("--compiled", action="store_true", help="torch's own names run on Foveate")
