@@ -561,9 +561,9 @@ def test_float64_breaks_a_graph_that_inductor_compiles():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_float64_is_part_of_the_graph_of_other_backends(backend):
-    q, k, v = (t.double().requires_grad_() for t in operands(1, 2, 2, 6, 9, 4, 4))
-    bias = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
-    block_mask = create_block_mask(causal, None, None, 6, 9)
+    q, k, v = (t.double().requires_grad_() for t in operands(1, 2, 2, 3, 5, 2, 2))
+    bias = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    block_mask = create_block_mask(causal, None, None, 3, 5)
 
     def model(q, k, v, bias):
         scored = lambda s, b, h, i, j: s + bias[h, j]  # noqa: E731
