@@ -2,62 +2,19 @@
 //!
 //! The library orders its algorithms for a problem by an estimate of their time. Where products are
 //! tuned, the first [`CANDIDATES`] run when a problem is first queued, and the fastest computes it from
-//! there on. It names no more, but has more: the same with other tiles and other clusters of thread
-//! blocks, which are tried for large products where [`SEARCH_VARIABLE`] is set. Times differ from run
-//! to run, and algorithms may differ in their bits, so a choice is kept: in the folder of compiled
-//! kernels for other processes, and by whoever asks for [`Choices::used`], such as a checkpoint. Its
-//! name has all that decides what the library offers.
+//! there on. Times differ from run to run, and algorithms may differ in their bits, so a choice is kept:
+//! in the folder of compiled kernels for other processes, and by whoever asks for
+//! [`Choices::used`], such as a checkpoint. Its name has all that decides what the library offers.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::fs;
 use std::path::PathBuf;
 
+use super::prepared::Key;
 use crate::cache::write_whole;
 
 /// Algorithms of a problem that are timed.
 pub const CANDIDATES: usize = 8;
-
-/// A problem is searched beyond those where it has so many times the operations from which on products are tuned.
-const SEARCHED: f64 = 200.0;
-
-/// Set and not empty, large products are searched.
-const SEARCH_VARIABLE: &str = "FOVEATE_SEARCH_PRODUCTS";
-
-/// An algorithm of a problem: one that the library names, or the same with another tile or cluster of thread blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Variation {
-    /// In the library's order.
-    pub named: usize,
-    /// Its own where 0.
-    pub tile: u32,
-    /// Its own where 0.
-    pub cluster: u16,
-}
-
-impl Variation {
-    pub fn named(named: usize) -> Self {
-        Self { named, tile: 0, cluster: 0 }
-    }
-
-    pub fn is_named(self) -> bool {
-        self == Self::named(self.named)
-    }
-
-    /// As choices are kept: that of the library's order, where nothing is varied.
-    pub fn number(self) -> usize {
-        self.named | (self.tile as usize) << 4 | (self.cluster as usize) << 20
-    }
-
-    /// That of a number.
-    pub fn of(number: usize) -> Self {
-        Self {
-            named: number & 15,
-            tile: (number >> 4 & 0xffff) as u32,
-            cluster: (number >> 20 & 0xffff) as u16,
-        }
-    }
-}
 
 /// The file in the folder of compiled kernels: a line `NUMBER NAME` a problem.
 const FILE: &str = "products.txt";
@@ -69,8 +26,6 @@ pub struct Choices {
     identity: String,
     /// Operations from which on a product is worth it; none are tuned before somebody asks.
     least_flops: Option<f64>,
-    /// Whether large products are searched.
-    searched: bool,
     folder: Option<PathBuf>,
     /// Chosen before.
     given: BTreeMap<String, usize>,
@@ -81,8 +36,7 @@ impl Choices {
     /// None, for a library on a device; what is chosen is kept in `folder`.
     pub fn new(identity: String, folder: Option<PathBuf>) -> Self {
         let (least_flops, given, used) = Default::default();
-        let searched = std::env::var_os(SEARCH_VARIABLE).is_some_and(|value| !value.is_empty());
-        Self { identity, least_flops, searched, folder, given, used }
+        Self { identity, least_flops, folder, given, used }
     }
 
     /// Tunes products of `least_flops` operations or more from here on, but those of `given`.
@@ -92,31 +46,29 @@ impl Choices {
     }
 
     /// The name of a problem that is tuned.
-    pub fn name(&self, key: &impl Display, flops: f64) -> Option<String> {
+    pub fn name(&self, key: &Key, flops: f64) -> Option<String> {
         let worth = self.least_flops.is_some_and(|least| flops >= least);
         worth.then(|| format!("{}: {key}", self.identity))
     }
 
-    /// Whether more than what the library names is tried for a problem that is tuned.
-    pub fn searches(&self, flops: f64) -> bool {
-        self.searched && self.least_flops.is_some_and(|least| flops >= SEARCHED * least)
-    }
-
-    /// What is taken for a problem: as before, or what `choose` finds.
+    /// What is taken for a problem of so many `kernels`: as before, or what `choose` finds. A number
+    /// that none of them has is passed over; builds that tried more than the library names left such.
     ///
     /// # Errors
     /// Those of `choose`.
     pub fn take<E>(
         &mut self,
         name: String,
+        kernels: usize,
         choose: impl FnOnce() -> Result<usize, E>,
     ) -> Result<usize, E> {
-        let before = self.used.get(&name).or_else(|| self.given.get(&name)).copied();
-        let number = match before.or_else(|| self.read().get(&name).copied()) {
+        let of = |all: &_| chosen(all, &name, kernels);
+        let before = of(&self.used).or_else(|| of(&self.given));
+        let number = match before.or_else(|| of(&self.read())) {
             Some(number) => number,
             None => {
-                let number = choose()?;
-                self.write(&name, number)
+                let found = choose()?;
+                self.write(&name, kernels, found)
             }
         };
         self.used.insert(name, number);
@@ -140,9 +92,10 @@ impl Choices {
     }
 
     /// Keeps a choice, unless another process was first: that one's is returned.
-    fn write(&self, name: &str, number: usize) -> usize {
+    fn write(&self, name: &str, kernels: usize, found: usize) -> usize {
         let mut all = self.read();
-        let number = *all.entry(name.to_owned()).or_insert(number);
+        let number = chosen(&all, name, kernels).unwrap_or(found);
+        all.insert(name.to_owned(), number);
         if let Some(folder) = &self.folder {
             let text: String = all.iter().map(|(name, n)| format!("{n} {name}\n")).collect();
             // Compiled kernels are kept in the same folder, which tells of one that cannot be written.
@@ -152,24 +105,17 @@ impl Choices {
     }
 }
 
+/// What was chosen for a problem, where it is one of its `kernels`.
+fn chosen(all: &BTreeMap<String, usize>, name: &str, kernels: usize) -> Option<usize> {
+    all.get(name).copied().filter(|&number| number < kernels)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn take(choices: &mut Choices, name: &str, found: Result<usize, ()>) -> Result<usize, ()> {
-        choices.take(name.to_owned(), || found)
-    }
-
-    #[test]
-    fn variations_have_numbers_and_those_that_the_library_names_its_own() {
-        assert_eq!(Variation::named(7).number(), 7);
-        for variation in [
-            Variation::named(0),
-            Variation { named: 7, tile: 1, cluster: 0 },
-            Variation { named: 3, tile: 0xffff, cluster: 16 },
-        ] {
-            assert_eq!(Variation::of(variation.number()), variation);
-        }
+        choices.take(name.to_owned(), CANDIDATES, || found)
     }
 
     #[test]
@@ -182,7 +128,7 @@ mod tests {
         assert_eq!(take(&mut first, "y", Err(())), Err(()));
         // Both look for the same at the same time: the first to write is followed.
         let mut second = new();
-        let lost = second.take("z".into(), || take(&mut first, "z", Ok(5)).map(|_| 1));
+        let lost = second.take("z".into(), CANDIDATES, || take(&mut first, "z", Ok(5)).map(|_| 1));
         assert_eq!((lost, take(&mut second, "x", Err(()))), (Ok(5), Ok(3)));
         let used: Vec<_> = second.used().iter().map(|(name, n)| (name.as_str(), *n)).collect();
         assert_eq!(used, [("x", 3), ("z", 5)]);
@@ -201,5 +147,18 @@ mod tests {
         assert_eq!(take(&mut anew, "x", Ok(2)), Ok(2));
         let mut nowhere = Choices::new("a GPU".into(), None);
         assert_eq!(take(&mut nowhere, "x", Ok(1)), Ok(1));
+    }
+
+    #[test]
+    fn a_number_that_a_problem_has_no_kernel_of_is_chosen_anew_and_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join(FILE);
+        fs::write(&file, "3146069 x\n3 y\n9 z\n").unwrap();
+        let mut choices = Choices::new("a GPU".into(), Some(folder.path().to_owned()));
+        choices.tune(1.0, &[("x".to_owned(), 8), ("y".to_owned(), 8)].into());
+        assert_eq!(take(&mut choices, "x", Ok(2)), Ok(2));
+        assert_eq!(take(&mut choices, "y", Err(())), Ok(3), "another process's is taken");
+        assert_eq!(choices.take("y".into(), 3, || Ok::<_, ()>(1)), Ok(1), "there are fewer here");
+        assert_eq!(fs::read_to_string(&file).unwrap(), "2 x\n1 y\n9 z\n");
     }
 }

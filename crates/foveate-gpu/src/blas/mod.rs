@@ -31,9 +31,9 @@
 //! name and so take another copy than the one that was found, and panic where a symbol is missing.
 
 mod choices;
+mod fastest;
 mod matrix;
 mod prepared;
-mod search;
 mod sys;
 
 use std::collections::{BTreeMap, HashMap};
@@ -53,10 +53,9 @@ use crate::library::Library;
 use crate::queue::Queue;
 use crate::sync::lock;
 use crate::tensor::DeviceTensor;
-use choices::{CANDIDATES, Choices, Variation};
+use choices::{CANDIDATES, Choices};
 use matrix::{Matrix, Order};
 use prepared::{Key, Prepared};
-use search::Search;
 use sys::Functions;
 
 /// `c = alpha · a · b + beta · c + bias`, for each entry of a batch; with `add` in place of the c that
@@ -218,13 +217,12 @@ impl Engine {
 
     /// From here on, has the library's best kernels run when a product of `least_flops` operations or
     /// more is first queued, a few times each, and takes the fastest of them for all that are like it;
-    /// the caller waits for that. Of a product of 200 times as many it also tries, where
-    /// `FOVEATE_SEARCH_PRODUCTS` is set, kernels that the library does not name, with other tiles and
-    /// clusters of thread blocks. Products that add to c in place cannot be repeated, and take the
+    /// the caller waits for that. Products that add to c in place cannot be repeated, and take the
     /// library's first where nothing like them was queued before.
     ///
     /// A choice is kept in the folder of compiled kernels, for other processes. `given` are choices of
-    /// [`Engine::product_choices`] that come before these and are not timed.
+    /// [`Engine::product_choices`] that come before these and are not timed; one that the library does
+    /// not offer is chosen anew.
     pub fn tune_products(&self, least_flops: f64, given: &BTreeMap<String, usize>) {
         // Without the library, the first product says so.
         if let Ok(blas) = self.blas().as_ref() {
@@ -232,9 +230,8 @@ impl Engine {
         }
     }
 
-    /// Which of the library's kernels compute products that were tuned, by number: that of the library's
-    /// order, or one that says what is other than in a kernel which the library names. A name has all that
-    /// decides what the library offers: GPU, driver, version and problem.
+    /// Which of the library's kernels compute products that were tuned, by number in the library's
+    /// order. A name has all that decides what the library offers: GPU, driver, version and problem.
     pub fn product_choices(&self) -> BTreeMap<String, usize> {
         self.blas()
             .as_ref()
@@ -318,7 +315,7 @@ impl Blas {
             let places = [a, b, matmul.added(), matmul.c.start(), bias, workspace.address()];
             let scale = [matmul.alpha, matmul.beta].map(|x| x.to_bits().into());
             let name = format!("{matmul} ({key})");
-            Operation::of(&name, [&places[..], &scale, &[ready.chosen().number() as u64]].concat())
+            Operation::of(&name, [&places[..], &scale, &[ready.chosen() as u64]].concat())
         });
         // SAFETY: `key` is that of `matmul`, whose tensors lie in memory of this device, apart
         // where written (`Engine::matmul`); the workspace has the bytes that were asked for and
@@ -332,11 +329,10 @@ impl Blas {
         let mut choices = lock(&self.choices);
         let Some(name) = choices.name(key, matmul.flops()) else { return new(1) };
         let mut made = new(CANDIDATES)?;
-        let searches = choices.searches(matmul.flops());
-        let search = Search { handle: self.handle, queue, key, matmul };
-        let fastest = || search.fastest(&mut made, searches);
-        let number = choices.take(name, fastest)?;
-        made.choose(self.handle, Variation::of(number));
+        let kernels = made.kernels();
+        let find = || fastest::fastest(self.handle, queue, key, matmul, &mut made);
+        let number = choices.take(name, kernels, find)?;
+        made.choose(number);
         Ok(made)
     }
 }

@@ -7,7 +7,6 @@ use std::ptr;
 use foveate_tensor::DType;
 
 use super::Matmul;
-use super::choices::Variation;
 use super::matrix::Matrix;
 use super::sys::{self, Functions, Heuristic};
 use crate::driver::Allocation;
@@ -17,10 +16,6 @@ use crate::queue::Queue;
 
 /// Memory that a kernel may ask for: what NVIDIA advises for Hopper; older kernels ask for less.
 const MOST_WORKSPACE_BYTES: usize = 32 << 20;
-
-/// Times the waves of thread blocks of the library's first kernel that one with another tile may have: smaller tiles
-/// read their factors more often.
-const MOST_WAVES: f32 = 2.1;
 
 /// Alignments beyond this one open no other kernels.
 const MOST_ALIGNMENT: u64 = 256;
@@ -64,9 +59,8 @@ pub struct Prepared {
     functions: &'static Functions,
     product: Descriptor,
     matrices: [Descriptor; 4],
-    /// Those that the library names, in its order, of which the first is its best estimate; one or more.
-    /// Behind them such with another tile or cluster.
-    kernels: Vec<(Variation, Heuristic)>,
+    /// In the library's order, of which the first is its best estimate; one or more.
+    kernels: Vec<Heuristic>,
     /// Which of them runs.
     chosen: usize,
 }
@@ -115,88 +109,27 @@ impl Prepared {
         let status = kernels.first().map_or(sys::NOT_SUPPORTED, |kernel| kernel.status);
         functions.check(status, asking)?;
         kernels.retain(|kernel| kernel.status == 0);
-        let named = |(number, kernel)| (Variation::named(number), kernel);
-        let kernels = kernels.into_iter().enumerate().map(named).collect();
         Ok(Self { functions, product, matrices, kernels, chosen: 0 })
     }
 
-    /// Kernels there are: at first those that the library names.
-    pub fn kernels(&self) -> impl Iterator<Item = Variation> {
-        self.kernels.iter().map(|(variation, _)| *variation)
+    /// Kernels there are.
+    pub fn kernels(&self) -> usize {
+        self.kernels.len()
     }
 
-    /// Has a kernel run, or the first where the library has none like it.
-    pub fn choose(&mut self, handle: Handle, variation: Variation) {
-        let place = self.kernels.iter().position(|kernel| kernel.0 == variation);
-        let place = place.or_else(|| self.add(handle, variation).then(|| self.kernels.len() - 1));
-        self.chosen = place.unwrap_or(0);
+    /// Has kernel `number` run, which is less than [`Self::kernels`].
+    pub fn choose(&mut self, number: usize) {
+        self.chosen = number;
     }
 
-    /// Adds a kernel, where the library has it and it is none of those that are there.
-    pub fn add(&mut self, handle: Handle, variation: Variation) -> bool {
-        let named = self.kernels.get(variation.named).filter(|kernel| kernel.0.is_named());
-        let Some((_, mut kernel)) = named.copied() else { return false };
-        let (tile, cluster) = (variation.tile, variation.cluster);
-        let mut set = |attribute, is_own: bool, value: *const c_void, bytes| {
-            let algorithm = &mut kernel.algorithm;
-            // SAFETY: an algorithm of the library's, and a number of so many bytes.
-            is_own
-                || unsafe { (self.functions.algorithm_set)(algorithm, attribute, value, bytes) }
-                    == 0
-        };
-        if !set(sys::algorithm::TILE, tile == 0, ptr::from_ref(&tile).cast(), 4)
-            || !set(sys::algorithm::CLUSTER, cluster == 0, ptr::from_ref(&cluster).cast(), 2)
-        {
-            return false;
-        }
-        if self.kernels.iter().any(|(_, other)| other.algorithm == kernel.algorithm) {
-            return false;
-        }
-        let [a, b, c, d] = self.matrices.each_ref().map(|matrix| matrix.handle);
-        let mut checked = Heuristic::default();
-        // SAFETY: the descriptors are alive, and `checked` is valid for a write.
-        let code = unsafe {
-            let check = self.functions.algorithm_check;
-            check(handle, self.product.handle, a, b, c, d, &kernel.algorithm, &mut checked)
-        };
-        let bytes = checked.workspace_bytes;
-        let waves = self.kernels[0].1.waves;
-        let is_small = waves > 0.0 && checked.waves > MOST_WAVES * waves;
-        if code != 0 || checked.status != 0 || bytes > MOST_WORKSPACE_BYTES || is_small {
-            return false;
-        }
-        kernel.workspace_bytes = bytes;
-        self.kernels.push((variation, kernel));
-        true
-    }
-
-    /// Tiles that a kernel which the library names may have.
-    pub fn tiles(&self, named: usize) -> Vec<u32> {
-        let algorithm = &self.kernels[named].1.algorithm;
-        let ask = |into: &mut [u32]| {
-            let room = size_of_val(into);
-            let place = if room == 0 { ptr::null_mut() } else { into.as_mut_ptr().cast() };
-            let (of, mut bytes) = (sys::algorithm::TILES, 0);
-            // SAFETY: so many bytes may be written, and none where it is asked how many there are.
-            let code = unsafe {
-                (self.functions.algorithm_capability)(algorithm, of, place, room, &mut bytes)
-            };
-            if code == 0 { bytes / 4 } else { 0 }
-        };
-        let mut tiles = vec![0; ask(&mut [])];
-        let found = ask(&mut tiles);
-        tiles.truncate(found);
-        tiles
-    }
-
-    /// The kernel that runs.
-    pub fn chosen(&self) -> Variation {
-        self.kernels[self.chosen].0
+    /// The number of the kernel that runs.
+    pub fn chosen(&self) -> usize {
+        self.chosen
     }
 
     /// Memory that the kernel asks for.
     pub fn workspace_bytes(&self) -> usize {
-        self.kernels[self.chosen].1.workspace_bytes
+        self.kernels[self.chosen].workspace_bytes
     }
 
     /// Queues the product.
@@ -241,7 +174,7 @@ impl Prepared {
                 of_added,
                 result,
                 of_result,
-                &self.kernels[self.chosen].1.algorithm,
+                &self.kernels[self.chosen].algorithm,
                 workspace.address() as *mut c_void,
                 workspace.bytes(),
                 queue.stream().handle(),

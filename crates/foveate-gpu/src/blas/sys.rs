@@ -2,7 +2,6 @@
 //! same in CUDA 12 and 13.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::ops::RangeInclusive;
 use std::sync::OnceLock;
 
 use foveate_tensor::DType;
@@ -17,17 +16,6 @@ pub type Status = c_int;
 
 /// `CUBLAS_STATUS_NOT_SUPPORTED`.
 pub const NOT_SUPPORTED: Status = 15;
-/// `CUBLAS_STATUS_INVALID_VALUE`.
-const INVALID_VALUE: Status = 7;
-
-/// Whether the library refused an algorithm; a device that failed is something else.
-pub fn is_refusal(error: &GpuError) -> bool {
-    let code = match error.kind() {
-        GpuErrorKind::Library { code, .. } => *code,
-        _ => return false,
-    };
-    [NOT_SUPPORTED, INVALID_VALUE].contains(&code)
-}
 
 /// `cublasLtMatmulAlgo_t`.
 pub type Algorithm = [u64; 8];
@@ -88,19 +76,6 @@ pub mod preference {
     pub const ALIGNMENTS: [i32; 4] = [5, 6, 7, 8];
 }
 
-/// Numbers of `cublasLtMatmulAlgoConfigAttributes_t`, and of `cublasLtMatmulAlgoCapAttributes_t`.
-pub mod algorithm {
-    /// u32, of `cublasLtMatmulTile_t`.
-    pub const TILE: i32 = 1;
-    /// u16, of `cublasLtClusterShape_t`.
-    pub const CLUSTER: i32 = 8;
-    /// The tiles that an algorithm has, u32 each.
-    pub const TILES: i32 = 6;
-}
-
-/// Numbers of `cublasLtClusterShape_t`, from one thread block to sixteen.
-pub const CLUSTERS: RangeInclusive<u16> = 2..=16;
-
 /// Of `cublasLtReductionScheme_t`: shares of the summed axis are added in the compute type.
 pub const REDUCE_IN_COMPUTE_TYPE: u32 = 2;
 
@@ -124,12 +99,6 @@ functions! {
     preference_destroy "cublasLtMatmulPreferenceDestroy" (Handle) -> Status;
     heuristic "cublasLtMatmulAlgoGetHeuristic" (Handle, Handle, Handle, Handle, Handle, Handle,
         Handle, c_int, *mut Heuristic, *mut c_int) -> Status;
-    algorithm_capability "cublasLtMatmulAlgoCapGetAttribute" (*const Algorithm, c_int, *mut c_void,
-        usize, *mut usize) -> Status;
-    algorithm_set "cublasLtMatmulAlgoConfigSetAttribute" (*mut Algorithm, c_int, *const c_void, usize)
-        -> Status;
-    algorithm_check "cublasLtMatmulAlgoCheck" (Handle, Handle, Handle, Handle, Handle, Handle,
-        *const Algorithm, *mut Heuristic) -> Status;
     matmul "cublasLtMatmul" (Handle, Handle, *const c_void, *const c_void, Handle, *const c_void,
         Handle, *const c_void, *const c_void, Handle, *mut c_void, Handle, *const Algorithm,
         *mut c_void, usize, Handle) -> Status;
