@@ -440,9 +440,9 @@ impl Contexts {
 }
 
 #[test]
-fn every_call_leaves_the_context_that_it_found() {
-    let name = "every_call_leaves_the_context_that_it_found";
-    if !inside(name, &["nvrtc", "cublaslt", "nccl"], &["-DLOADS"], &[]) {
+fn every_call_of_memory_and_streams_leaves_the_context_that_it_found() {
+    let name = "every_call_of_memory_and_streams_leaves_the_context_that_it_found";
+    if !inside(name, &[], &[], &[]) {
         return;
     }
     let contexts = Contexts::open();
@@ -497,6 +497,21 @@ fn every_call_leaves_the_context_that_it_found() {
         assert!(kept.is_finished());
         kept.release();
     });
+}
+
+#[test]
+fn every_launch_and_transfer_leaves_the_context_that_it_found() {
+    let name = "every_launch_and_transfer_leaves_the_context_that_it_found";
+    if !inside(name, &["nvrtc", "cublaslt", "nccl"], &["-DLOADS"], &[]) {
+        return;
+    }
+    let contexts = Contexts::open();
+    let kept_by = |name: &str, call: &mut dyn FnMut()| contexts.kept_by(name, call);
+    let engine = Engine::get(0).unwrap();
+    let (device, queue) = (engine.device(), engine.queue());
+    let stream = queue.stream();
+    let memory = queue.pool().take(100_000).unwrap();
+    let at = memory.address();
 
     kept_by("kernel", &mut || drop(kernel(&engine, device.info().arch()).unwrap()));
     let scale = kernel(&engine, device.info().arch()).unwrap();

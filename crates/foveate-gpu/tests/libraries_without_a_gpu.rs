@@ -20,14 +20,17 @@ use driver::inside;
 
 const TIMEOUT: Duration = Duration::from_millis(200);
 
+/// A product of two f32 matrices of 16 by 16, which lie from `at` on with the result behind them.
+fn product_at(at: u64) -> Matmul {
+    let square = |i: u64| DeviceTensor::contiguous(at + 1024 * i, DType::F32, [1, 16, 16]);
+    Matmul::new(square(0), square(1), square(2))
+}
+
 /// A product on the driver for tests, and its memory.
 fn product() -> (Result<(), GpuError>, Allocation) {
     let engine = Engine::get(0).unwrap();
     let allocation = engine.queue().pool().take(4096).unwrap();
-    let square =
-        |i: u64| DeviceTensor::contiguous(allocation.address() + 1024 * i, DType::F32, [1, 16, 16]);
-    let matmul = Matmul::new(square(0), square(1), square(2));
-    (engine.matmul(engine.queue(), &matmul), allocation)
+    (engine.matmul(engine.queue(), &product_at(allocation.address())), allocation)
 }
 
 fn said<T>(result: Result<T, GpuError>) -> String {
@@ -181,14 +184,8 @@ fn a_choice_that_the_library_does_not_offer_is_made_anew() {
     let memory = engine.queue().pool().take(8192).unwrap();
     let start = memory.address().next_multiple_of(256);
     // The same product, at addresses that other powers of two divide.
-    let run = |offset: u64| {
-        let square = |i: u64| {
-            let address = start + 2048 * i + offset;
-            DeviceTensor::contiguous(address, DType::F32, [1, 16, 16])
-        };
-        let matmul = Matmul::new(square(0), square(1), square(2));
-        waits(|| engine.matmul(engine.queue(), &matmul).unwrap())
-    };
+    let run =
+        |offset: u64| waits(|| engine.matmul(engine.queue(), &product_at(start + offset)).unwrap());
     engine.tune_products(1000.0, &BTreeMap::new());
     assert_eq!(run(0), 1);
     let (problem, _) = engine.product_choices().pop_first().unwrap();
@@ -212,9 +209,7 @@ fn a_choice_is_kept_beside_those_of_other_devices() {
     }
     let engine = Engine::get(0).unwrap();
     let memory = engine.queue().pool().take(4096).unwrap();
-    let square =
-        |i: u64| DeviceTensor::contiguous(memory.address() + 1024 * i, DType::F32, [1, 16, 16]);
-    let matmul = Matmul::new(square(0), square(1), square(2));
+    let matmul = product_at(memory.address());
     let kept =
         PathBuf::from(std::env::var("HOME").unwrap()).join(".cache/foveate/kernels/products.txt");
     let problem = "a device of tests, 1 SMs, CUDA 13.0, cuBLASLt 13.1.2: not this one";
