@@ -293,27 +293,14 @@ mod tests {
         assert!(refused.starts_with("there is no profile of `l40x`; there are a100, a10, "));
     }
 
-    fn info(name: &str, capability: (u32, u32), sms: u32) -> DeviceInfo {
-        DeviceInfo {
-            name: name.into(),
-            capability,
-            sms,
-            shared_bytes_per_block: 101_376,
-            shared_bytes_per_sm: 102_400,
-            shared_bytes_reserved: 1024,
-            registers_per_sm: 65_536,
-            l2_bytes: 96 << 20,
-            memory_bytes: 48 << 30,
-            driver: (13, 0),
-        }
-    }
-
     #[test]
     fn a_device_has_the_limits_of_its_driver_and_the_rates_of_its_card() {
-        let seen = Profile::of(&info("NVIDIA L40S", (8, 9), 142));
+        let seen = Profile::of(&DeviceInfo::for_tests("NVIDIA L40S", (8, 9), 142));
         let listed = Profile { name: "NVIDIA L40S".into(), ..Profile::named("l40s").unwrap() };
         assert_eq!(seen, listed);
-        let peak = |name, capability, sms| Profile::peak_tflops(&info(name, capability, sms));
+        let peak = |name, capability, sms| {
+            Profile::peak_tflops(&DeviceInfo::for_tests(name, capability, sms))
+        };
         assert_eq!(peak("NVIDIA L40S", (8, 9), 142), Some(362.0));
         assert_eq!(peak("NVIDIA H100 80GB HBM3", (9, 0), 132), Some(989.4));
         assert_eq!(peak("NVIDIA GeForce RTX 4090", (8, 9), 128), Some(165.2));
@@ -334,10 +321,11 @@ mod tests {
 
     #[test]
     fn a_device_that_is_not_listed_has_rates_by_its_sms() {
-        let seen = Profile::of(&info("NVIDIA RTX PRO 6000", (12, 1), 85));
+        let info = DeviceInfo::for_tests("NVIDIA RTX PRO 6000", (12, 1), 85);
+        let seen = Profile::of(&info);
         assert_eq!(seen.arch().to_string(), "sm_121");
         assert_eq!(seen.bf16_tflops, 209.5 / 2.0);
-        assert_eq!(Profile::peak_tflops(&info("NVIDIA RTX PRO 6000", (12, 1), 85)), None);
+        assert_eq!(Profile::peak_tflops(&info), None);
         assert_eq!(seen.threads_per_sm, 1536);
     }
 }

@@ -388,24 +388,32 @@ impl DeviceInfo {
 }
 
 #[cfg(test)]
+impl DeviceInfo {
+    /// A card that need not be there.
+    pub(crate) fn for_tests(name: &str, capability: (u32, u32), sms: u32) -> Self {
+        Self {
+            name: name.into(),
+            capability,
+            sms,
+            shared_bytes_per_block: 101_376,
+            shared_bytes_per_sm: 102_400,
+            shared_bytes_reserved: 1024,
+            registers_per_sm: 65_536,
+            l2_bytes: 96 << 20,
+            memory_bytes: 48 << 30,
+            driver: (13, 0),
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_device_that_does_not_run_an_architecture_is_named_with_the_one_it_runs() {
         let said = |name: &str, capability, arch: Arch| {
-            let info = DeviceInfo {
-                name: name.into(),
-                capability,
-                sms: 142,
-                shared_bytes_per_block: 101_376,
-                shared_bytes_per_sm: 102_400,
-                shared_bytes_reserved: 1024,
-                registers_per_sm: 65_536,
-                l2_bytes: 96 << 20,
-                memory_bytes: 48 << 30,
-                driver: (13, 0),
-            };
+            let info = DeviceInfo::for_tests(name, capability, 142);
             info.check_arch(arch).map_err(|e| e.to_string())
         };
         let hopper = Arch::new((9, 0));
