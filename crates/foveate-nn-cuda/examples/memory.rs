@@ -4,71 +4,26 @@
 //! cargo run --release -p foveate-nn-cuda --example memory -- 8b int8_moments mlp 1 8192 in_backward
 //! ```
 //!
-//! Model (135m, 1b, 8b), state, what is recomputed, rows, tokens of a row, and whether parameters are
+//! Model (135m, 1b, 3b, 8b), state, what is recomputed, rows, tokens of a row, and whether parameters are
 //! updated in the backward pass. Weights and tokens are made up.
+
+mod models;
 
 use std::error::Error;
 use std::time::Instant;
 
 use foveate_nn::{
-    AdamW, Batch, Blocks, Model, ModelConfig, NnError, OptimizerStep, ParameterState,
-    ProgramConfig, Recompute, RopePairing, Rule, StepKind, Training, Treatment,
+    AdamW, Batch, Blocks, Model, OptimizerStep, ParameterState, ProgramConfig, Recompute, Rule,
+    StepKind, Training, Treatment,
 };
 use foveate_nn_cuda::Cuda;
-
-fn sizes(name: &str) -> Option<ModelConfig> {
-    let config = |hidden, wide, layers, heads, kv, vocab, tied| ModelConfig {
-        vocab_size: vocab,
-        hidden_size: hidden,
-        intermediate_size: wide,
-        num_hidden_layers: layers,
-        num_attention_heads: heads,
-        num_key_value_heads: Some(kv),
-        head_dim: None,
-        rms_norm_eps: 1e-5,
-        rope_theta: 500_000.0,
-        rope_scaling: None,
-        rope_pairing: RopePairing::default(),
-        max_position_embeddings: 8192,
-        tie_word_embeddings: tied,
-        architecture: Default::default(),
-    };
-    match name {
-        "135m" => Some(config(576, 1536, 30, 9, 3, 49_152, true)),
-        "1b" => Some(config(2048, 8192, 16, 32, 8, 128_256, true)),
-        "8b" => Some(config(4096, 14_336, 32, 32, 8, 128_256, false)),
-        _ => None,
-    }
-}
-
-/// The same few numbers again and again: to draw eight billion takes minutes.
-fn fill(model: &mut Model<Cuda>) -> Result<(), NnError> {
-    let small: Vec<f32> = (0..1 << 20).map(|i| ((i * 37 % 1009) as f32 - 504.0) * 5e-5).collect();
-    for index in 0..model.parameters().len() {
-        let parameter = &model.parameters()[index];
-        let (mut left, one_axis) = (parameter.place.len(), parameter.shape.len() == 1);
-        model.fill::<NnError>(index, |put| {
-            while left > 0 {
-                let some = left.min(small.len());
-                if one_axis {
-                    put(&vec![1.0; some])?
-                } else {
-                    put(&small[..some])?
-                }
-                left -= some;
-            }
-            Ok(())
-        })?;
-    }
-    Ok(())
-}
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let [name, state, recompute, rows, len, rest @ ..] = &args[..] else {
         return Err("model, state, recompute, rows, tokens of a row and maybe in_backward".into());
     };
-    let config = sizes(name).ok_or("the models are 135m, 1b and 8b")?;
+    let config = models::sizes(name)?;
     let state = ParameterState::ALL.into_iter().find(|known| known.name() == state);
     let state = state.ok_or("there is no such state")?;
     let recompute = Recompute::ALL.into_iter().find(|known| known.name() == recompute);
@@ -97,7 +52,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     let began = Instant::now();
     let mut model = Model::unfilled_on(cuda, config, &attention.into())?;
-    fill(&mut model)?;
+    models::fill(&mut model)?;
     println!("weights made up in {:.1} s", began.elapsed().as_secs_f64());
     let rule = Rule::AdamW(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
     let mut moments = model.moments(&rule)?;

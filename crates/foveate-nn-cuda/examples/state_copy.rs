@@ -5,7 +5,9 @@
 //! cargo run --release -p foveate-nn-cuda --example state_copy -- 1b exact
 //! ```
 //!
-//! Model (135m, 1b, 3b), and the state of a GPU, or `cpu`. Weights and moments are made up.
+//! Model (135m, 1b, 3b, 8b), and the state of a GPU, or `cpu`. Weights and moments are made up.
+
+mod models;
 
 use std::error::Error;
 use std::sync::Arc;
@@ -14,42 +16,11 @@ use std::time::Instant;
 
 use foveate_nn::{
     AdamW, Array, Blocks, Cpu, Model, ModelConfig, Moment, Moments, NnError, ParameterState,
-    ProgramConfig, RopePairing, Rule, StateMemory,
+    ProgramConfig, Rule, StateMemory,
 };
 use foveate_nn_cuda::Cuda;
 
 const ROUNDS: usize = 5;
-
-fn sizes(name: &str) -> Option<ModelConfig> {
-    let config = |hidden, wide, layers, heads, kv, vocab| ModelConfig {
-        vocab_size: vocab,
-        hidden_size: hidden,
-        intermediate_size: wide,
-        num_hidden_layers: layers,
-        num_attention_heads: heads,
-        num_key_value_heads: Some(kv),
-        head_dim: None,
-        rms_norm_eps: 1e-5,
-        rope_theta: 500_000.0,
-        rope_scaling: None,
-        rope_pairing: RopePairing::default(),
-        max_position_embeddings: 8192,
-        tie_word_embeddings: true,
-        architecture: Default::default(),
-    };
-    match name {
-        "135m" => Some(config(576, 1536, 30, 9, 3, 49_152)),
-        "1b" => Some(config(2048, 8192, 16, 32, 8, 128_256)),
-        "3b" => Some(config(3072, 8192, 28, 24, 8, 128_256)),
-        _ => None,
-    }
-}
-
-/// The same few numbers again and again.
-fn fill<B: Blocks>(model: &mut Model<B>) -> Result<(), NnError> {
-    let small: Vec<f32> = (0..1 << 20).map(|i| ((i * 37 % 1009) as f32 - 504.0) * 5e-5).collect();
-    (0..model.parameters().len()).try_for_each(|index| model.fill_repeating(index, &small))
-}
 
 /// Masters and moments as f32 numbers in new memory.
 fn read<B: Blocks>(
@@ -73,7 +44,7 @@ fn read<B: Blocks>(
 fn measure<B: Blocks>(blocks: B, config: ModelConfig) -> Result<(), NnError> {
     let attention = ProgramConfig { mask: "causal".into(), ..Default::default() };
     let mut model = Model::unfilled_on(blocks, config, &attention.into())?;
-    fill(&mut model)?;
+    models::fill(&mut model)?;
     let adamw = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let rule = Rule::AdamW(adamw);
     let moments = model.moments(&rule)?;
@@ -113,7 +84,7 @@ fn seconds(since: Instant) -> f64 {
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let [name, state] = &args[..] else { return Err("model and state, or `cpu`".into()) };
-    let config = sizes(name).ok_or("the models are 135m, 1b and 3b")?;
+    let config = models::sizes(name)?;
     if state == "cpu" {
         return Ok(measure(Cpu::default(), config)?);
     }
