@@ -101,91 +101,74 @@ pub(crate) enum File {
     Pause,
 }
 
+/// What lies in `kernels/`: a file, behind its header where it has one, and its kernels, sorted.
+macro_rules! kernels {
+    ($name:literal $(behind $header:literal)?, $($entry:literal),+) => {
+        Contents {
+            name: $name,
+            text: concat!(
+                $(include_str!(concat!("../kernels/", $header)),)?
+                include_str!(concat!("../kernels/", $name, ".cu"))
+            ),
+            entries: &[$($entry),+],
+        }
+    };
+}
+
+/// A file as it is compiled, but for the macros.
+struct Contents {
+    name: &'static str,
+    text: &'static str,
+    entries: &'static [&'static str],
+}
+
 impl File {
-    fn text(self) -> &'static str {
+    fn contents(self) -> Contents {
         match self {
-            Self::RmsNorm { .. } => {
-                concat!(
-                    include_str!("../kernels/rms_norm.cuh"),
-                    include_str!("../kernels/rms_norm.cu")
-                )
-            }
+            Self::RmsNorm { .. } => kernels!("rms_norm" behind "rms_norm.cuh",
+                "fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward"
+            ),
             Self::RmsNormRows { .. } => {
-                concat!(
-                    include_str!("../kernels/rms_norm.cuh"),
-                    include_str!("../kernels/rms_norm_rows.cu")
-                )
+                kernels!("rms_norm_rows" behind "rms_norm.cuh", "fv_rms_norm_backward_rows")
             }
-            Self::SumParts => include_str!("../kernels/sum_parts.cu"),
-            Self::HeadNorm { .. } => include_str!("../kernels/head_norm.cu"),
-            Self::Gated { .. } => include_str!("../kernels/gated.cu"),
-            Self::Rope { .. } => include_str!("../kernels/rope.cu"),
-            Self::Embedding { .. } => include_str!("../kernels/embedding.cu"),
-            Self::CrossEntropy { .. } => include_str!("../kernels/cross_entropy.cu"),
+            Self::SumParts => kernels!("sum_parts", "fv_sum_parts"),
+            Self::HeadNorm { .. } => kernels!("head_norm", "fv_head_norm", "fv_head_norm_backward"),
+            Self::Gated { .. } => kernels!("gated", "fv_gated", "fv_gated_backward"),
+            Self::Rope { .. } => kernels!("rope", "fv_rope"),
+            Self::Embedding { .. } => {
+                kernels!("embedding", "fv_embedding", "fv_embedding_backward", "fv_embedding_join")
+            }
+            Self::CrossEntropy { .. } => kernels!(
+                "cross_entropy",
+                "fv_cross_entropy",
+                "fv_cross_entropy_part",
+                "fv_logit_sums",
+                "fv_total"
+            ),
             Self::Update { moments: 2, .. } => {
-                concat!(
-                    include_str!("../kernels/updates.cuh"),
-                    include_str!("../kernels/update_int8.cu")
-                )
+                kernels!("update_int8" behind "updates.cuh", "fv_update_int8")
             }
             Self::Update { .. } => {
-                concat!(
-                    include_str!("../kernels/updates.cuh"),
-                    include_str!("../kernels/update.cu")
-                )
+                kernels!("update" behind "updates.cuh", "fv_factor", "fv_squares", "fv_update")
             }
-            Self::Vectors => include_str!("../kernels/vectors.cu"),
-            Self::ColumnSums { .. } => include_str!("../kernels/column_sums.cu"),
-            Self::Ranks => include_str!("../kernels/ranks.cu"),
-            Self::Context => include_str!("../kernels/context.cu"),
-            Self::Pause => include_str!("../kernels/pause.cu"),
+            Self::Vectors => {
+                kernels!("vectors", "fv_add", "fv_add_rows", "fv_copy_rows", "fv_widen")
+            }
+            Self::ColumnSums { .. } => kernels!("column_sums", "fv_column_sums"),
+            Self::Ranks => kernels!("ranks", "fv_narrow", "fv_sum_ranks"),
+            Self::Context => kernels!("context", "fv_join", "fv_sum_keys"),
+            Self::Pause => kernels!("pause", "fv_pause"),
         }
     }
 
     /// What it is called, as its file is.
     pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::RmsNorm { .. } => "rms_norm",
-            Self::RmsNormRows { .. } => "rms_norm_rows",
-            Self::SumParts => "sum_parts",
-            Self::HeadNorm { .. } => "head_norm",
-            Self::Gated { .. } => "gated",
-            Self::Rope { .. } => "rope",
-            Self::Embedding { .. } => "embedding",
-            Self::CrossEntropy { .. } => "cross_entropy",
-            Self::Update { moments: 2, .. } => "update_int8",
-            Self::Update { .. } => "update",
-            Self::Vectors => "vectors",
-            Self::ColumnSums { .. } => "column_sums",
-            Self::Ranks => "ranks",
-            Self::Context => "context",
-            Self::Pause => "pause",
-        }
+        self.contents().name
     }
 
     /// Its kernels, sorted.
     pub(crate) fn entries(self) -> &'static [&'static str] {
-        match self {
-            Self::RmsNorm { .. } => &["fv_rms_norm", "fv_rms_norm_again", "fv_rms_norm_backward"],
-            Self::RmsNormRows { .. } => &["fv_rms_norm_backward_rows"],
-            Self::SumParts => &["fv_sum_parts"],
-            Self::HeadNorm { .. } => &["fv_head_norm", "fv_head_norm_backward"],
-            Self::Gated { .. } => &["fv_gated", "fv_gated_backward"],
-            Self::Rope { .. } => &["fv_rope"],
-            Self::Embedding { .. } => {
-                &["fv_embedding", "fv_embedding_backward", "fv_embedding_join"]
-            }
-            Self::CrossEntropy { .. } => {
-                &["fv_cross_entropy", "fv_cross_entropy_part", "fv_logit_sums", "fv_total"]
-            }
-            Self::Update { moments: 2, .. } => &["fv_update_int8"],
-            Self::Update { .. } => &["fv_factor", "fv_squares", "fv_update"],
-            Self::Vectors => &["fv_add", "fv_add_rows", "fv_copy_rows", "fv_widen"],
-            Self::ColumnSums { .. } => &["fv_column_sums"],
-            Self::Ranks => &["fv_narrow", "fv_sum_ranks"],
-            Self::Context => &["fv_join", "fv_sum_keys"],
-            Self::Pause => &["fv_pause"],
-        }
+        self.contents().entries
     }
 
     /// The macros that it reads beside those of every file.
@@ -241,7 +224,7 @@ impl Source {
         defines.push(("FV_SHARED_BYTES", self.shared_bytes() as usize));
         let defines: String =
             defines.iter().map(|(name, value)| format!("#define {name} {value}\n")).collect();
-        [&defines, device, ELEMENTS, self.file.text()].join("\n")
+        [&defines, device, ELEMENTS, self.file.contents().text].join("\n")
     }
 
     /// Of dynamic shared memory.
