@@ -1,35 +1,23 @@
 // What lies between blocks whose operands are of different dtypes or apart: widening, adding, copying rows.
 
-struct WidenParams {
-    u64 from;                   // [elems]
-    u64 to;                     // f32 [elems]
+struct ElemsParams {
+    u64 from, to;               // [elems], of which fv_widen has `to` and fv_add `from` in f32
     i64 elems;
 };
 
-struct AddParams {
-    u64 from;                   // f32 [elems]
-    u64 to;                     // [elems], added to
-    i64 elems;
-};
-
-struct AddRowsParams {
-    Rows from, to;              // [rows, width]; added to
-    int width;
-};
-
-struct CopyRowsParams {
+struct RowsParams {
     Rows from, to;              // [rows, width]
     int width;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fv_widen(const __grid_constant__ WidenParams p) {
+fv_widen(const __grid_constant__ ElemsParams p) {
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (at < p.elems) reinterpret_cast<float*>(p.to)[at] = widen<FV_DTYPE>(reinterpret_cast<const Elem*>(p.from)[at]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fv_add(const __grid_constant__ AddParams p) {
+fv_add(const __grid_constant__ ElemsParams p) {
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (at >= p.elems) return;
     Elem& to = reinterpret_cast<Elem*>(p.to)[at];
@@ -37,7 +25,7 @@ fv_add(const __grid_constant__ AddParams p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fv_copy_rows(const __grid_constant__ CopyRowsParams p) {
+fv_copy_rows(const __grid_constant__ RowsParams p) {
     const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (column >= p.width) return;
     typedef Vector<Elem, VECTOR> Elems;
@@ -46,7 +34,7 @@ fv_copy_rows(const __grid_constant__ CopyRowsParams p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fv_add_rows(const __grid_constant__ AddRowsParams p) {
+fv_add_rows(const __grid_constant__ RowsParams p) {
     const int column = (blockIdx.y * THREADS + threadIdx.x) * VECTOR;
     if (column >= p.width) return;
     float x[VECTOR], y[VECTOR];

@@ -217,31 +217,13 @@ abi_structs! {
         pub tokens: i32,
     }
     /// Of `kernels/vectors.cu`.
-    pub struct WidenParams {
+    pub struct ElemsParams {
         /// `[elems]`.
-        pub from: Address,
-        /// f32 `[elems]`.
-        pub to: Address,
-        /// Elements.
-        pub elems: i64,
-    }
-    /// Of `kernels/vectors.cu`.
-    pub struct AddParams {
-        /// f32 `[elems]`.
         pub from: Address,
         /// `[elems]`.
         pub to: Address,
         /// Elements.
         pub elems: i64,
-    }
-    /// Of `kernels/vectors.cu`.
-    pub struct AddRowsParams {
-        /// `[rows, width]`.
-        pub from: Rows,
-        /// `[rows, width]`, added to.
-        pub to: Rows,
-        /// Columns.
-        pub width: i32,
     }
     /// Of `kernels/column_sums.cu`.
     pub struct ColumnSumsParams {
@@ -315,7 +297,7 @@ abi_structs! {
         pub offset: f32,
     }
     /// Of `kernels/vectors.cu`.
-    pub struct CopyRowsParams {
+    pub struct RowsParams {
         /// `[rows, width]`.
         pub from: Rows,
         /// `[rows, width]`.

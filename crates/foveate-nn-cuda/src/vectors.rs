@@ -7,9 +7,7 @@ use foveate_tensor::DType;
 
 use crate::launch::{Block, File, KernelLaunch, Source};
 use crate::operands::{count, matrix, operand_dtype, vector};
-use crate::params::{
-    AddParams, AddRowsParams, ColumnSumsParams, CopyRowsParams, SumPartsParams, WidenParams,
-};
+use crate::params::{ColumnSumsParams, ElemsParams, RowsParams, SumPartsParams};
 
 /// `to = from`, in f32.
 #[derive(Clone, Copy, Debug)]
@@ -94,12 +92,39 @@ pub(crate) fn sum_parts(
     KernelLaunch::new(&source, "fv_sum_parts", [width.div_ceil(SUM_COLUMNS), 1], &parameters)
 }
 
-fn source(dtype: DType, vector: usize) -> Source {
-    Source { file: File::Vectors, dtype, vector, threads: THREADS }
+/// A thread for each element, of which `dtype` is that of operands.
+fn of_elems(
+    entry: &'static str,
+    dtype: DType,
+    [from, to]: [&DeviceTensor<1>; 2],
+    accesses: &mut Accesses,
+) -> Result<Vec<KernelLaunch>, GpuError> {
+    accesses.read("from", from)?;
+    accesses.write("to", to)?;
+    let [elems] = from.layout.shape;
+    let parameters = ElemsParams { from: from.start(), to: to.start(), elems: elems as i64 };
+    let source = Source { file: File::Vectors, dtype, vector: 1, threads: THREADS };
+    let grid = [elems.div_ceil(THREADS as usize), 1];
+    Ok(vec![KernelLaunch::new(&source, entry, grid, &parameters)?])
 }
 
-fn grid(elems: usize) -> [usize; 2] {
-    [elems.div_ceil(THREADS as usize), 1]
+/// A thread for each vector of rows of one dtype.
+fn of_rows(
+    entry: &'static str,
+    tensors: [&DeviceTensor<2>; 2],
+    accesses: &mut Accesses,
+) -> Result<Vec<KernelLaunch>, GpuError> {
+    let dtype = operand_dtype("from", tensors[0].dtype)?;
+    let shape @ [rows, width] = tensors[0].layout.shape;
+    let from = matrix("from", tensors[0], shape, dtype)?;
+    let to = matrix("to", tensors[1], shape, dtype)?;
+    accesses.read("from", tensors[0])?;
+    accesses.write("to", tensors[1])?;
+    let vector = vector(dtype, &[from, to], &[width]);
+    let parameters = RowsParams { from, to, width: count("columns", width)? };
+    let source = Source { file: File::Vectors, dtype, vector, threads: THREADS };
+    let grid = [rows, width.div_ceil(vector * THREADS as usize)];
+    Ok(vec![KernelLaunch::new(&source, entry, grid, &parameters)?])
 }
 
 impl Block for Widen {
@@ -108,62 +133,29 @@ impl Block for Widen {
         let [elems] = self.from.layout.shape;
         self.from.check_side_by_side("from", elems, dtype)?;
         self.to.check_vector("to", elems)?;
-        accesses.read("from", &self.from)?;
-        accesses.write("to", &self.to)?;
-        let (from, to) = (self.from.start(), self.to.start());
-        let parameters = WidenParams { from, to, elems: elems as i64 };
-        Ok(vec![KernelLaunch::new(&source(dtype, 1), "fv_widen", grid(elems), &parameters)?])
+        of_elems("fv_widen", dtype, [&self.from, &self.to], accesses)
     }
 }
 
 impl Block for Add {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let [elems] = self.from.layout.shape;
         let dtype = operand_dtype("to", self.to.dtype)?;
+        let [elems] = self.from.layout.shape;
         self.from.check_vector("from", elems)?;
         self.to.check_side_by_side("to", elems, dtype)?;
-        accesses.read("from", &self.from)?;
-        accesses.write("to", &self.to)?;
-        let (from, to) = (self.from.start(), self.to.start());
-        let parameters = AddParams { from, to, elems: elems as i64 };
-        Ok(vec![KernelLaunch::new(&source(dtype, 1), "fv_add", grid(elems), &parameters)?])
+        of_elems("fv_add", dtype, [&self.from, &self.to], accesses)
     }
 }
 
 impl Block for CopyRows {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let dtype = operand_dtype("from", self.from.dtype)?;
-        let shape @ [rows, width] = self.from.layout.shape;
-        let from = matrix("from", &self.from, shape, dtype)?;
-        let to = matrix("to", &self.to, shape, dtype)?;
-        accesses.read("from", &self.from)?;
-        accesses.write("to", &self.to)?;
-        let vector = vector(dtype, &[from, to], &[width]);
-        let width = count("columns", width)?;
-        let columns = (width as usize).div_ceil(vector * THREADS as usize);
-        let parameters = CopyRowsParams { from, to, width };
-        Ok(vec![KernelLaunch::new(
-            &source(dtype, vector),
-            "fv_copy_rows",
-            [rows, columns],
-            &parameters,
-        )?])
+        of_rows("fv_copy_rows", [&self.from, &self.to], accesses)
     }
 }
 
 impl Block for AddRows {
     fn launches(&self, accesses: &mut Accesses) -> Result<Vec<KernelLaunch>, GpuError> {
-        let dtype = operand_dtype("from", self.from.dtype)?;
-        let shape @ [rows, width] = self.from.layout.shape;
-        let from = matrix("from", &self.from, shape, dtype)?;
-        let to = matrix("to", &self.to, shape, dtype)?;
-        accesses.read("from", &self.from)?;
-        accesses.write("to", &self.to)?;
-        let vector = vector(dtype, &[from, to], &[width]);
-        let columns = width.div_ceil(vector * THREADS as usize);
-        let parameters = AddRowsParams { from, to, width: count("columns", width)? };
-        let source = source(dtype, vector);
-        Ok(vec![KernelLaunch::new(&source, "fv_add_rows", [rows, columns], &parameters)?])
+        of_rows("fv_add_rows", [&self.from, &self.to], accesses)
     }
 }
 
