@@ -188,11 +188,101 @@ __device__ void copy_rows(const Copies& copies, const Barriers& barriers) {
     }
 }
 
-// dQ += dS K.
-__device__ void start_dq(float (&dq)[N_Q][4], const u32 (&ds)[FV_BN / 16][4], Operand keys) {
+// From dP to dS, and this as an operand.
+__device__ void differentiate(u32 (&ds)[FV_BN / 16][4], Scores& scores, const ScoreFragment& dp,
+                              const float (&delta)[QUERIES_HELD]) {
     #pragma unroll
-    for (int k = 0; k < FV_BN / 16; ++k) multiply_async(dq, ds[k], keys + k * 16 * PANEL_ROW);
+    for (int n = 0; n < N; ++n) {
+        scores.differentiate_column(dp, delta, n);
+        narrow_column(ds, n, [&](int i) { return scores.g[0][n][i]; });
+    }
 }
+
+// A consumer, by what the kernel holds of it.
+struct Consumer {
+    const u32& base;
+    const Barriers& barriers;
+    const Operand& queries;
+    const Operand& d_outs;
+    const Ring<STEPS>& place;
+    const Ring<V_STAGES>& v;
+    const u32& thread;
+    const Ring<FV_STAGES>& k;
+    Scores& scores;
+    ScoreFragment& dp;
+    float (&dq)[N_Q][4];
+    u32 (&ds)[FV_BN / 16][4];
+
+    __device__ bool leads() const { return thread % 128 == 0; }
+    __device__ void release_step() const {
+        __syncwarp();
+        if (thread % 32 == 0) barriers.step_empty(place.stage).arrive();
+    }
+    __device__ void release_keys(int stage) const {
+        if (leads()) barriers.k_empty(stage).arrive();
+    }
+    __device__ void start_s() const {
+        start_scores<FV_DP>(scores.g, queries, Operand::rows(base + AT_K + k.stage * K_BYTES));
+    }
+    __device__ void start_dp() const {
+        start_scores<FV_DVP>(dp, d_outs, Operand::rows(base + AT_V + v.stage * V_BYTES));
+    }
+    // dQ += dS K of the step before, whose keys have this stage.
+    __device__ void start_dq(int before) const {
+        pin(dq);
+        product_fence();
+        const Operand keys = Operand::columns(base + AT_K + before * K_BYTES, FV_BN * PANEL_ROW);
+        #pragma unroll
+        for (int i = 0; i < FV_BN / 16; ++i) multiply_async(dq, ds[i], keys + i * 16 * PANEL_ROW);
+        product_commit();
+    }
+
+    // The products of an overlapped step, of which S has come.
+    __device__ void multiply_overlapped(int before) const {
+        start_dq(before);
+        start_s();
+        product_commit();
+        // dP takes the registers of dS.
+        product_wait<1>();
+        pin(dq);
+        release_keys(before);
+        barriers.v_full(v.stage).wait(v.round);
+        product_fence();
+        start_dp();
+        product_commit();
+        product_wait<1>();
+        pin(scores.g[0]);
+    }
+    // Those of a step that waits for them.
+    __device__ void multiply_waiting(int kind, int before) const {
+        if (kind & Step::FIRST) {
+            product_fence();
+            start_s();
+            start_dp();
+            product_commit();
+            product_wait<0>();
+        } else {
+            start_dq(before);
+            start_s();
+            product_commit();
+            product_wait<1>();
+            pin(dq);
+            product_fence();
+            start_dp();
+            product_commit();
+            product_wait<0>();
+            release_keys(before);
+        }
+        pin(scores.g[0]);
+    }
+    // dQ of the last step of an item.
+    __device__ void finish_dq(int before) const {
+        start_dq(before);
+        product_wait<0>();
+        pin(dq);
+        release_keys(before);
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods,
@@ -207,13 +297,12 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
     if (warpgroup == 0)
         return produce({p, persistent, base, shared, barriers}, barriers, warp, map_q, map_k, map_v, map_d_out);
     take_registers<CONSUMER_REGISTERS>();
-    const int consumer = warpgroup - 1;
-    const Operand queries = Operand::rows(base + consumer * 64 * PANEL_ROW),
-                  d_outs = Operand::rows(base + AT_D_OUT + consumer * 64 * PANEL_ROW);
+    const int number = warpgroup - 1;
+    const Operand queries = Operand::rows(base + number * 64 * PANEL_ROW),
+                  d_outs = Operand::rows(base + AT_D_OUT + number * 64 * PANEL_ROW);
     // Of this thread, where they are constant: what reads threadIdx beside products waits for them.
     const u32 thread = pinned(threadIdx.x);
     const u32 lse_at = pinned(base + AT_LSE + Spot::of_lane().query * 4);
-    auto leads = [&] { return thread % 128 == 0; };
 
     Ring<STEPS> place;
     Ring<FV_STAGES> k;
@@ -228,13 +317,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
         barriers.step_full(at.stage).wait(at.round);
         return step_in(shared, at).kind;
     };
-    auto keys_across = [&](int stage) { return Operand::columns(base + AT_K + stage * K_BYTES, FV_BN * PANEL_ROW); };
-    auto start_s = [&] { start_scores<FV_DP>(scores.g, queries, Operand::rows(base + AT_K + k.stage * K_BYTES)); };
-    auto start_dp = [&] { start_scores<FV_DVP>(dp, d_outs, Operand::rows(base + AT_V + v.stage * V_BYTES)); };
-    auto release_step = [&] {
-        __syncwarp();
-        if (thread % 32 == 0) barriers.step_empty(place.stage).arrive();
-    };
+    const Consumer consumer = {base, barriers, queries, d_outs, place, v, thread, k, scores, dp, dq, ds};
 
     #pragma unroll 1
     for (;; place.advance()) {
@@ -259,22 +342,7 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
             v.stage = together >> 12 & 0xf;
             before = together >> 16;
             if (FV_OVERLAP && (kind & ~Step::LAST) == 0) {
-                pin(dq);
-                product_fence();
-                start_dq(dq, ds, keys_across(before));
-                product_commit();
-                start_s();
-                product_commit();
-                // dP takes the registers of dS.
-                product_wait<1>();
-                pin(dq);
-                if (leads()) barriers.k_empty(before).arrive();
-                barriers.v_full(v.stage).wait(v.round);
-                product_fence();
-                start_dp();
-                product_commit();
-                product_wait<1>();
-                pin(scores.g[0]);
+                consumer.multiply_overlapped(before);
                 compute_p(scores, p, mods, step, lse, lse_at, false);
                 keep_before(sign_of_weights(scores), base);
                 product_wait<0>();
@@ -283,65 +351,34 @@ fv_backward_dq(const __grid_constant__ BackwardParams p, const __grid_constant__
                 // NaN past the end times a weight of 0 is NaN.
                 if (kind & Step::EVALUATES && step.keys < FV_BN)
                     clear_rows(shared + AT_K + k.stage * K_BYTES, FV_BN, panels(FV_D), step.keys);
-                if (kind & Step::FIRST) {
-                    product_fence();
-                    start_s();
-                    start_dp();
-                    product_commit();
-                    product_wait<0>();
-                } else {
-                    pin(dq);
-                    product_fence();
-                    start_dq(dq, ds, keys_across(before));
-                    product_commit();
-                    start_s();
-                    product_commit();
-                    product_wait<1>();
-                    pin(dq);
-                    product_fence();
-                    start_dp();
-                    product_commit();
-                    product_wait<0>();
-                    if (leads()) barriers.k_empty(before).arrive();
-                }
-                pin(scores.g[0]);
+                consumer.multiply_waiting(kind, before);
                 if (kind & Step::EVALUATES) compute_p(scores, p, mods, step, lse, lse_at, true);
                 else compute_p(scores, p, mods, step, lse, lse_at, false);
             }
             pin(dp[0]);
             const bool last = kind & Step::LAST;
-            if (leads()) barriers.v_empty(v.stage).arrive();
+            if (consumer.leads()) barriers.v_empty(v.stage).arrive();
             if (last) {
                 // Every warp of a consumer reads lse.
                 __syncwarp();
                 if (thread % 32 == 0) barriers.rows_empty().arrive();
             }
-            #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                scores.differentiate_column(dp, delta, n);
-                narrow_column(ds, n, [&](int i) { return scores.g[0][n][i]; });
-            }
+            differentiate(ds, scores, dp, delta);
             before = k.stage;
             k.advance();
             v.advance();
             if (last) break;
-            release_step();
+            consumer.release_step();
             place.advance();
             kind = kind_at(place);
         }
         if (!empty) {
             before = uniform(before);
-            pin(dq);
-            product_fence();
-            start_dq(dq, ds, keys_across(before));
-            product_commit();
-            product_wait<0>();
-            pin(dq);
-            if (leads()) barriers.k_empty(before).arrive();
+            consumer.finish_dq(before);
         }
         const Step done = step_in(shared, place);
         store_gradient(p.dq, p.dq.at(done.q_batch, done.head, done.q_row), done.queries, FV_D, dq, p.scale,
                        p.accumulate);
-        release_step();
+        consumer.release_step();
     }
 }
