@@ -71,6 +71,8 @@ def test_that_computes_twice():
 WRONG = "\n\ndef test_wrong():\n    assert float(flex_attention(*operands()).sum()) == 7.0\n"
 
 
+#: No GPU, whatever the machine has: what runs, and what is skipped, depends on it.
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 #: The command `python -m foveate.testing.upstream`.
 COMMAND = "import runpy; runpy.run_module('foveate.testing.upstream', run_name='__main__', alter_sys=True)"
 
@@ -80,7 +82,7 @@ COMMAND = "import runpy; runpy.run_module('foveate.testing.upstream', run_name='
 )
 def test_a_file_for_torchs_flex_attention_runs_on_foveate_and_ends_in_a_table(mode, more, code, row, tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE + more)
-    ran = run_copy(COMMAND, mode, str(tmp_path / "test_theirs.py"))
+    ran = run_copy(COMMAND, mode, str(tmp_path / "test_theirs.py"), **WITHOUT_GPU)
     assert ran.returncode == code, ran.stdout + ran.stderr
     table = ran.stdout[ran.stdout.index("file   ") :]
     assert " ".join(table.splitlines()[1].split()[1:7]) == row, ran.stdout
@@ -103,7 +105,7 @@ def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
         "upstream.SKIPS = (('test_theirs.py', 'for_a_gpu', 'hardware', 'two GPUs', ''),)\n"
         f"raise SystemExit(upstream.main(['--compiled', '--each', '1', {str(tmp_path / 'test_theirs.py')!r}]))"
     )
-    ran = run_copy(run)
+    ran = run_copy(run, **WITHOUT_GPU)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 hardware" in ran.stdout and re.search(r"test_theirs.py +6 +3 +0 +1 +1 +4/6 ", ran.stdout)
     assert "hardware, 1 of: hardware: needs hardware that is not there; two GPUs" in ran.stdout
