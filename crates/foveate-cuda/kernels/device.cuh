@@ -272,6 +272,15 @@ struct Mbarrier {
                          : "memory");
         } while (!done);
     }
+    // Whether `wait` would return at once.
+    __device__ bool is_complete(int round) const {
+        u32 done;
+        asm volatile("{ .reg .pred over; mbarrier.test_wait.parity.shared.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+                     : "=r"(done)
+                     : "r"(at), "r"(round & 1)
+                     : "memory");
+        return done;
+    }
 };
 
 // ---- products ----

@@ -635,6 +635,46 @@ __device__ void complete_scores([[maybe_unused]] float (&s)[N][4], [[maybe_unuse
 #endif
 }
 
+// The step of a stage of K that is full.
+__device__ Step announced(u32 base, int stage) {
+    Step step;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(step.key), "=r"(step.kind), "=r"(step.live), "=r"(step.slot)
+                 : "r"(base + AT_STEPS + 16 * stage)
+                 : "memory");
+    // The same for all threads, as the compiler now knows: else operands of products leave uniform registers.
+    step.kind = __reduce_or_sync(~0u, step.kind);
+    return step;
+}
+
+// What is there already of the step ahead, looked up beside the softmax: after it, each look is a wait.
+struct Ahead {
+    bool has_keys, has_values;          // has_values: of the step at work, which are multiplied in the one ahead
+    Step step;                          // where it has keys
+};
+
+// Behind the step of `k`.
+__device__ Ahead look_ahead(const Barriers& barriers, u32 base, Ring<FV_STAGES> k) {
+    Ahead ahead = {};
+    if constexpr (!LOOKS_AHEAD) return ahead;
+    ahead.has_values = barriers.v_full(k.stage).is_complete(k.round);
+    k.advance();
+    ahead.has_keys = barriers.k_full(k.stage).is_complete(k.round);
+    ahead.step = announced(base, k.stage);
+    return ahead;
+}
+
+// The step of `k`, whose keys are there then; its kind with what is known of the step before.
+__device__ Step begin_step(const Barriers& barriers, u32 base, Ring<FV_STAGES> k, const Ahead& ahead, u32 before) {
+    Step step = ahead.step;
+    if (!LOOKS_AHEAD || !__all_sync(~0u, ahead.has_keys)) {
+        barriers.k_full(k.stage).wait(k.round);
+        step = announced(base, k.stage);
+    }
+    step.kind |= before;
+    return step;
+}
+
 // Turns scores into weights; see Softmax::weigh.
 __device__ bool hide_and_weigh(float (&s)[N][4], float (&rescale)[2], Softmax& softmax, const KeyScales& scales,
                                const MaskBits& bits, bool has_bits) {
@@ -660,21 +700,18 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     Ring<Q_STAGES> q = Ring<Q_STAGES>::before_first();
     Ring<ITEMS> items = Ring<ITEMS>::before_first();
     bool has_nonfinite = false;
-    u32 before = 0;                            // of the step before: STEP, and WEIGHTS where it was no pass
+    u32 last_item = 0, before = 0;             // before: of that step STEP, and WEIGHTS where it was no pass
     constexpr u32 STEP = 1u << 30, WEIGHTS = 1u << 31;
     int live_keys = FV_BN;                     // of the step before
-    u32 last_item = 0;
     ItemRows rows = {nullptr, first_row};
     Softmax softmax(p.scale);
     auto scale = [&] { return FV_DTYPE == 3 ? softmax.scale : p.scale; };
     float s[N][4], out[N_OUT][4] = {};
     u32 weights[FV_BN / MMA_K][4] = {};
+    Ahead ahead = {};
     #pragma unroll 1
     for (;;) {
-        barriers.k_full(k.stage).wait(k.round);
-        Step step = *reinterpret_cast<const Step*>(shared + AT_STEPS + 16 * k.stage);
-        // The same for all threads, as the compiler now knows: else operands of products leave uniform registers.
-        step.kind = __reduce_or_sync(~0u, step.kind | before);
+        const Step step = begin_step(barriers, base, k, ahead, before);
         const u32 cell = Step::cell(step.kind, consumer);
         const bool sees = cell & Cells::LIVE, has_weights = step.kind & WEIGHTS;
         const bool has_bits = FV_MASK_BITS && step.kind & Step::BITS && cell == (Cells::LIVE | Cells::EVALUATES);
@@ -682,7 +719,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
         if (has_bits) bits.read(persistent.mask_bits, step.slot);
         if (step.kind & Step::FIRST) await_queries(barriers, q, consumer);
         const Ring<FV_STAGES> v = k.before();
-        if (step.kind & STEP) barriers.v_full(v.stage).wait(v.round);
+        if (step.kind & STEP && !ahead.has_values) barriers.v_full(v.stage).wait(v.round);
         if constexpr (FV_COPIED != 0) fence_async_proxy();    // what lanes have copied, products read
         if (FV_DTYPE != 3 && live_keys < FV_BN) clear_rows(shared + AT_V + v.stage * V_BYTES, live_keys, consumer);
         const Operand queries = Operand::rows(base + (q.stage * CONSUMERS + consumer) * Q_BYTES);
@@ -703,8 +740,10 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             release_keys();
             score<false>(s, scale(), scales, mods, at, FV_BN, softmax.unscaled);
             rescales = hide_and_weigh(s, rescale, softmax, scales, bits, has_bits);
+            ahead = look_ahead(barriers, base, k);
             await_out(out, softmax, base);
         } else {
+            ahead = {};
             if constexpr (FV_SCORE) begin_turn(s, out, turns);
             if (sees && has_weights) multiply_both(s, out, weights, queries, keys, values, turns);
             else if (sees) multiply_keys(s, queries, keys, turns);

@@ -40,6 +40,8 @@ static_assert(FV_BN % (FV_DTYPE == 3 ? 64 : 16) == 0 && FV_BN <= 256, "keys of a
 // that is fine from 2^-6 up: a row uses what room there is.
 constexpr float LARGEST_EXPONENT = 8.f, RESCALE_THRESHOLD = FV_DTYPE == 3 ? 1.f : 8.f;
 constexpr float LARGE_SCORE = 4096.f;                      // see Softmax::is_large
+// Whether a step looks at the one ahead (look_ahead): three consumers with a longer score have no registers for it.
+constexpr bool LOOKS_AHEAD = CONSUMERS < 3 || !FV_SCORE || SCORE_INSTRUCTIONS < 12;
 // A score function stands twice, in either kind of step.
 constexpr bool SCORES_IN_LOOP = is_long(N * 4, 2 * SCORE_INSTRUCTIONS);
 
