@@ -222,6 +222,62 @@ struct Scores {
 #endif
     }
 
+    // The bits of dropout of columns from .. to of accumulators.
+    __device__ void draw_dropout(const Mods& mods, const ScoreTile& c, Spot lane, int from, int to) {
+#if FV_DROPOUT
+        // Four at a time: the hashes of all scores at once would spill.
+        constexpr int COUNT = WARPS_S.rows * WARPS_S.columns * 4;
+        dropout_scale = fv_dropout_scale(mods);
+        #pragma unroll
+        for (int word = 0; word < ceil_div(COUNT, 32); ++word) {
+            // Eight columns are a word, and parts of a tile whole words.
+            if (WARPS_S.rows == 1 && (word * 8 < from || word * 8 >= to)) continue;
+            u32 bits = 0;
+            #pragma unroll 1
+            for (int at = word * 32; at < COUNT && at < word * 32 + 32; at += 4) {
+                const Spot first = lane + Spot::step(at / 4 / WARPS_S.columns, at / 4 % WARPS_S.columns, 0);
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const Spot spot = first + Spot::step(0, 0, i);
+                    bits |= u32(fv_dropout_keep(mods, c.place, c.query + spot.query, c.key + spot.key))
+                            << (at % 32 + i);
+                }
+            }
+            dropout_keep[word] = bits;
+        }
+#endif
+    }
+
+    // P of queries whose lse is huge, by the sums of their weights.
+    __device__ void divide_by_weight_sums(Spot lane, u32 lse_at, const float* sums, i64 stride, int from, int to) {
+        #pragma unroll
+        for (int h = 0; h < QUERIES_HELD; ++h) {
+            if (!is_of_columns(h, from, to) || !is_huge(load_shared(lse_at + held_query(h) * 4))) continue;
+            const float inverse = 1.f / __ldg(sums + (lane.query + held_query(h)) * stride);
+            for_each_score([&](int m, int n, int i) {
+                if (query_held(m, n, i) != h) return;
+                g[m][n][i] *= inverse;
+#if FV_DSCORE
+                weight[m][n][i] *= inverse;
+#endif
+            });
+        }
+    }
+
+    // Entries in columns from .. to of accumulators that the mask hides, or that stand past the end of a sequence.
+    __device__ void hide_all(const Mods& mods, const ScoreTile& c, Spot lane, int from, int to) {
+        for_each_condition(mods, c, [&](auto holds) {
+            for_each_score([&](int m, int n, int i) {
+                if (n >= from && n < to && !holds(lane + Spot::step(m, n, i))) hide(m, n, i);
+            });
+        });
+        if constexpr (FV_MASK_BITS)
+            if (c.has_bits)
+                for_each_score([&](int m, int n, int i) {
+                    if (n >= from && n < to && !c.visible.has(m, n, i)) hide(m, n, i);
+                });
+    }
+
     // From S, or from what subtract<POWERS> made of it, to P, of columns from .. to of accumulators (of all of them
     // where SCORES_IN_LOOP). `lse` is lse_of() of each of their queries, and `lse_at` the smem address of that of the
     // lane's first.
@@ -298,53 +354,10 @@ struct Scores {
                 return fv_score(mods, c.place, q, kv, s, distance, reads);
             });
         // Rare; the check is repeated for each row, so that it occupies no registers.
-        if (HAS_ROW_WEIGHT_SUM && __any_sync(~0u, has_huge_lse)) {
-            #pragma unroll
-            for (int h = 0; h < QUERIES_HELD; ++h) {
-                if (!is_of_columns(h, from, to) || !is_huge(load_shared(lse_at + held_query(h) * 4))) continue;
-                const float inverse = 1.f / __ldg(row_weight_sums + (lane.query + held_query(h)) * row_weight_stride);
-                for_each_score([&](int m, int n, int i) {
-                    if (query_held(m, n, i) != h) return;
-                    g[m][n][i] *= inverse;
-#if FV_DSCORE
-                    weight[m][n][i] *= inverse;
-#endif
-                });
-            }
-        }
-        if constexpr (!USES_HIDDEN)
-            for_each_condition(mods, c, [&](auto holds) {
-                for_each_score([&](int m, int n, int i) {
-                    if (n >= from && n < to && !holds(lane + Spot::step(m, n, i))) hide(m, n, i);
-                });
-            });
-        if constexpr (FV_MASK_BITS && !USES_HIDDEN)
-            if (c.has_bits)
-                for_each_score([&](int m, int n, int i) {
-                    if (n >= from && n < to && !c.visible.has(m, n, i)) hide(m, n, i);
-                });
-#if FV_DROPOUT
-        // Four at a time: the hashes of all scores at once would spill.
-        constexpr int COUNT = WARPS_S.rows * WARPS_S.columns * 4;
-        dropout_scale = fv_dropout_scale(mods);
-        #pragma unroll
-        for (int word = 0; word < ceil_div(COUNT, 32); ++word) {
-            // Eight columns are a word, and parts of a tile whole words.
-            if (WARPS_S.rows == 1 && (word * 8 < from || word * 8 >= to)) continue;
-            u32 bits = 0;
-            #pragma unroll 1
-            for (int at = word * 32; at < COUNT && at < word * 32 + 32; at += 4) {
-                const Spot first = lane + Spot::step(at / 4 / WARPS_S.columns, at / 4 % WARPS_S.columns, 0);
-                #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const Spot spot = first + Spot::step(0, 0, i);
-                    bits |= u32(fv_dropout_keep(mods, c.place, c.query + spot.query, c.key + spot.key))
-                            << (at % 32 + i);
-                }
-            }
-            dropout_keep[word] = bits;
-        }
-#endif
+        if (HAS_ROW_WEIGHT_SUM && __any_sync(~0u, has_huge_lse))
+            divide_by_weight_sums(lane, lse_at, row_weight_sums, row_weight_stride, from, to);
+        if constexpr (!USES_HIDDEN) hide_all(mods, c, lane, from, to);
+        if constexpr (FV_DROPOUT) draw_dropout(mods, c, lane, from, to);
     }
 
     // From dP to dS; `delta_at` is the smem address of the delta of the lane's first query. An entry whose weight is 0,
