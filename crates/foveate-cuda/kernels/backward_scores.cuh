@@ -422,6 +422,37 @@ struct Scores {
     }
 
 #if FV_CAPTURES
+    // Over lanes whose numbers differ in the bits from .. to.
+    __device__ static float sum_over(float x, int from, int to) {
+        for (int distance = from; distance < to; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
+        return x;
+    }
+
+    // Adds a sum for each row of accumulators.
+    template <typename Given, typename Add>
+    __device__ static void add_rows(Given given, Add add) {
+        #pragma unroll
+        for (int r = 0; r < WARPS_S.rows * 2; ++r) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int n = 0; n < WARPS_S.columns; ++n)
+                sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
+            add(threadIdx.x % 4 == 0, Spot::of(r * 8, 0), sum_over(sum, 1, 4));
+        }
+    }
+
+    // Adds one for each column.
+    template <typename Given, typename Add>
+    __device__ static void add_columns(Given given, Add add) {
+        #pragma unroll
+        for (int n = 0; n < WARPS_S.columns * 2; ++n) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int m = 0; m < WARPS_S.rows; ++m) sum += given(m, n / 2, n % 2) + given(m, n / 2, n % 2 + 2);
+            add(threadIdx.x % 32 / 4 == 0, Spot::of(0, n / 2 * 8 + n % 2), sum_over(sum, 4, 32));
+        }
+    }
+
     // Where it is known which scores read the same element, the warp sums their terms first; each sum is one
     // atomic addition in memory.
     template <int READ>
@@ -458,10 +489,6 @@ struct Scores {
         auto given = [&](int m, int n, int i) {
             return AT_ONCE ? terms[m][n][i] : term(m, n, i, raw[m][n][i], p(m, n, i));
         };
-        auto sum_over = [](float x, int from, int to) {
-            for (int distance = from; distance < to; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
-            return x;
-        };
         // The element that a score reads. Only one that no two scores are known to share may depend on the score.
         auto element = [&](int query, int key, [[maybe_unused]] float score) {
             if constexpr (Read::kind == CAPTURE_EACH) return Read::at(mods, c.place, query, key, score);
@@ -480,24 +507,9 @@ struct Scores {
         if constexpr (Read::kind == CAPTURE_EACH) {
             for_each_score([&](int m, int n, int i) { add(true, Spot::step(m, n, i), given(m, n, i), raw[m][n][i]); });
         } else if constexpr (Read::kind == (KEYS_DOWN ? CAPTURE_COLUMN : CAPTURE_ROW)) {
-            // One for each row of accumulators.
-            #pragma unroll
-            for (int r = 0; r < WARPS_S.rows * 2; ++r) {
-                float sum = 0.f;
-                #pragma unroll
-                for (int n = 0; n < WARPS_S.columns; ++n)
-                    sum += given(r / 2, n, r % 2 * 2) + given(r / 2, n, r % 2 * 2 + 1);
-                add(member == 0, Spot::of(r * 8, 0), sum_over(sum, 1, 4));
-            }
+            add_rows(given, add);
         } else if constexpr (Read::kind == CAPTURE_ROW || Read::kind == CAPTURE_COLUMN) {
-            // One for each column of accumulators.
-            #pragma unroll
-            for (int n = 0; n < WARPS_S.columns * 2; ++n) {
-                float sum = 0.f;
-                #pragma unroll
-                for (int m = 0; m < WARPS_S.rows; ++m) sum += given(m, n / 2, n % 2) + given(m, n / 2, n % 2 + 2);
-                add(group == 0, Spot::of(0, n / 2 * 8 + n % 2), sum_over(sum, 4, 32));
-            }
+            add_columns(given, add);
         } else if constexpr (Read::kind == CAPTURE_BLOCK) {
             add_all();
         } else {
