@@ -113,6 +113,22 @@ __device__ void load_step(const BackwardParams& p, const Sequence* sequences, co
     load_row_values<FV_BM>(stage + AT_LSE, p.lse, p.delta, batch, step.head, first, count);
 }
 
+// Adds a warp's part of dQ of a step to dq_accum: of rows from q_row and columns from q_column on.
+__device__ void add_dq(const BackwardParams& p, const Step& step, int sum_row, int q_len, int q_row, int q_column,
+                       const float (&dq)[WARPS_DQ.rows][WARPS_DQ.columns][4]) {
+    const i64 accum_row = sum_row + step.query + q_row;
+    #pragma unroll
+    for (int m = 0; m < WARPS_DQ.rows; ++m) {
+        if (step.query + q_row + m * 16 >= q_len) break;
+        float* fragment = dq_accum_fragment(p, step.head, accum_row + m * 16, q_column / 8);
+        #pragma unroll
+        for (int n = 0; n < WARPS_DQ.columns; ++n) {
+            if (q_column / 8 + n >= FV_DP / 8) break;
+            add_to_dq_accum(fragment + n * 128, dq[m][n]);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mods mods) {
     extern __shared__ __align__(16) char shared[];
@@ -220,17 +236,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
             float dq[WARPS_DQ.rows][WARPS_DQ.columns][4];
             clear(dq);
             multiply<FV_BN / MMA_K, false, PITCH_P, true, PITCH_K>(dq, ds_by_row, k_by_dim, FV_DP / 8 - q_column / 8);
-            const i64 accum_row = __ldg(&s->sum_row) + step.query + q_row;
-            #pragma unroll
-            for (int m = 0; m < WARPS_DQ.rows; ++m) {
-                if (step.query + q_row + m * 16 >= q_len) break;
-                float* fragment = dq_accum_fragment(p, step.head, accum_row + m * 16, q_column / 8);
-                #pragma unroll
-                for (int n = 0; n < WARPS_DQ.columns; ++n) {
-                    if (q_column / 8 + n >= FV_DP / 8) break;
-                    add_to_dq_accum(fragment + n * 128, dq[m][n]);
-                }
-            }
+            add_dq(p, step, __ldg(&s->sum_row), q_len, q_row, q_column, dq);
         }
         if constexpr (FV_STAGES == 2) add_dk();
         ds_read.arrive_warp();
