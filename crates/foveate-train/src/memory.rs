@@ -212,6 +212,17 @@ impl Planned<'_> {
         Ok(Some(save_copy_bytes(recipe, setting.state.into(), model.layout(), 1)))
     }
 
+    /// The model of a run on the CPU, without values: its moments are kept as the recipe's state says, and nothing is
+    /// trained that the recipe freezes.
+    ///
+    /// # Errors
+    /// Those of [`Model::unfilled_with`].
+    pub fn model_on_cpu(&self) -> Result<Model, NnError> {
+        let frozen = |name: &str| self.recipe.optimizer.is_frozen(name);
+        let blocks = cpu(self.recipe.precision.state.unwrap_or_default());
+        Model::unfilled_with(blocks, self.config.clone(), self.attention, &frozen)
+    }
+
     /// What a step takes of this machine's memory on its CPU, with `beside` bytes more in the process.
     ///
     /// # Errors
@@ -232,21 +243,25 @@ impl Planned<'_> {
         cutting: Cutting,
     ) -> Result<Account, NnError> {
         let optimizer = &self.recipe.optimizer;
-        let training = Training {
-            recompute: setting.recompute,
-            in_backward: setting.in_backward,
-            one_batch: setting.one_batch,
-            squares: optimizer.rule().keeps_squares(),
-            cutting,
-        };
         self.config.dry_run_on(
             blocks,
             self.attention,
             &|name| optimizer.is_frozen(name),
             setting.rows,
             self.recipe.data.len,
-            StepKind::Training(training),
+            StepKind::Training(self.training(setting, cutting)),
         )
+    }
+
+    /// How a step of `setting` trains, with parameters cut as `cutting` says.
+    pub fn training(&self, setting: &Setting, cutting: Cutting) -> Training {
+        Training {
+            recompute: setting.recompute,
+            in_backward: setting.in_backward,
+            one_batch: setting.one_batch,
+            squares: self.recipe.optimizer.rule().keeps_squares(),
+            cutting,
+        }
     }
 
     /// The setting that takes at most `bytes` and is nearest to `from`, in words, with what it takes:

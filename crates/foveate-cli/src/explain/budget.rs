@@ -10,8 +10,8 @@ use foveate_cuda::aot::{self, Usage};
 use foveate_cuda::choose::{KernelOptions, KernelPlan};
 use foveate_gpu::profile::Profile;
 use foveate_nn::{
-    Account, AttentionProgram, FlopCount, MemoryEstimate, Model, ModelConfig, NnError, Offload,
-    ParameterState, Precision, Recomputation, Recompute, StepKind,
+    Account, AttentionProgram, Cutting, FlopCount, MemoryEstimate, Model, ModelConfig, NnError,
+    Offload, ParameterState, Precision, Recomputation, Recompute, StepKind,
 };
 use foveate_problem::Spec;
 use foveate_train::checkpoint::{self, Checksums};
@@ -34,8 +34,7 @@ struct Budget {
     rows: usize,
     /// Tokens of a row.
     len: usize,
-    /// By what the backward pass computes again: its name, whether the recipe says so, bytes.
-    memory: Vec<(&'static str, bool, MemoryEstimate)>,
+    memory: Vec<OnCpu>,
     /// What it takes of GPUs.
     gpus: Gpus,
     /// For each token.
@@ -47,6 +46,9 @@ struct Budget {
     /// Of one layer by program, which has a name where there are several.
     attention: Vec<(Option<String>, Explanation)>,
 }
+
+/// What a run of a recipe takes of the CPU: what the backward pass computes again, whether the recipe says so, bytes.
+type OnCpu = (&'static str, bool, MemoryEstimate);
 
 /// What a recipe takes of GPUs.
 struct Gpus {
@@ -410,24 +412,14 @@ pub fn run(
         limits.admit("the table of documents", need, "lower data.len or train.batch_rows")?;
     }
 
-    let chosen = recipe.train.recomputation().unwrap_or(Recompute::None.into());
-    let model = Model::unfilled(config.clone(), &attention).map_err(|e| wrong(e.to_string()))?;
-    let parameters = model.layout().parameter_count();
-    let mut memory = Vec::new();
-    for mode in Recompute::ALL {
-        let mut estimate = model.training_memory(rows, len, mode)?;
-        estimate.process += tokenizer_bytes;
-        if recipe.train.async_save == Some(true) {
-            estimate.process += save_copy_bytes_on_cpu(&recipe, model.layout());
-        }
-        memory.push((mode.name(), mode == chosen.what, estimate));
-    }
     let planned = Planned { recipe: &recipe, config: &config, attention: &attention };
     if let Some(gpu) = gpu {
         let step = GpuStep::of(&planned, gpu)?;
         return if as_json { Ok(out.json(&step.json())?) } else { step.print(out) };
     }
     let gpus = Gpus::of(&planned).map_err(|e| wrong(e.to_string()))?;
+    let model = planned.model_on_cpu().map_err(|e| wrong(e.to_string()))?;
+    let (memory, step) = on_cpu(&planned, &model, tokenizer_bytes)?;
     let mut layers = Vec::new();
     for (name, program) in &programs {
         // The text says it itself.
@@ -440,17 +432,47 @@ pub fn run(
     let over_ranks =
         mesh.map(|text| OverRanks::of(text, &recipe, &config, &attention)).transpose()?;
     let budget = Budget {
-        parameters,
+        parameters: model.layout().parameter_count(),
         over_ranks,
         rows,
         len,
         memory,
         gpus,
         flops: config.flops_per_token(len as f64),
-        step: model.dry_run(rows, len, StepKind::Training(chosen.into()))?,
+        step,
         attention: layers,
     };
     if as_json { Ok(out.json(&budget.json())?) } else { budget.print(out) }
+}
+
+/// What a recipe takes of the CPU by what is computed again, and what a batch runs there.
+fn on_cpu(
+    planned: &Planned<'_>,
+    model: &Model,
+    tokenizer_bytes: u64,
+) -> Result<(Vec<OnCpu>, Account), NnError> {
+    let Planned { recipe, .. } = *planned;
+    let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
+    let chosen = recipe.train.recomputation().unwrap_or(Recompute::None.into());
+    let training = |recompute| {
+        let setting = Setting { recompute, ..Setting::of(recipe) };
+        planned.training(&setting, Cutting::WHOLE)
+    };
+    // Nothing of a CPU waits in the memory of a host.
+    let own = Recomputation { offload: Offload::None, ..chosen };
+    let mut memory = Vec::new();
+    for what in Recompute::ALL {
+        let is_chosen = what == own.what;
+        let recompute = if is_chosen { own } else { what.into() };
+        let mut estimate = model.training_memory(rows, len, training(recompute))?;
+        estimate.process += tokenizer_bytes;
+        if recipe.train.async_save == Some(true) {
+            estimate.process += save_copy_bytes_on_cpu(recipe, model.layout());
+        }
+        memory.push((what.name(), is_chosen, estimate));
+    }
+    let step = model.dry_run(rows, len, StepKind::Training(training(own)))?;
+    Ok((memory, step))
 }
 
 /// Whether the mask or the score of a program asks which document a token is of.

@@ -373,3 +373,41 @@ fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
     let waits: serde_json::Value = serde_json::from_str(&run(&waits).1).unwrap();
     assert!(waits["save_copy"].is_null(), "{waits}");
 }
+
+/// What `explain` and `train` say that a recipe takes is one number, whatever the recipe says of moments, gradients
+/// and what is trained.
+#[test]
+fn memory_of_a_recipe_on_the_cpu_is_what_train_says() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let sizes = [
+        "data.root=.",
+        "data.files=[\"tiny.toml\"]",
+        "data.held_out=0",
+        "data.len=64",
+        "train.steps=1",
+    ];
+    let mut totals = Vec::new();
+    for sets in [
+        &[][..],
+        &["precision.state=int8_moments"],
+        &["optimizer.kind=sgd"],
+        &["optimizer.in_backward=true", "optimizer.clip_norm=0", "train.accumulate=1"],
+        &["optimizer.groups=[{ match = \"model.layers.*\", frozen = true }]"],
+        &["train.recompute=full", "train.recompute_layers=3"],
+    ] {
+        let sets = sizes.iter().chain(sets).flat_map(|set| ["--set", set]);
+        let sets: Vec<&str> = sets.collect();
+        let (code, out, err) = run(&[&["explain", "--recipe", recipe][..], &sets].concat());
+        assert_eq!(code, Some(0), "{err}");
+        let own = out.lines().find(|line| line.starts_with("memory *")).expect("the recipe's");
+        let total: Vec<&str> = own.split_whitespace().skip(2).take(2).collect();
+        let total = total.join(" ");
+        let (code, _, err) = run(&[&["train", recipe][..], &sets].concat());
+        assert_eq!(code, Some(0), "{err}");
+        assert!(err.contains(&format!("about {total} of memory")), "{total}: {err}");
+        totals.push(total);
+    }
+    totals.sort();
+    totals.dedup();
+    assert_eq!(totals.len(), 6, "one for each: {totals:?}");
+}
