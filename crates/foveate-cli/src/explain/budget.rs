@@ -15,6 +15,7 @@ use foveate_nn::{
 };
 use foveate_problem::Spec;
 use foveate_train::checkpoint::{self, Checksums};
+use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainError;
 use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes_on_cpu};
 use foveate_train::recipe::Recipe;
@@ -29,6 +30,8 @@ use crate::output::{Output, bytes, count};
 
 /// What a recipe takes.
 struct Budget {
+    /// That of the recipe.
+    device: DeviceChoice,
     parameters: u64,
     /// Of a batch.
     rows: usize,
@@ -47,7 +50,8 @@ struct Budget {
     attention: Vec<(Option<String>, Explanation)>,
 }
 
-/// What a run of a recipe takes of the CPU: what the backward pass computes again, whether the recipe says so, bytes.
+/// What a run of a recipe takes of the CPU: what the backward pass computes again, whether a run there has it by the
+/// recipe, bytes.
 type OnCpu = (&'static str, bool, MemoryEstimate);
 
 /// What a recipe takes of GPUs.
@@ -432,6 +436,7 @@ pub fn run(
     let over_ranks =
         mesh.map(|text| OverRanks::of(text, &recipe, &config, &attention)).transpose()?;
     let budget = Budget {
+        device: recipe.run.device,
         parameters: model.layout().parameter_count(),
         over_ranks,
         rows,
@@ -462,8 +467,10 @@ fn on_cpu(
     let own = Recomputation { offload: Offload::None, ..chosen };
     let mut memory = Vec::new();
     for what in Recompute::ALL {
-        let is_chosen = what == own.what;
-        let recompute = if is_chosen { own } else { what.into() };
+        let recompute = if what == own.what { own } else { what.into() };
+        // `auto` depends on the memory of a machine.
+        let is_chosen = recipe.train.recomputation().is_some_and(|chosen| chosen.what == what)
+            && !matches!(recipe.run.device, DeviceChoice::Cuda(_));
         let mut estimate = model.training_memory(rows, len, training(recompute))?;
         estimate.process += tokenizer_bytes;
         if recipe.train.async_save == Some(true) {
@@ -528,6 +535,7 @@ impl Budget {
             }
         };
         json!({
+            "device": self.device.to_string(),
             "parameters": self.parameters,
             "memory_bytes": memory,
             "gpu": self.gpus.json(),
@@ -544,28 +552,30 @@ impl Budget {
     }
 
     fn print(&self, out: &mut Output) -> Result<(), Failure> {
-        let Self { parameters, rows, len, memory, flops, step, attention, .. } = self;
+        let Self { device, parameters, rows, len, flops, step, attention, .. } = self;
         out.line(format!("parameters       {parameters} ({})", count(*parameters as f64)))?;
-        out.line(format!("batch            {rows} rows of {len} tokens, f32 on the CPU"))?;
-        for (name, is_chosen, m) in memory {
-            let mark = if *is_chosen { "*" } else { " " };
-            out.line(format!(
-                "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {} \
-                 + attention {} + process {}",
-                bytes(m.total() as f64),
-                bytes(m.weights as f64),
-                bytes(m.gradients as f64),
-                bytes(m.optimizer as f64),
-                bytes(m.activations as f64),
-                bytes(m.attention as f64),
-                bytes(m.process as f64),
-            ))?;
+        let place = match device {
+            DeviceChoice::Cpu => format!("{} on the CPU", self.on_cpu()),
+            DeviceChoice::Cuda(_) => format!("{} on {device}", self.gpus.setting.state.name()),
+            DeviceChoice::Auto => {
+                let state = self.gpus.setting.state.name();
+                format!(
+                    "{state} on the first GPU, {} on the CPU where there is none",
+                    self.on_cpu()
+                )
+            }
+        };
+        out.line(format!("batch            {} of {len} tokens, {place}", Count(*rows, "row")))?;
+        match device {
+            DeviceChoice::Cuda(_) => {
+                self.gpus.print(out)?;
+                self.print_on_cpu(out)?;
+            }
+            _ => {
+                self.print_on_cpu(out)?;
+                self.gpus.print(out)?;
+            }
         }
-        out.line(
-            "                 at most, saves included, by what the backward pass computes again; * is \
-             the recipe's",
-        )?;
-        self.gpus.print(out)?;
         if let Some(over_ranks) = &self.over_ranks {
             over_ranks.print(out)?;
         }
@@ -587,6 +597,42 @@ impl Budget {
             out.line(format!("\nattention of one layer{program}, one document a row:"))?;
             out.text(explanation)?;
         }
+        Ok(())
+    }
+
+    /// What a run on the CPU keeps.
+    fn on_cpu(&self) -> &'static str {
+        match self.gpus.setting.state {
+            ParameterState::Int8Moments => "f32 with moments of 8 bits",
+            _ => "f32",
+        }
+    }
+
+    fn print_on_cpu(&self, out: &mut Output) -> Result<(), Failure> {
+        for (name, is_chosen, m) in &self.memory {
+            let mark = if *is_chosen { "*" } else { " " };
+            out.line(format!(
+                "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {} \
+                 + attention {} + process {}",
+                bytes(m.total() as f64),
+                bytes(m.weights as f64),
+                bytes(m.gradients as f64),
+                bytes(m.optimizer as f64),
+                bytes(m.activations as f64),
+                bytes(m.attention as f64),
+                bytes(m.process as f64),
+            ))?;
+        }
+        let which = match (self.device, self.memory.iter().any(|(_, is_chosen, _)| *is_chosen)) {
+            (DeviceChoice::Cuda(_), _) => {
+                format!("of a run in {} by `--device cpu`", self.on_cpu())
+            }
+            (_, true) => "* is the recipe's".to_owned(),
+            (_, false) => "`auto` takes the first that fits the machine".to_owned(),
+        };
+        out.line(format!(
+            "                 at most, saves included, by what the backward pass computes again; {which}"
+        ))?;
         Ok(())
     }
 }

@@ -411,3 +411,56 @@ fn memory_of_a_recipe_on_the_cpu_is_what_train_says() {
     totals.dedup();
     assert_eq!(totals.len(), 6, "one for each: {totals:?}");
 }
+
+/// Memory of the CPU is marked as the recipe's where a run would take it: not of a recipe for a GPU, nor by `auto`.
+#[test]
+fn what_a_recipe_runs_on_is_told_before_what_it_takes() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let of = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let line: Vec<&str> = ["explain", "--recipe", recipe].into_iter().chain(sets).collect();
+        let (code, out, err) = run(&line);
+        assert_eq!(code, Some(0), "{err}");
+        let at = |begin: &str| out.lines().position(|line| line.starts_with(begin)).unwrap();
+        let gpu_first = at("on a GPU ") < at("memory ");
+        let batch = out.lines().nth(at("batch ")).unwrap();
+        (batch.split_once("tokens, ").unwrap().1.to_owned(), gpu_first, out)
+    };
+    for (sets, place, gpu_first, marked, told) in [
+        (&[][..], "f32 on the CPU", false, true, "; * is the recipe's\n"),
+        (
+            &["precision.state=int8_moments"],
+            "f32 with moments of 8 bits on the CPU",
+            false,
+            true,
+            "; * is the recipe's\n",
+        ),
+        (
+            &["train.recompute=auto"],
+            "f32 on the CPU",
+            false,
+            false,
+            "; `auto` takes the first that fits the machine\n",
+        ),
+        (
+            &["run.device=cuda:0", "train.recompute=auto"],
+            "exact on cuda:0",
+            true,
+            false,
+            "; of a run in f32 by `--device cpu`\n",
+        ),
+        (&["run.device=cuda:1"], "exact on cuda:1", true, false, "; of a run in f32 by"),
+        (
+            &["run.device=auto"],
+            "exact on the first GPU, f32 on the CPU where there is none",
+            false,
+            true,
+            "; * is the recipe's\n",
+        ),
+    ] {
+        let (said, is_first, out) = of(sets);
+        assert_eq!((said.as_str(), is_first), (place, gpu_first), "{sets:?}");
+        assert_eq!(out.contains("\nmemory *"), marked, "{out}");
+        assert!(out.contains(told), "{out}");
+    }
+}
