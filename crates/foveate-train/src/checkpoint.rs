@@ -62,7 +62,10 @@ mod store;
 
 pub use checksums::Checksums;
 pub(crate) use checksums::FILE as CHECKSUMS;
-pub use config::{CheckpointConfig, SpecialTexts, read_config, read_tokenizer, special_texts};
+pub use config::{
+    CheckpointConfig, CheckpointSizes, SpecialTexts, read_config, read_sizes, read_tokenizer,
+    special_texts,
+};
 pub(crate) use content::{Content, HostCopy};
 pub use export::{Contents, ElsewhereContents, RangeContents, TensorContents, contents, export};
 pub use layout::Disk;

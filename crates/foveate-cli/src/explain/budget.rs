@@ -14,7 +14,7 @@ use foveate_nn::{
     Offload, ParameterState, Precision, Recomputation, Recompute, StepKind,
 };
 use foveate_problem::Spec;
-use foveate_train::checkpoint::{self, Checksums};
+use foveate_train::checkpoint::{self, CheckpointSizes, Checksums};
 use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainError;
 use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes_on_cpu};
@@ -384,11 +384,9 @@ pub fn run(
         Failure::from(TrainError::recipe(path.display().to_string(), message).of_overrides(set))
     };
     let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-    // What is read of it is shown, and nothing is computed with it.
-    let read = |folder| checkpoint::read_config(folder, Checksums::Skip);
-    let from = base.as_deref().map(read).transpose()?;
+    let from = base.as_deref().map(|folder| sizes_of(folder, wrong)).transpose()?;
     let tokenizer = recipe.data.tokenizer.as_ref().map(|file| place.join(file));
-    let tokenizer = tokenizer.or_else(|| from.as_ref()?.tokenizer.path().map(Path::to_path_buf));
+    let tokenizer = tokenizer.or_else(|| from.as_ref()?.tokenizer.clone());
     let tokenizer_bytes = tokenizer.as_deref().map_or(0, memory_of);
     let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
     let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
@@ -480,6 +478,19 @@ fn on_cpu(
     }
     let step = model.dry_run(rows, len, StepKind::Training(training(own)))?;
     Ok((memory, step))
+}
+
+/// What the `config.json` of a recipe's checkpoint says; `wrong` is an error of the recipe.
+fn sizes_of(folder: &Path, wrong: impl Fn(String) -> Failure) -> Result<CheckpointSizes, Failure> {
+    if !folder.exists() {
+        let folder = folder.display();
+        return Err(wrong(format!(
+            "model.checkpoint: {folder} is not there, and its sizes are not known; put the model's \
+             config.json there, which is enough to explain it, or explain sizes, as in recipes/llama3-8b.toml"
+        )));
+    }
+    // What is read of it is shown, and nothing is computed with it.
+    Ok(checkpoint::read_sizes(folder, Checksums::Skip)?)
 }
 
 /// Whether the mask or the score of a program asks which document a token is of.

@@ -464,3 +464,34 @@ fn what_a_recipe_runs_on_is_told_before_what_it_takes() {
         assert!(out.contains(told), "{out}");
     }
 }
+
+/// Of a checkpoint `config.json` is enough, and where there is not even that a line says so.
+#[test]
+fn a_recipe_of_a_checkpoint_is_explained_by_its_config_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = dir.path().join("recipes/llama3-8b-h200.toml");
+    std::fs::create_dir(recipe.parent().unwrap()).unwrap();
+    let own = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/llama3-8b-h200.toml");
+    std::fs::copy(own, &recipe).unwrap();
+    let line = ["explain", "--recipe", recipe.to_str().unwrap()];
+    let on_gpu = [&line[..], &["--device", "h200"]].concat();
+    for line in [&line[..], &on_gpu] {
+        let (code, out, err) = run(line);
+        assert!(code == Some(1) && out.is_empty() && err.lines().count() == 1, "{err}");
+        assert!(err.contains("models/llama3-8b is not there"), "{err}");
+        assert!(err.contains("put the model's config.json there, which is enough"), "{err}");
+    }
+    let model = dir.path().join("models/llama3-8b");
+    std::fs::create_dir_all(&model).unwrap();
+    let sizes = r#"{ "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "max_position_embeddings": 8192, "tie_word_embeddings": false }"#;
+    std::fs::write(model.join("config.json"), sizes).unwrap();
+    let (code, out, err) = run(&line);
+    assert!(code == Some(0) && err.is_empty(), "{err}");
+    assert!(out.contains("parameters       8030261248 "), "{out}");
+    let (code, out, err) = run(&on_gpu);
+    assert!(code == Some(0) && err.is_empty(), "{err}");
+    assert!(out.contains("H200 with 140.4 GiB: 1 row of state exact"), "{out}");
+}

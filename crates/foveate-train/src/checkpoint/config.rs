@@ -183,13 +183,25 @@ pub(super) fn expect_checkpoint(folder: &Path) -> Result<(), TrainError> {
     })
 }
 
-/// Reads `config.json` and the tokenizer of a Hugging Face checkpoint, ours included, whose
-/// `config.json` is held to its checksum.
+/// What `config.json` alone says of a checkpoint.
+#[derive(Clone, Debug)]
+pub struct CheckpointSizes {
+    /// Sizes.
+    pub model: ModelConfig,
+    /// The attention programs; those of the family where the checkpoint is not one of ours.
+    pub attention: AttentionConfig,
+    /// Where its tokenizer is expected; none where tokens are bytes.
+    pub tokenizer: Option<PathBuf>,
+    json: Value,
+    extra: Option<Extra>,
+}
+
+/// Reads `config.json` of a Hugging Face checkpoint, ours included, which is held to its checksum. Neither weights nor
+/// a tokenizer need be there.
 ///
 /// # Errors
-/// When a file is missing or damaged, or the model is of a family that is not known, or has a field
-/// that is not known.
-pub fn read_config(folder: &Path, checksums: Checksums) -> Result<CheckpointConfig, TrainError> {
+/// When it is missing or damaged, or the model is of a family that is not known, or has a field that is not known.
+pub fn read_sizes(folder: &Path, checksums: Checksums) -> Result<CheckpointSizes, TrainError> {
     expect_checkpoint(folder)?;
     let path = folder.join(CONFIG);
     checksums.of(folder)?;
@@ -201,21 +213,32 @@ pub fn read_config(folder: &Path, checksums: Checksums) -> Result<CheckpointConf
         Some(Ok(extra)) => Some(extra),
         Some(Err(e)) => return fail(format!("foveate: {e}")),
     };
-    let tokenizer = if extra.as_ref().is_some_and(|e| e.tokenizer == "bytes") {
-        Tokenizer::bytes()
-    } else {
-        let first = |key: &str| ids(&json, key).first().copied();
-        read_tokenizer(&folder.join(TOKENIZER), first("bos_token_id"), first("eos_token_id"))?
+    let attention = extra.as_ref().map_or(attention, |e| e.attention.clone());
+    let is_bytes = extra.as_ref().is_some_and(|e| e.tokenizer == "bytes");
+    let tokenizer = (!is_bytes).then(|| folder.join(TOKENIZER));
+    Ok(CheckpointSizes { model, attention, tokenizer, json, extra })
+}
+
+/// Reads `config.json` and the tokenizer of a Hugging Face checkpoint, ours included, whose
+/// `config.json` is held to its checksum.
+///
+/// # Errors
+/// Those of [`read_sizes`], and when the tokenizer is missing or damaged.
+pub fn read_config(folder: &Path, checksums: Checksums) -> Result<CheckpointConfig, TrainError> {
+    let CheckpointSizes { model, attention, tokenizer, json, extra } =
+        read_sizes(folder, checksums)?;
+    let first = |key: &str| ids(&json, key).first().copied();
+    let tokenizer = match tokenizer {
+        None => Tokenizer::bytes(),
+        Some(path) => read_tokenizer(&path, first("bos_token_id"), first("eos_token_id"))?,
     };
-    let ends = extra
-        .as_ref()
-        .map_or_else(Ends::default, |e| Ends { bos: e.add_bos_token, eos: e.add_eos_token });
+    let ends =
+        extra.map_or_else(Ends::default, |e| Ends { bos: e.add_bos_token, eos: e.add_eos_token });
     let generation = read_json_if_there(&folder.join(GENERATION))?;
     let tokenizer = tokenizer
         .adding(ends)?
         .and_stops(ids(&json, "eos_token_id"))
         .and_stops(ids(&generation, "eos_token_id"));
-    let attention = extra.map_or(attention, |e| e.attention);
     let (chat_template, special) = chat(folder)?;
     let folder = folder.to_path_buf();
     Ok(CheckpointConfig { folder, model, attention, tokenizer, chat_template, special })

@@ -95,7 +95,7 @@ impl Case {
         let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
         let place = path.parent().unwrap_or(Path::new(""));
         let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-        let read = |folder| checkpoint::read_config(folder, Checksums::Verify);
+        let read = |folder| checkpoint::read_sizes(folder, Checksums::Verify);
         let from = base.as_deref().map(read).transpose()?;
         let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
         let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
