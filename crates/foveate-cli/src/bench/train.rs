@@ -54,7 +54,7 @@ pub struct Args {
     /// Let every other layer, the first among them, see so many keys back and no more
     #[arg(long, value_name = "N", value_parser = number::<usize>)]
     window: Option<usize>,
-    /// Score as text, such as softcap(30)
+    /// Score as text, such as softcap(30); the recipe's, otherwise none
     #[arg(long, value_name = "SCORE")]
     score: Option<String>,
     /// What is kept of a parameter, as precision.state in a recipe; `exact` on a GPU

@@ -73,20 +73,7 @@ impl Case {
         }
         let longest = case.config.max_position_embeddings;
         case.config.max_position_embeddings = longest.max(data.len);
-        if args.mask.is_some() || args.score.is_some() || args.window.is_some() {
-            let mask = args.mask.clone().unwrap_or_else(|| causal(args.documents).to_owned());
-            readable("--mask", program(&mask), &case.config)?;
-            if let Some(window) = args.window {
-                readable("--window", program(&near("", window)), &case.config)?;
-            }
-            let score = args.score.clone();
-            readable(
-                "--score",
-                ProgramConfig { score, ..Default::default() }.into(),
-                &case.config,
-            )?;
-            case.attention = attention(mask, args.score.clone(), args.window);
-        }
+        case.attention = of_options(args, case.attention, &case.config)?;
         Ok(case)
     }
 
@@ -228,21 +215,71 @@ fn causal(documents: usize) -> &'static str {
     if documents > 1 { "causal & document" } else { "causal" }
 }
 
-/// Refuses a mask or a score of the command line that cannot be read, before ranks meet.
-fn readable(option: &str, text: AttentionConfig, config: &ModelConfig) -> Result<(), Failure> {
-    let read = AttentionProgram::parse(text.of_layer(0).1, config.num_attention_heads);
-    read.map(drop).map_err(|e| match e.kind() {
+/// The attention of a recipe where options say otherwise. What they cannot say is refused before ranks meet.
+fn of_options(
+    args: &Args,
+    own: AttentionConfig,
+    config: &ModelConfig,
+) -> Result<AttentionConfig, Failure> {
+    let (mut own, several) = match (own, &args.mask) {
+        (AttentionConfig::Uniform(own), _) => (own, None),
+        (AttentionConfig::Pattern { .. }, Some(_)) => (ProgramConfig::default(), None),
+        (own, None) => (own.of_layer(0).1.clone(), Some(own)),
+    };
+    if let Some(mask) = &args.mask {
+        let mask = mask.clone();
+        readable("--mask", ProgramConfig { mask, score: None, ..own.clone() }, config)?;
+    }
+    if let Some(window) = args.window {
+        readable(
+            "--window",
+            ProgramConfig { mask: near("", window), ..Default::default() },
+            config,
+        )?;
+    }
+    if let Some(score) = &args.score {
+        let score = Some(score.clone());
+        readable("--score", ProgramConfig { mask: String::new(), score, ..own.clone() }, config)?;
+    }
+    if let Some(several) = several {
+        let option = if args.window.is_some() { "--window" } else { "--score" };
+        return match args.window.is_some() || args.score.is_some() {
+            false => Ok(several),
+            true => Err(Failure::usage(format!(
+                "{option} changes one program of attention, and {} has {}",
+                args.model,
+                several.programs().len()
+            ))
+            .help(format!("give --mask, which takes the place of all, or leave {option} out"))),
+        };
+    }
+    own.mask = args.mask.clone().unwrap_or(own.mask);
+    own.score = args.score.clone().or(own.score);
+    if args.mask.is_some() || args.score.is_some() {
+        // What is read no longer is no parameter of the model.
+        let read = readable("the recipe's attention", own.clone(), config)?;
+        own.learned.retain(|name, _| read.captures().any(|buffer| buffer.name() == name));
+    }
+    Ok(attention(own, args.window))
+}
+
+/// The program of a text, which `option` gave.
+fn readable(
+    option: &str,
+    text: ProgramConfig,
+    config: &ModelConfig,
+) -> Result<AttentionProgram, Failure> {
+    AttentionProgram::parse(&text, config.num_attention_heads).map_err(|e| match e.kind() {
         NnErrorKind::Text { error, .. } => Failure::of_text(option, error),
         _ => Failure::usage(format!("{option}: {e}")),
     })
 }
 
 /// One program for all layers, or where there is a window two in turns.
-fn attention(mask: String, score: Option<String>, window: Option<usize>) -> AttentionConfig {
-    let program = |mask| ProgramConfig { mask, score: score.clone(), ..ProgramConfig::default() };
-    let Some(window) = window else { return program(mask).into() };
-    let near = program(near(&mask, window));
-    let programs = [("near", near), ("far", program(mask))];
+fn attention(far: ProgramConfig, window: Option<usize>) -> AttentionConfig {
+    let Some(window) = window else { return far.into() };
+    let near = ProgramConfig { mask: near(&far.mask, window), ..far.clone() };
+    let programs = [("near", near), ("far", far)];
     AttentionConfig::Pattern {
         layers: programs.iter().map(|(name, _)| (*name).to_owned()).collect(),
         programs: programs.map(|(name, program)| (name.to_owned(), program)).into(),
@@ -315,12 +352,44 @@ pub mod tests {
 
     #[test]
     fn every_other_layer_sees_a_window() {
-        let attention = attention("causal & document".into(), Some("softcap(30)".into()), Some(8));
+        let (mask, score) = ("causal & document".into(), Some("softcap(30)".into()));
+        let attention =
+            attention(ProgramConfig { mask, score, ..ProgramConfig::default() }, Some(8));
         let near = "(causal & document) & sliding_window(8)";
         for (layer, mask) in [near, "causal & document", near].into_iter().enumerate() {
             let (_, program) = attention.of_layer(layer);
             assert_eq!((&*program.mask, program.score.as_deref()), (mask, Some("softcap(30)")));
             AttentionProgram::parse(program, 4).unwrap();
+        }
+    }
+
+    #[test]
+    fn options_change_what_they_name_of_a_recipes_attention() {
+        let learned = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/learned-bias.toml");
+        let of = |options: &[&str]| case(&[&["--model", learned], options].concat()).unwrap();
+        let (own, biased) = ("causal & document", "softcap(30) then relative_bias");
+        for (options, masks, score) in [
+            (&[][..], [own, own], biased),
+            (&["--window", "16"], ["(causal & document) & sliding_window(16)", own], biased),
+            (&["--score", "softcap(5)"], [own, own], "softcap(5)"),
+            (&["--mask", "causal"], ["causal", "causal"], biased),
+            (&["--mask", "", "--window", "4"], ["sliding_window(4)", ""], biased),
+        ] {
+            let case = of(options);
+            for (layer, mask) in masks.into_iter().enumerate() {
+                let (_, program) = case.attention.of_layer(layer);
+                assert_eq!((&*program.mask, program.score.as_deref()), (mask, Some(score)));
+                assert_eq!(program.learned.len(), usize::from(score == biased), "{options:?}");
+            }
+        }
+        let set = "attention={ layers = [\"a\", \"b\"], programs = { a = { mask = \"causal\" }, \
+                   b = { mask = \"sliding_window(9)\" } } }";
+        let two = |options: &[&str]| case(&[&["--model", "135m", "--set", set], options].concat());
+        assert_eq!(two(&[]).unwrap().attention.programs().len(), 2);
+        assert_eq!(two(&["--mask", "causal"]).unwrap().mask(), "causal");
+        for options in [["--window", "8"], ["--score", "softcap(5)"]] {
+            let told = format!("{:?}", two(&options).unwrap_err());
+            assert!(told.contains("135m has 2") && told.contains("give --mask"), "{told}");
         }
     }
 
