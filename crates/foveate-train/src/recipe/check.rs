@@ -131,6 +131,18 @@ impl Recipe {
                 let why = format!("of `{}` is {value}; it must be at least 0", group.names);
                 return fail(&format!("optimizer.groups.{key}"), why);
             }
+            // What a group does not say is a rate of 1 and no decay of its own.
+            let given =
+                [("rate", group.rate != 1.0), ("weight_decay", group.weight_decay.is_some())]
+                    .into_iter()
+                    .find(|(_, is_given)| group.frozen && *is_given);
+            if let Some((key, _)) = given {
+                let why = format!(
+                    "of `{}` is given, but its parameters are frozen; leave it or frozen out",
+                    group.names
+                );
+                return fail(&format!("optimizer.groups.{key}"), why);
+            }
             if group.weight_decay.is_some_and(|decay| decay > 0.0)
                 && self.optimizer.weight_decay == 0.0
             {

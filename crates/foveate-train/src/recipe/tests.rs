@@ -81,6 +81,14 @@ fn what_does_not_go_together_is_refused_with_the_reason() {
             "optimizer.groups.rate of `*` is -1",
         ),
         (
+            &["optimizer.groups=[{ match = \"a\", frozen = true, rate = 0.5 }]"],
+            "optimizer.groups.rate of `a` is given, but its parameters are frozen; leave it or frozen out",
+        ),
+        (
+            &["optimizer.groups=[{ match = \"a\", frozen = true, weight_decay = 0.0 }]"],
+            "optimizer.groups.weight_decay of `a` is given, but its parameters are frozen",
+        ),
+        (
             &[
                 "optimizer.weight_decay=0",
                 "optimizer.groups=[{ match = \"a\", weight_decay = 1.0 }]",
