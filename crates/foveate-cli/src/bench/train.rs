@@ -250,8 +250,7 @@ fn print(
             100.0 * share
         ))?;
     }
-    if let Some(alone) = found.alone_ms {
-        let within = found.products_ms();
+    if let (Some(alone), Some(within)) = (found.alone_ms, found.products_ms()) {
         out.line(format!(
             "products of the layers: {within:.2} ms in the step, {alone:.2} alone, a ratio of {:.3}",
             alone / within

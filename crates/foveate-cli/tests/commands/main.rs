@@ -679,3 +679,17 @@ fn one_thing_is_not_several() {
     let out = String::from_utf8(done.stdout).unwrap();
     assert!(out.contains(", 1 thread\n") && out.contains("1 run in 1 mask, "), "{out}");
 }
+
+/// On a CPU no steps are profiled: what is known of a profile alone is no number.
+#[test]
+fn a_bench_of_steps_on_the_cpu_has_no_time_of_products() {
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/tiny.toml");
+    let line = "bench train --device cpu --len 16 --rows 1 --steps 1 --json --model";
+    let (code, out, err) = run(&line.split(' ').chain([recipe]).collect::<Vec<_>>());
+    assert_eq!(code, Some(0), "{err}");
+    let found: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(found["device"], "cpu");
+    for key in ["products_ms", "products_alone_ms"] {
+        assert!(found[key].is_null(), "{key}: {out}");
+    }
+}

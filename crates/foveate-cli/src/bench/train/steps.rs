@@ -142,10 +142,10 @@ impl Measured {
         self.working_ms.map(|working| working / self.ms)
     }
 
-    /// Products of the layers in a profiled step.
-    pub fn products_ms(&self) -> f64 {
+    /// Products of the layers in a profiled step, where one was profiled.
+    pub fn products_ms(&self) -> Option<f64> {
         let products = self.blocks.iter().filter(|block| LINEAR.contains(&block.block));
-        products.map(|block| block.ms).sum()
+        (!self.blocks.is_empty()).then(|| products.map(|block| block.ms).sum())
     }
 
     pub fn json(&self, case: &Case) -> serde_json::Value {
