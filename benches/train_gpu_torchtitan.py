@@ -2,6 +2,9 @@
 compilation of layers and its activation checkpointing, and PyTorch's fused AdamW; of several ranks with
 its FSDP2, its tensor parallelism, or its context parallelism with FSDP2.
 
+Its output projection is never the embedding, as that of Llama 3.2 is: with 1B's sizes it trains 1.498
+billion parameters where Foveate trains 1.236, with 3B's 3.607 where that has 3.213.
+
 What torchtitan imports beside PyTorch, and needs for nothing here, is replaced by names.
 """
 
