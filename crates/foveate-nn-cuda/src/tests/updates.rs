@@ -347,8 +347,8 @@ fn steps_with_moments_of_8_bits_follow_the_formula_from_what_they_kept() {
     }
 }
 
-/// A step whose rate is 0 splits every master anew: all remainders of a binade of both signs, and
-/// the edges.
+/// A step whose rate is 0 splits every master anew: of both signs, every 61st master of a binade, all
+/// remainders of its first two bf16 numbers, and the edges.
 #[test]
 fn every_master_survives_being_split() {
     let binade = (0x3f80_0000u32..0x4000_0000).step_by(61);
