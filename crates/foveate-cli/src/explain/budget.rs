@@ -22,7 +22,7 @@ use foveate_train::recipe::Recipe;
 use foveate_train::tokens::{BYTE_VOCAB, memory_of};
 use serde_json::json;
 
-use super::mesh::OverRanks;
+use super::mesh::{OverRanks, sum_of};
 use crate::blind;
 use crate::failure::Failure;
 use crate::limits::{Limits, Need};
@@ -622,17 +622,7 @@ impl Budget {
     fn print_on_cpu(&self, out: &mut Output) -> Result<(), Failure> {
         for (name, is_chosen, m) in &self.memory {
             let mark = if *is_chosen { "*" } else { " " };
-            out.line(format!(
-                "memory {mark}{name:<10}{} = weights {} + gradients {} + optimizer {} + activations {} \
-                 + attention {} + process {}",
-                bytes(m.total() as f64),
-                bytes(m.weights as f64),
-                bytes(m.gradients as f64),
-                bytes(m.optimizer as f64),
-                bytes(m.activations as f64),
-                bytes(m.attention as f64),
-                bytes(m.process as f64),
-            ))?;
+            out.line(format!("memory {mark}{name:<10}{}", sum_of(m)))?;
         }
         let which = match (self.device, self.memory.iter().any(|(_, is_chosen, _)| *is_chosen)) {
             (DeviceChoice::Cuda(_), _) => {

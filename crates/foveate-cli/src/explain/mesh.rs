@@ -140,17 +140,7 @@ impl OverRanks {
             mesh.ranks(),
             self.rows
         ))?;
-        out.line(format!(
-            "memory of a rank {} = weights {} + gradients {} + optimizer {} + activations {} + attention \
-             {} + process {}, at most",
-            bytes(m.total() as f64),
-            bytes(m.weights as f64),
-            bytes(m.gradients as f64),
-            bytes(m.optimizer as f64),
-            bytes(m.activations as f64),
-            bytes(m.attention as f64),
-            bytes(m.process as f64),
-        ))?;
+        out.line(format!("memory of a rank {}, at most", sum_of(m)))?;
         if let Some(Keys { strategy, reason, links }) = &self.keys {
             out.line(format!("keys             {strategy}: {reason}"))?;
             out.line(format!("links            of {links}"))?;
@@ -389,4 +379,18 @@ fn edges_of_keys(
     ));
     edges.retain(|edge| edge.bytes > 0);
     Ok(edges)
+}
+
+/// An estimate and what it is the sum of.
+pub(super) fn sum_of(m: &MemoryEstimate) -> String {
+    format!(
+        "{} = weights {} + gradients {} + optimizer {} + activations {} + attention {} + process {}",
+        bytes(m.total() as f64),
+        bytes(m.weights as f64),
+        bytes(m.gradients as f64),
+        bytes(m.optimizer as f64),
+        bytes(m.activations as f64),
+        bytes(m.attention as f64),
+        bytes(m.process as f64),
+    )
 }
