@@ -1,17 +1,26 @@
 //! The ranks of a run: which one this process is, and how it meets the others.
 
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use foveate_gpu::driver::Device;
+use foveate_shard::ShardError;
 use foveate_shard::collectives::{Collectives, OneRank, Rank, connect, thread_ranks};
 use foveate_shard::launch::{Flags, Launch, Launcher, find};
 use foveate_train::device::DeviceChoice;
 
-use crate::failure::Failure;
+use crate::failure::{AGAIN, Failure};
 use crate::progress::waiting;
 
 /// How long a rank waits for rank 0 before it says so: longer than ranks are apart that start together.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long a rank may take to end when it knows that another is lost: what it has under way may wait, in a driver or on
+/// a disk, for what never comes.
+const FAREWELL: Duration = Duration::from_secs(20);
+
+/// How often a rank looks whether another is lost.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// The most ranks that are threads of a process.
 const MOST_THREADS: usize = 256;
@@ -100,6 +109,42 @@ pub fn meet(launch: &Launch) -> Result<Box<dyn Collectives>, Failure> {
     // Rank 0 has said that it waits, at once.
     let met = if launch.rank == 0 { meet() } else { waiting(&doing, PATIENCE, meet) };
     Ok(Box::new(met?))
+}
+
+/// Ends this process, which is one of the ranks of `world`, where they cannot go on and it has not ended by itself
+/// [`FAREWELL`] later; `told` is the failure to show, with what it does before. Until what comes back is dropped.
+/// Every rank calls it.
+///
+/// # Errors
+/// When the ranks cannot go on already, or there can be no thread.
+pub fn end_when_lost(
+    world: &dyn Collectives,
+    told: impl FnOnce(&dyn Collectives, ShardError) -> Failure + Send + 'static,
+) -> Result<Option<Sender<()>>, Failure> {
+    if world.ranks() == 1 {
+        return Ok(None);
+    }
+    let world = world.subgroup(&Vec::from_iter(0..world.ranks()))?;
+    let (here, gone) = channel::<()>();
+    let is_here = move |time| gone.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
+    let watch = move || {
+        while !world.is_aborted() {
+            if !is_here(LOOK) {
+                return;
+            }
+        }
+        if is_here(FAREWELL)
+            && let Err(e) = world.all_gather(&[])
+        {
+            let status = if e.is_lost() { AGAIN } else { 1 };
+            let _ = told(&*world, e).report();
+            // At once: what libraries do at the end of a process would wait, too.
+            signal_hook::low_level::exit(status.into());
+        }
+    };
+    let thread = std::thread::Builder::new().name("lost ranks".to_owned()).spawn(watch);
+    thread.map_err(|e| Failure::new(format!("a thread could not be started: {e}")))?;
+    Ok(Some(here))
 }
 
 /// Runs `first` as rank 0 on this thread, and `other` as each other rank on a thread of its own; none waits

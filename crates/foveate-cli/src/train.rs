@@ -5,11 +5,14 @@ mod lines;
 use std::io::{IsTerminal, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use foveate::tensor::count::Count;
 use foveate_nn::Recording;
+use foveate_shard::ShardError;
 use foveate_shard::collectives::Collectives;
+use foveate_shard::collectives::log::TransferLog;
 use foveate_train::checkpoint::{self, Checksums};
 use foveate_train::device::DeviceChoice;
 use foveate_train::error::{TrainError, TrainErrorKind};
@@ -32,7 +35,7 @@ use crate::ranks;
 use lines::{LIVELY, Lines, percent};
 
 /// Train a model by a recipe
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     /// The recipe, a TOML file (docs/recipes.md lists every field)
     recipe: PathBuf,
@@ -63,6 +66,9 @@ pub struct Args {
     ranks: ranks::RankArgs,
 }
 
+/// Set when a run has begun: it has its folder.
+type Begun = Arc<OnceLock<()>>;
+
 /// Trains and says what came of it.
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     if let Some(ranks) = args.ranks.threads()? {
@@ -78,7 +84,27 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let device = args.device.unwrap_or(recipe.run.device);
     recipe.run.device = ranks::device(device, launch.local_rank);
     let interrupt = Interrupt::watch()?;
-    rank(args, &*group, &recipe, interrupt, out)
+    let begun = Begun::default();
+    let _here = ranks::end_when_lost(&*group, stuck(args, &recipe, &begun))?;
+    rank(args, &*group, &recipe, interrupt, begun, out)
+}
+
+/// The failure of a rank that does not end though another is lost, whose last transfers it writes.
+fn stuck(
+    args: &Args,
+    recipe: &Recipe,
+    begun: &Begun,
+) -> impl FnOnce(&dyn Collectives, ShardError) -> Failure + Send + use<> {
+    let (args, recipe, begun) = (args.clone(), recipe.clone(), begun.clone());
+    move |group, e| {
+        let begun = begun.get().is_some();
+        let e = e.and("what this rank had under way did not end either");
+        if begun {
+            // What ended the run is what has to be told, also where the disk is full.
+            let _ = TransferLog::of(group, &e.to_string()).write(&recipe.run.dir.join("transfers"));
+        }
+        told(&args, &recipe, begun, e.into())
+    }
 }
 
 /// Trains on ranks that are threads, of which this thread is the first.
@@ -99,8 +125,8 @@ fn threads(
     ranks::in_threads(
         ranks,
         deadline,
-        |world| rank(args, world, &of_rank(0), interrupt.clone(), out),
-        |world| other(args, world, &of_rank(world.rank()), interrupt.clone()),
+        |world| rank(args, world, &of_rank(0), interrupt.clone(), Begun::default(), out),
+        |world| other(args, world, &of_rank(world.rank()), interrupt.clone(), Begun::default()),
     )
 }
 
@@ -139,10 +165,11 @@ fn other(
     group: &dyn Collectives,
     recipe: &Recipe,
     interrupt: Interrupt,
+    begun: Begun,
 ) -> Result<(), Failure> {
-    let mut silent = Silent { interrupt, begun: false };
+    let mut silent = Silent { interrupt, begun };
     let summary = train_on(group, recipe, &args.recipe, options(args), &mut silent);
-    let summary = summary.map_err(|e| told(args, recipe, silent.begun, e))?;
+    let summary = summary.map_err(|e| told(args, recipe, silent.begun.get().is_some(), e))?;
     if summary.interrupted { Err(Failure::Interrupted) } else { Ok(()) }
 }
 
@@ -152,12 +179,13 @@ fn rank(
     group: &dyn Collectives,
     recipe: &Recipe,
     interrupt: Interrupt,
+    begun: Begun,
     out: &mut Output,
 ) -> Result<(), Failure> {
     if group.rank() > 0 {
-        return other(args, group, recipe, interrupt);
+        return other(args, group, recipe, interrupt, begun);
     }
-    let mut view = View::new(interrupt, args.json.then_some(&mut *out));
+    let mut view = View::new(interrupt, begun, args.json.then_some(&mut *out));
     let result = train_on(group, recipe, &args.recipe, options(args), &mut view);
     view.bar.finish_and_clear();
     if let Some(e) = view.unwritten.take() {
@@ -167,7 +195,7 @@ fn rank(
         if matches!(e.kind(), TrainErrorKind::Interrupted) {
             crate::output::tell!("interrupted before the first step; nothing was written");
         }
-        told(args, recipe, view.begun, e)
+        told(args, recipe, view.begun.get().is_some(), e)
     })?;
     if summary.interrupted {
         let threads = args.ranks.as_threads();
@@ -292,12 +320,12 @@ fn word(path: &Path) -> String {
 /// Any rank but the first shows nothing, and can be interrupted.
 struct Silent {
     interrupt: Interrupt,
-    begun: bool,
+    begun: Begun,
 }
 
 impl Observer for Silent {
     fn started(&mut self, _run: &Started) {
-        self.begun = true;
+        let _ = self.begun.set(());
     }
 
     fn interrupted(&mut self) -> bool {
@@ -314,8 +342,7 @@ struct View<'a> {
     json: Option<&'a mut Output>,
     /// The first failure to write one; it ends the run as an interruption does.
     unwritten: Option<std::io::Error>,
-    /// Whether the run has begun.
-    begun: bool,
+    begun: Begun,
     held_out: Option<f64>,
     steps: u64,
     /// What the last step came to.
@@ -325,7 +352,7 @@ struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    fn new(interrupt: Interrupt, json: Option<&'a mut Output>) -> Self {
+    fn new(interrupt: Interrupt, begun: Begun, json: Option<&'a mut Output>) -> Self {
         let plain = !std::io::stderr().is_terminal();
         // Where nobody reads stderr any more, there is nobody to tell.
         let print = |line: &str| drop(writeln!(std::io::stderr(), "{line}"));
@@ -333,7 +360,7 @@ impl<'a> View<'a> {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
         let style = ProgressStyle::with_template("{spinner} {msg}  {elapsed} elapsed");
         bar.set_style(style.expect("the template is valid"));
-        let (unwritten, begun, held_out, steps) = (None, false, None, 0);
+        let (unwritten, held_out, steps) = (None, None, 0);
         let (message, doing) = (String::new(), "");
         Self { bar, lines, interrupt, json, unwritten, begun, held_out, steps, message, doing }
     }
@@ -451,7 +478,7 @@ fn introduce(run: &Started) {
 
 impl Observer for View<'_> {
     fn started(&mut self, run: &Started) {
-        self.begun = true;
+        let _ = self.begun.set(());
         let checkpoints = run.dir.join("checkpoints");
         allocator::goes_on(match run.step {
             0 => format!(

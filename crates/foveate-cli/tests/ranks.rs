@@ -446,6 +446,32 @@ fn a_rank_that_hangs_is_named_by_the_others_and_in_their_logs() {
 
 /// Files of a few KiB hold the log of some steps and no checkpoint.
 #[cfg(unix)]
+/// Nobody reads what rank 0 writes, so that it hears of no rank.
+#[cfg(unix)]
+#[test]
+fn a_rank_that_waits_for_something_else_is_ended_when_another_is_lost() {
+    let place = place();
+    let unread = |rank| (rank == 0).then_some("exec > >(exec sleep 60 2> /dev/null)");
+    let mut ranks = some_behind(&place, 2, &["--json", "--set", "train.steps=10000"], unread);
+    let written = || std::fs::metadata(place.path("run/metrics.jsonl")).map_or(0, |m| m.len());
+    let mut before = 0;
+    while before == 0 || before < written() {
+        before = written();
+        std::thread::sleep(Duration::from_secs(2));
+    }
+    signal("-KILL", &ranks[1]);
+    let (since, first) = (Instant::now(), ranks.remove(0));
+    let done = first.wait_with_output().unwrap();
+    let (took, said) = (since.elapsed(), text(done.stderr));
+    assert_eq!(done.status.code(), Some(75), "{said}");
+    assert!((19..40).contains(&took.as_secs()), "{took:?}");
+    let [error] = errors(&said)[..] else { panic!("{said}") };
+    assert!(error.contains("rank 1") && error.contains("did not end either"), "{error}");
+    assert!(said.contains("to go on, start all ranks with --resume"), "{said}");
+    assert!(place.path("run/transfers/rank-00000.jsonl").is_file(), "{said}");
+    ranks[0].wait().unwrap();
+}
+
 #[test]
 fn a_disk_that_is_full_on_the_rank_that_writes_ends_all() {
     let place = place();

@@ -19,6 +19,12 @@ impl ShardError {
         Self { message: message.into(), lost: true }
     }
 
+    /// The same with more behind it.
+    #[must_use]
+    pub fn and(self, more: &str) -> Self {
+        Self { message: format!("{}; {more}", self.message), ..self }
+    }
+
     /// Whether a rank is gone, silent or late: nothing is wrong with what was asked for, and the
     /// same ranks, started again, may go on.
     pub fn is_lost(&self) -> bool {
