@@ -2,9 +2,9 @@
  * out once all of them have asked for it; until then a communicator is in progress. NCCL: its
  * version. FAILS: what a communicator reports after its first transfer. ON_DEVICE: a communicator is done when
  * a transfer is queued, and the device waits for the others' part: no event is done that the thread recorded
- * behind it, until it is carried out or the communicator is aborted. ABORT_MS: how long aborting takes. BLOCKS: the
- * CTAs that a communicator has to be made with, at most. Compiled
- * with -DOLD_NCCL it has no ncclCommFinalize, with -DWRONG it adds one rank too few. */
+ * behind it, until it is carried out or the communicator is aborted. ABORT_MS, DESTROY_MS: how
+ * long that takes. BLOCKS: the CTAs that a communicator has to be made with, at most. Compiled with -DOLD_NCCL
+ * it has no ncclCommFinalize, with -DWRONG it adds one rank too few. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -190,7 +190,7 @@ int ncclCommGetAsyncError(Rank *r, int *code) {
 #ifndef OLD_NCCL
 int ncclCommFinalize(Rank *r) { return (void)r, cuCtxSetCurrent(0); }
 #endif
-int ncclCommDestroy(Rank *r) { return (void)r, cuCtxSetCurrent(0); }
+int ncclCommDestroy(Rank *r) { return (void)r, usleep((unsigned)number("DESTROY_MS", 0) * 1000), cuCtxSetCurrent(0); }
 int ncclCommAbort(Rank *r) {
     usleep((unsigned)number("ABORT_MS", 0) * 1000);
     pthread_mutex_lock(&lock);

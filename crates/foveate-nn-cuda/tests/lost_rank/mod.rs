@@ -151,3 +151,30 @@ fn a_rank_that_nccl_loses_first_is_told_as_lost() {
         });
     });
 }
+
+/// Between steps, with nothing queued, the ranks' connections lose a rank and the model is dropped before the look at
+/// the ranks. NCCL would wait for the other process to close its connections, which one that is stopped never does.
+#[test]
+fn a_model_that_is_dropped_when_a_rank_is_lost_does_not_wait_for_it() {
+    if !inside_with(
+        "lost_rank::a_model_that_is_dropped_when_a_rank_is_lost_does_not_wait_for_it",
+        &[("DESTROY_MS", "10000")],
+    ) {
+        return;
+    }
+    Cuda::available(0).unwrap();
+    let ranks = TestRank::all(2, Carrier::Nccl, DType::F32);
+    std::thread::scope(|scope| {
+        for rank in ranks {
+            scope.spawn(move || {
+                let mut own = Steps::of_rank(&rank);
+                let totals = own.queue(Recompute::None);
+                own.model.read(totals).unwrap();
+                rank.is_lost();
+                let began = Instant::now();
+                drop(own);
+                assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+            });
+        }
+    });
+}

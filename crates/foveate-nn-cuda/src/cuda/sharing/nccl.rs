@@ -83,10 +83,14 @@ fn watched(
     let (communicator, peers) = (Arc::clone(communicator), Arc::clone(peers));
     let (alive, ended) = channel::<()>();
     let look = move || {
-        while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-            let is_aborted = lock(&peers).is_aborted();
-            if is_aborted {
+        loop {
+            let waited = ended.recv_timeout(LOOK);
+            // Also where the communicator is dropped: NCCL ends one that is not aborted with the other ranks' help.
+            if lock(&peers).is_aborted() {
                 return communicator.abort();
+            }
+            if waited != Err(RecvTimeoutError::Timeout) {
+                return;
             }
         }
     };
