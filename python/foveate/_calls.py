@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import Any, Callable
 
 import torch
@@ -33,11 +34,11 @@ class Reader(TorchFunctionMode):
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        RUNNING.append(self)
+        _running.readers.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
-        RUNNING.pop()
+        _running.readers.pop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def read(self, of: Any, index: Any) -> Any:
@@ -71,8 +72,19 @@ class Reader(TorchFunctionMode):
         return i
 
 
-#: What reads captured tensors for the functions that run, the innermost last.
-RUNNING: list[Reader] = []
+class _Running(threading.local):
+    """What reads captured tensors for the functions that run in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.readers: list[Reader] = []
+
+
+_running = _Running()
+
+
+def innermost() -> Reader | None:
+    """What reads captured tensors for the function that this thread runs."""
+    return _running.readers[-1] if _running.readers else None
 
 
 class _NoAttribute(TraceError, AttributeError):
@@ -107,7 +119,7 @@ def attribute(value: Expr, name: str) -> Any:
 
 
 def call(name: str, operation: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    trace = RUNNING[-1] if RUNNING else None
+    trace = innermost()
     if trace is None:
         raise TraceError("a traced value is used after its function was traced")
     if trace.value is not Expr:
@@ -225,14 +237,14 @@ class Rows(Many):
         self.tensor, self.index = tensor, index
 
     def __getitem__(self, index: Any) -> Any:
-        return RUNNING[-1].read(self, index)
+        return _running.readers[-1].read(self, index)
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size(n for n, i in zip(self.tensor.shape, self.index) if i is None)
 
     def __repr__(self) -> str:
-        called = _source.captured(getattr(RUNNING[-1], "function", None) if RUNNING else None, self.tensor)
+        called = _source.captured(getattr(innermost(), "function", None), self.tensor)
         return f"{called} with axes left over, of shape {tuple(self.shape)}"
 
 

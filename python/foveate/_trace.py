@@ -16,7 +16,7 @@ import torch
 
 from . import _checks, _kept, _native
 from ._arguments import Batched, unwrapped, wants_gradient
-from ._calls import RUNNING, Many, Reader, applied, called
+from ._calls import Many, Reader, applied, called, innermost
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
 from ._source import captured, defined, literals_of, miscalled, name_of, place, said
@@ -173,9 +173,10 @@ def element_of(broadcast: torch.Tensor) -> Callable[..., Any]:
 
 def running() -> Trace:
     """The trace of the function that runs."""
-    if not RUNNING or not isinstance(RUNNING[-1], Trace):
+    trace = innermost()
+    if not isinstance(trace, Trace):
         raise TraceError("a Mask in text form is part of attention or a block mask; it cannot be called otherwise")
-    return RUNNING[-1]
+    return trace
 
 
 def _traced(x: Any) -> bool:
@@ -193,7 +194,7 @@ def _selects(index: Any) -> bool:
 
 def literals() -> list[Any]:
     """Numbers in the source of the function that runs; called by the first operation that meets one."""
-    trace = RUNNING[-1] if RUNNING else None
+    trace = innermost()
     return list(literals_of(trace.function)) if isinstance(trace, Trace) else []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import run_copy
 
-from foveate import flex_attention
+from foveate import Mask, flex_attention
 
 
 @pytest.mark.cpu("PyTorch does not let a forked process use CUDA")
@@ -53,7 +53,7 @@ def test_a_process_that_is_forked_while_threads_are_made_computes():
 
 COUNTED = """
 import pathlib, time, torch
-from foveate import flex_attention
+from foveate import Mask, flex_attention
 
 def computing():
     names = [task / "comm" for task in pathlib.Path("/proc/self/task").iterdir()]
@@ -77,6 +77,33 @@ def test_as_many_threads_compute_as_torch_is_told_to_use_and_give_the_same_bits(
     ended = run_copy(COUNTED)
     # One thread is the caller's own: it starts none, and leaves those that there are asleep.
     assert ended.stdout.splitlines() == ["0 True", "5 True", "3 True", "3 True"], ended.stdout + ended.stderr
+
+
+def test_functions_that_threads_trace_at_once_read_what_their_own_trace_knows():
+    q = torch.randn(1, 2, 20, 8)
+
+    def of(n, meet):
+        """A mask and a score that ask their trace, by a text and by methods of values, while another one runs."""
+        table, named = torch.arange(20.0) * n, Mask("t[kv] >= n & q - kv < m", t=torch.arange(20), n=n, m=3 * n)
+
+        def mask(b, h, i, j):
+            meet()
+            return named(b, h, i, j) & ((i - j).abs() > n)
+
+        def score(s, b, h, i, j):
+            meet()
+            return s + torch.take(table, j.clamp(min=n)) * torch.isin(i, torch.tensor([2, 5 * n])).float()
+
+        return lambda: flex_attention(q, q, q, score, Mask(mask))
+
+    alone = [of(n, lambda: None)() for n in (1, 2)]
+    both, together = threading.Barrier(2), {}
+    calls = [threading.Thread(target=lambda n=n: together.update({n: of(n, lambda: both.wait(20))()})) for n in (1, 2)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert torch.equal(together[1], alone[0]) and torch.equal(together[2], alone[1])
 
 
 @pytest.mark.cpu("the threads of a CPU")

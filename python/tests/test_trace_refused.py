@@ -67,7 +67,7 @@ def test_what_cannot_be_traced_is_refused_with_operation_file_and_line(name):
     message = str(raised.value)
     assert words in message and "test_trace_refused.py" in message and "\n" not in message
     assert f"line {score_mod.__code__.co_firstlineno}" in message
-    assert not _calls.RUNNING
+    assert _calls.innermost() is None
 
 
 class Called:
