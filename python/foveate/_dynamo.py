@@ -69,8 +69,8 @@ class _Attention(higher_order_ops.FlexAttentionHigherOrderVariable):
         super().__init__(_torchs, source, **kwargs)
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's results; None where it is refused, and the graph may break. Modes, such as a default device, have
-        seen the call by then."""
+        """The operator's results; None where it is refused, and the graph may break. Modes, such as a default device,
+        have seen the call by then."""
         try:
             tried, log = tx.speculate(), tx.speculation_log
             if tried.failed(tx):

@@ -37,7 +37,15 @@ class Trace(Reader):
         self.held: list[torch.Tensor] = []
         #: Whether elements of a captured tensor became a number, or decided how many there are in another one.
         self.read_elements = False
-        _native.begin(kind == "mask", constants)
+        self.numbers = _native.Numbers(kind == "mask", constants)
+
+    def __enter__(self) -> Any:
+        self.numbers.exchange()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.numbers.exchange()
 
     def capture(self, tensor: torch.Tensor, name: str = "") -> _native.Capture:
         """The buffer that ``tensor`` is in the program; errors call it by its ``name``, or that which the function

@@ -14,7 +14,7 @@ from reference import NO_LOGSIGMOID, close, dense
 from torch.nn.functional import silu
 from torch.overrides import TorchFunctionMode
 
-from foveate import AuxRequest, TraceError, _calls, _trace, create_block_mask, flex_attention
+from foveate import AuxRequest, Mask, TraceError, _calls, _trace, create_block_mask, flex_attention
 
 EXTENTS = (2, 3, 11, 13)
 G = torch.Generator().manual_seed(5)
@@ -527,6 +527,23 @@ def test_numbers_of_torch_and_of_no_effect_are_run_time_scalars_too(score):
 def test_numbers_of_the_tracer_are_constants():
     for score in (lambda s, b, h, i, j: torch.reciprocal(s), lambda s, b, h, i, j: torch.log10(s)):
         assert "sn" not in _trace.score(score, EXTENTS).text()
+
+
+def test_a_function_that_calls_what_traces_another_keeps_its_own_numbers():
+    q = torch.randn(1, 2, 20, 8)
+
+    def within(wide, first):
+        def mask(b, h, i, j):
+            near = i - j < wide
+            causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, 20, 20, device=q.device).mask_mod
+            return near & causal(b, h, i, j) & (j > first)
+
+        return Mask(mask)
+
+    for wide, first in ((9, 4), (5, 3), (7, 6)):
+        gold = Mask.causal() & Mask("q - kv < wide & kv > first", wide=wide, first=first)
+        ours, theirs = (flex_attention(q, q, q, block_mask=mask) for mask in (within(wide, first), gold))
+        assert torch.equal(ours, theirs), (wide, first)
 
 
 def test_a_captured_number_compiles_nothing_new():

@@ -277,15 +277,6 @@ pub fn literal(x: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Expr>
     Ok(Expr(Value::constant(number.of(dtype)?, dtype)))
 }
 
-/// Begins the trace of a mask or score function on this thread. Which numbers are constants is asked of
-/// `foveate._trace.literals()` when the first is met; others were captured and are run-time scalars.
-/// With `constants` all numbers are constants.
-#[pyfunction]
-#[pyo3(signature = (mask, constants = false))]
-pub fn begin(mask: bool, constants: bool) {
-    value::begin(if mask { "m" } else { "s" }, constants);
-}
-
 /// The run-time scalar `name`, an integer of which no more is known than an example; one that does not fit 32 bits
 /// is refused when it is given.
 #[pyfunction]

@@ -48,7 +48,7 @@ mod _native {
     #[pymodule_export]
     use crate::dispatcher::{kernel_calls, kernel_error, kernel_functions, register_operators};
     #[pymodule_export]
-    use crate::expr::{Expr, begin, binary, constant, leaf, literal, scalar, select, unary};
+    use crate::expr::{Expr, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]
     use crate::lists::Lists;
     #[pymodule_export]
@@ -65,5 +65,5 @@ mod _native {
     #[pymodule_export]
     use crate::traced::{Structure, Traced, mask, score};
     #[pymodule_export]
-    use crate::value::TraceError;
+    use crate::value::{Numbers, TraceError};
 }

@@ -108,8 +108,8 @@ pub fn number(x: &Bound<'_, PyAny>) -> PyResult<Option<Number>> {
     Ok(None)
 }
 
-/// The trace of this thread: which numbers stand in the function's source, asked for when the first
-/// number is met, and how many run-time scalars it has.
+/// The numbers of a trace: which stand in the function's source, asked for when the first number is met, and how
+/// many run-time scalars there are.
 #[derive(Default)]
 struct Context {
     literals: Option<Vec<(u8, u64)>>,
@@ -120,13 +120,29 @@ struct Context {
 }
 
 thread_local! {
+    /// Those of the trace that this thread runs.
     static CONTEXT: RefCell<Context> = RefCell::default();
 }
 
-/// Begins a trace, whose scalars have names that begin with `prefix`, and whose numbers are all
-/// constants if `constants`.
-pub fn begin(prefix: &'static str, constants: bool) {
-    CONTEXT.with_borrow_mut(|c| *c = Context { literals: None, constants, scalars: 0, prefix });
+/// The numbers of the trace of a mask or score function while it does not run. Which are constants is asked of
+/// `foveate._trace.literals()` when the first is met; others were captured and are run-time scalars. With
+/// `constants` all numbers are constants.
+#[pyclass(module = "foveate._native")]
+pub struct Numbers(Context);
+
+#[pymethods]
+impl Numbers {
+    #[new]
+    #[pyo3(signature = (mask, constants = false))]
+    fn new(mask: bool, constants: bool) -> Self {
+        Self(Context { constants, prefix: if mask { "m" } else { "s" }, ..Context::default() })
+    }
+
+    /// Makes them those of this thread's trace and keeps those that were, or the other way round: a function that
+    /// is traced may call what traces another one.
+    fn exchange(&mut self) {
+        CONTEXT.with_borrow_mut(|context| std::mem::swap(context, &mut self.0));
+    }
 }
 
 /// A run-time scalar of this trace, with a name of its own; a constant where all numbers are.
