@@ -1,5 +1,5 @@
 """Calls that torch's dispatcher has to see: of tensors that have others' elements, and while a mode of dispatch looks
-on.
+on, or ``torch.jit.trace``.
 
 They are the operators of :mod:`foveate._ops`, so that fake tensors, subclasses, counters of operations and policies of
 checkpointing take them like any operator of torch's. Captured numbers are constants of their programs. Masks and
@@ -22,12 +22,13 @@ from . import _blocks, _checks, _trace
 from ._arguments import dispatches
 
 _looking_on = torch._C._len_torch_dispatch_stack
+_jit_trace = torch._C._get_tracing_state
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
 def is_watched() -> bool:
-    """Whether a mode sees the operators that are called."""
-    return bool(_looking_on()) and not _transforms_active()
+    """Whether a mode, or ``torch.jit.trace``, sees the operators that are called."""
+    return (bool(_looking_on()) and not _transforms_active()) or _jit_trace() is not None
 
 
 def attention(

@@ -279,3 +279,21 @@ def test_a_second_derivative_is_an_error():
         (dq,) = torch.autograd.grad(flex_attention(q, k, v, enable_gqa=True).sin().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             dq.sum().backward()
+
+
+TRACED = {
+    "flex_attention": lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s * 0.5, Mask.causal(), enable_gqa=True),
+    "varlen": lambda q, k, v: varlen(*rows(q, k, v), CU, mask=Mask.causal()),
+    "paged": lambda q, k, v: paged(q, *pages(k, v), TABLE, LENGTHS),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_of_torch_jit_records_the_operator(name):
+    call, other = TRACED[name], operands(seed=1)
+    traced = torch.jit.trace(call, tuple(operands(requires_grad=False)), check_trace=False)
+    assert torch.equal(traced(*other), call(*other))
+    if name != "paged":
+        ours, golds = (torch.autograd.grad(run(*other).square().sum(), other) for run in (traced, call))
+        torch.testing.assert_close(ours, golds)
