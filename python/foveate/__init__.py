@@ -34,6 +34,7 @@ from ._dot_product import DotProductAttention
 from ._enable import disable, enable
 from ._flex import explain, flex_attention, prepare
 from ._masks import Mask
+from ._native import VERSION as __version__
 from ._native import TraceError
 from ._multihead import MultiheadAttention
 from ._paged import paged
@@ -41,6 +42,7 @@ from ._transformer import TransformerLayer
 from ._varlen import varlen
 
 __all__ = [
+    "__version__",
     "AuxOutput",
     "AuxRequest",
     "BlockMask",

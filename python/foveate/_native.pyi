@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ._autograd import Call
 
+VERSION: str
+
 class TraceError(RuntimeError):
     """A mask or score function cannot be traced: the message names operation, file and line."""
 

@@ -3,6 +3,7 @@
 import ast
 import glob
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,11 @@ with foveate.enable():
     assert known() != before
 assert known() == before
 """
+
+
+def test_the_version_is_that_of_the_workspace():
+    manifest = (Path(__file__).parents[2] / "Cargo.toml").read_text()
+    assert foveate.__version__ == re.search(r'^version = "([^"]+)"', manifest, re.MULTILINE)[1]
 
 
 def test_importing_patches_nothing_of_torchs():

@@ -41,6 +41,10 @@ use pyo3::prelude::*;
 /// The native half of the package `foveate`.
 #[pymodule]
 mod _native {
+    /// The package's version.
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+
     #[pymodule_export]
     use crate::capture::Capture;
     #[pymodule_export]
