@@ -31,4 +31,4 @@ grouped = [t.detach().float().repeat_interleave(4, 1) for t in (k, v)]
 scores = cap * torch.tanh(q.detach().float() @ grouped[0].transpose(-2, -1) / 8 / cap)
 scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
 torch.testing.assert_close(out.detach().float(), scores.softmax(-1) @ grouped[1], rtol=2e-2, atol=2e-2)
-print("out", tuple(out.shape), out.dtype, "of mask", mask.sparsity(), "% sparse")
+print("out", tuple(out.shape), out.dtype)
