@@ -22,7 +22,7 @@ from ._native import TraceError
 def shown(given: Any) -> str:
     """A value as messages show it, in one short line."""
     if isinstance(given, Tensor):
-        return f"a tensor of {given.dtype} {list(given.shape)}"
+        return f"a tensor of {given.dtype} {list(given.shape)} on {given.device}"
     line = repr(given)
     return line if len(line) <= 100 and "\n" not in line else f"a {type(given).__name__}"
 
@@ -163,7 +163,8 @@ def offsets_vector(name: str, offsets: Any) -> None:
     Raises:
         ValueError: It is no vector of integers.
     """
-    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.numel() == 0 or offsets.is_floating_point():
+    fits = isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.numel() > 0 and not offsets.is_meta
+    if not fits or offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
         raise ValueError(f"{name} must be a vector of integer offsets, got {shown(offsets)}")
 
 

@@ -283,6 +283,8 @@ def _extents(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> tuple[int
     batch, heads, q_len, kv_len = (integer(name, n) for name, n in named.items())
     if min(batch, heads, q_len, kv_len) < 0:
         raise ValueError(f"B, H, Q_LEN and KV_LEN must not be negative, got {(batch, heads, q_len, kv_len)}")
+    if max(batch, heads, q_len, kv_len) >= 2**31:
+        raise ValueError(f"B, H, Q_LEN and KV_LEN must be below 2**31, got {(batch, heads, q_len, kv_len)}")
     return batch, heads, q_len, kv_len
 
 

@@ -20,6 +20,10 @@ from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
 
 
+class OutOfBounds(IndexError):
+    """A number is no index of a captured tensor, or there are too many."""
+
+
 class Reader(TorchFunctionMode):
     """Reads captured tensors at indices of which some are values of the function that runs."""
 
@@ -47,12 +51,14 @@ class Reader(TorchFunctionMode):
             raise TraceError("a traced value is a 0-d tensor: it cannot be indexed")
         tensor, axes = (of.tensor, list(of.index)) if isinstance(of, Rows) else (of, [None] * of.dim())
         given = index if isinstance(index, tuple) else (index,)
+        if any(i is None for i in given):
+            raise TraceError("a captured tensor is indexed with None, which adds an axis; leave it out")
         free = [axis for axis, i in enumerate(axes) if i is None]
         if any(i is Ellipsis for i in given):
             at = next(n for n, i in enumerate(given) if i is Ellipsis)
             given = given[:at] + (slice(None),) * (len(free) - len(given) + 1) + given[at + 1 :]
         if len(given) > len(free):
-            raise IndexError(f"too many indices for a captured tensor of dimension {len(free)}: {len(given)} given")
+            raise OutOfBounds(f"too many indices for a captured tensor of dimension {len(free)}: {len(given)} given")
         for axis, i in zip(free, given):
             if isinstance(i, slice):
                 if i != slice(None):
@@ -68,7 +74,7 @@ class Reader(TorchFunctionMode):
         if isinstance(i, bool) or not isinstance(i, (self.value, int)):
             raise TraceError(f"a captured tensor is indexed with a {type(i).__name__}; integers and `:` can be")
         if isinstance(i, int) and not -length <= i < length:
-            raise IndexError(f"index {i} is out of bounds for dimension {axis} with size {length}")
+            raise OutOfBounds(f"index {i} is out of bounds for dimension {axis} with size {length}")
         return i
 
 

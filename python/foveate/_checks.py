@@ -137,7 +137,8 @@ def check_options(options: dict[str, Any] | None) -> None:
     # A compiled function that logs would break its graph.
     if set(options) - {"foveate"} and "kernel_options" not in _said and not torch.compiler.is_compiling():
         _said.add("kernel_options")
-        _log.info("kernel_options for Triton change nothing: %s", ", ".join(sorted(set(options) - {"foveate"})))
+        ignored = sorted(map(str, set(options) - {"foveate"}))
+        _log.info("kernel_options for Triton change nothing: %s", ", ".join(ignored))
 
 
 def check_return_lse(return_aux: AuxRequest | None) -> None:

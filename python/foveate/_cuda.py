@@ -6,6 +6,7 @@ from __future__ import annotations
 import glob
 import os
 import sys
+
 import torch
 from torch import Tensor
 

@@ -60,7 +60,7 @@ def check_states(name: str, x: Any, weight: Tensor) -> None:
     """Raises where the input of a layer, whose weight takes features of its last axis, is none."""
     if tensor(name, x).dim() < 2 or x.size(-1) != weight.size(-1) or x.device != weight.device:
         raise ValueError(
-            f"{name} must be a tensor of {weight.size(-1)} features on {weight.device}, got {shown(x)} on {x.device}"
+            f"{name} must be a tensor of {weight.size(-1)} features on {weight.device}, got {shown(x)}"
         )
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"{name} must be {weight.dtype}, as the layer's weights are, got {x.dtype}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _native, _source, _trace
-from ._arguments import flag, offsets_vector, shown
+from ._arguments import flag, offsets_vector, shown, unwrapped
 
 
 class Mask:
@@ -231,6 +231,8 @@ def offsets_of(name: str, offsets: Tensor, rows: int | None = None) -> list[int]
         ValueError: They are no integers, do not begin at 0, decrease, or end past the rows.
     """
     offsets_vector(name, offsets)
+    if not torch.compiler.is_dynamo_compiling():
+        offsets = unwrapped(name, offsets)
     numbers: list[int] = offsets.tolist()
     if numbers[0] != 0 or any(b < a for a, b in zip(numbers, numbers[1:])):
         raise ValueError(f"{name} must begin at 0 and not decrease, got {numbers[:8]}")

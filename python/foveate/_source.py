@@ -15,6 +15,8 @@ from . import _native
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+#: What calls the ``forward`` of a module.
+_CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,7 +131,10 @@ def miscalled(kind: str, function: Any, given: int, error: TypeError) -> TypeErr
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
-    if tb is None or not os.path.abspath(tb.tb_frame.f_code.co_filename).startswith(_HERE + os.sep):
+    if tb is None:
+        return None
+    code = tb.tb_frame.f_code
+    if not os.path.abspath(code.co_filename).startswith(_HERE + os.sep) and code is not _CALL_OF_MODULE:
         return None  # A function of torch has begun.
     caller: Any = tb.tb_frame.f_locals.get("self")
     if hasattr(caller, "_program"):

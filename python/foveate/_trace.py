@@ -16,7 +16,7 @@ import torch
 
 from . import _checks, _kept, _native
 from ._arguments import Batched, unwrapped, wants_gradient
-from ._calls import Many, Reader, applied, called, innermost
+from ._calls import Many, OutOfBounds, Reader, applied, called, innermost
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
 from ._source import captured, defined, literals_of, miscalled, name_of, place, said
@@ -214,7 +214,7 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
     try:
         with trace:
             result = function(*values)
-            if isinstance(result, torch.Tensor):
+            if isinstance(result, torch.Tensor) and result.dim() == 0:
                 result = trace.operand("return", result)
             return result
     except Batched as error:
@@ -223,6 +223,10 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
     except TraceError as error:
         what = f"{trace.kind}_mod `{name_of(function)}`: {error}"
         raise TraceError(what if "File" in what else said_of(error, error)) from error
+    except ValueError as error:
+        if str(error) != LEARNS:
+            raise
+        raise ValueError(said_of(error, error)) from None
     except KeyError as error:
         if not any(isinstance(key, Expr) for key in error.args):
             raise
@@ -242,6 +246,8 @@ def _run(trace: Trace, function: Any, values: tuple[Expr, ...]) -> Any:
             raise TypeError(f"{NO_SCORE}, got a Mask: it is a block_mask") from None
         raise wrong from None
     except IndexError as error:
+        if isinstance(error, OutOfBounds):
+            raise IndexError(said_of(error, error)) from None
         if "numpy" not in str(error):
             raise
         what = "an array of NumPy cannot be read at a traced index; capture `torch.from_numpy(array)`"

@@ -526,5 +526,7 @@ def test_options_for_triton_change_nothing_and_are_said_once(caplog, monkeypatch
             assert torch.equal(flex_attention(q, k, v, kernel_options=options), flex_attention(q, k, v))
     (said,) = [record.getMessage() for record in caplog.records if "Triton" in record.getMessage()]
     assert "BLOCK_M" in said and "num_warps" in said
+    monkeypatch.setattr(_checks, "_said", set())
+    flex_attention(q, k, v, kernel_options={1: 2, "BLOCK_M": 32})
     with pytest.raises(RuntimeError, match="BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION"):
         flex_attention(q, k, v, kernel_options={"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True})

@@ -232,6 +232,9 @@ def test_a_captured_batch_that_no_call_reads_entry_by_entry_is_refused():
     words = "is a batch of torch.vmap: give its entries in the batch axis of one call instead"
     with pytest.raises(TraceError, match=f"mask_mod `<lambda>`: a captured tensor {words}; File .*test_func.py"):
         torch.vmap(lambda ids: create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 11, 13).kv_indices)(DOCUMENTS)
+    with pytest.raises(TraceError, match=f"cu_seqlens_q {words}"):
+        rows = k[0].transpose(0, 1)
+        torch.vmap(lambda ends: varlen(rows, rows, rows, ends))(torch.tensor([[0, 5, 13], [0, 9, 13]]))
     with pytest.raises(TraceError, match=f"`ids` {words}"):
         torch.vmap(lambda ids: flex_attention(q.double(), k.double(), v.double(), block_mask=Mask.document(ids)))(DOCUMENTS)
 

@@ -165,6 +165,13 @@ def test_a_wrong_mask_is_one_clear_error(make, kind, words):
     assert "\n" not in str(raised.value)
 
 
+def test_a_long_text_is_shown_by_its_beginning():
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"mask `\({160}\.\.\.`: nested over 80 deep") as raised:
+        flex_attention(q, q, q, block_mask=Mask("(" * 5000 + "causal" + ")" * 5000))
+    assert len(str(raised.value)) < 320
+
+
 def test_a_mask_equals_itself_alone_and_may_be_a_key():
     one, other = Mask.causal(), Mask.causal()
     assert one == one and one != other and len({one: 1, other: 2}) == 2

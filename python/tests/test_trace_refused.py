@@ -158,6 +158,35 @@ def test_a_mask_that_captures_a_tensor_that_requires_grad_is_refused():
         create_block_mask(lambda b, h, q, kv: kv < limit[b], None, None, 4, 4)
 
 
+NARROW, UNREAD_DTYPE, LEARNED = torch.zeros(8), torch.zeros(8, dtype=torch.complex64), torch.zeros(8, requires_grad=True)
+
+
+def learned(b, h, i, j):
+    return LEARNED[j] > 0
+
+
+@pytest.mark.parametrize("given, kind, words", [
+    (dict(score_mod=lambda s, b, h, i, j: s + NARROW[i, j]), IndexError, "too many indices for a captured tensor"),
+    (dict(score_mod=lambda s, b, h, i, j: s + NARROW[None][9, i]), IndexError, "index 9 is out of bounds for dimension 0"),
+    (dict(score_mod=lambda s, b, h, i, j: s + NARROW[i, None]), TraceError, "indexed with None, which adds an axis"),
+    (dict(score_mod=lambda s, b, h, i, j: s + UNREAD_DTYPE[i]), TraceError, "torch.complex64 is no dtype of masks"),
+    (dict(score_mod=lambda s, b, h, i, j: NARROW), ValueError, r"got a tensor of torch.float32 of shape \(8,\)"),
+    (dict(block_mask=Mask(learned)), ValueError, "requires grad; a mask has no gradient: capture its .detach()"),
+], ids=lambda given: next(iter(given)) if isinstance(given, dict) else None)
+def test_what_is_captured_wrongly_is_refused_with_file_and_line(given, kind, words):
+    q = torch.randn(1, 1, 8, 4)
+    with pytest.raises(kind, match=words) as raised:
+        flex_attention(q, q, q, **given)
+    assert f'; File "{__file__}", line ' in str(raised.value) and "\n" not in str(raised.value)
+    assert str(raised.value).startswith(("score_mod `<lambda>`", "mask_mod `Mask`"))
+
+
+def test_a_module_that_takes_other_values_is_refused_as_a_score():
+    q = torch.randn(1, 1, 8, 4)
+    with pytest.raises(TypeError, match="score_mod `Linear` is called with 5 values: Linear.forward"):
+        flex_attention(q, q, q, torch.nn.Linear(2, 2))
+
+
 def test_an_error_of_the_users_own_passes_through():
     class Mine(Exception):
         pass

@@ -146,6 +146,7 @@ def test_numbers_out_of_range_are_refused_by_name():
         (lambda: varlen(ROWS, ROWS, ROWS, ENDS, ENDS, -1), "max_seqlen_q must be at least 0, got -1"),
         (lambda: create_mask(causal, 1, 1, -1, 8), "must not be negative"),
         (lambda: create_block_mask(causal, 1, 1, 2**70, 8), "Q_LEN must be below"),
+        (lambda: create_block_mask(causal, 1, 1, 2**31, 8), r"Q_LEN and KV_LEN must be below 2\*\*31, got"),
         (lambda: create_block_mask(causal, 1, 1, 8, 8, "cuda3"), "device 'cuda3' is no device"),
         (lambda: DotProductAttention(0, 8), "num_attention_heads must be at least 1, got 0"),
         (lambda: DotProductAttention(4, (8, 8, 8)), "kv_channels must be a size, or two"),
@@ -155,6 +156,9 @@ def test_numbers_out_of_range_are_refused_by_name():
         (lambda: MultiheadAttention(32, 4)(STATES.bfloat16()), "hidden_states must be torch.float32"),
         (lambda: MultiheadAttention(32, 4, attention_type="cross")(STATES, encoder_output=STATES[..., :3]), "encoder_output must be"),
         (lambda: TransformerLayer(32, 64, 4, hidden_dropout=1.5), "hidden_dropout must be at least 0"),
+        (lambda: flex_attention(Q, K, K, sink=torch.zeros(4, device="meta")), r"sink must be a float tensor on .* \[4\] on meta"),
+        (lambda: varlen(ROWS, ROWS, ROWS, ENDS.to("meta")), r"cu_seqlens_q must be a vector of integer offsets, got .* on meta"),
+        (lambda: varlen(ROWS, ROWS, ROWS, ENDS > 0), "cu_seqlens_q must be a vector of integer offsets, got a tensor of torch.bool"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()

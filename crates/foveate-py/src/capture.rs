@@ -15,10 +15,10 @@ use pyo3::prelude::*;
 
 use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};
-use crate::error::raised;
+use crate::error::{raised, refused};
 use crate::expr::{self, Expr};
 use crate::tensor::{self, Borrowed, Held, row_major};
-use crate::value::{self, Value, refused};
+use crate::value::{self, Value};
 
 /// Bytes of the largest tensor that is copied.
 const MOST_COPIED: usize = 1 << 20;

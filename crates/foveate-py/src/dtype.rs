@@ -1,9 +1,11 @@
 //! The dtypes of torch, and how torch promotes them.
 
 use foveate::mods::Type;
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
+use pyo3::exceptions::PyNotImplementedError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+
+use crate::error::refused;
 
 /// A dtype of torch that a captured tensor or a value of a mod can have.
 pub use foveate::ElementType as Dtype;
@@ -72,7 +74,9 @@ impl TorchDtype for Dtype {
         let all = objects(object.py())?;
         let found = all.iter().position(|x| x.is(object));
         found.map(|i| NAMES[i].1).ok_or_else(|| {
-            PyTypeError::new_err(format!("{object} is not a dtype that a mask or score can read"))
+            refused(format!(
+                "{object} is no dtype of masks and scores: convert it, as to float32 or int64"
+            ))
         })
     }
 

@@ -1,8 +1,20 @@
 //! Errors of Foveate as exceptions of Python.
 
 use foveate::ErrorKind;
-use pyo3::PyErr;
 use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
+use pyo3::{PyErr, create_exception};
+
+create_exception!(
+    foveate,
+    TraceError,
+    PyRuntimeError,
+    "A mask or score function cannot be traced: the message names operation, file and line."
+);
+
+/// A `TraceError`.
+pub fn refused(reason: impl Into<String>) -> PyErr {
+    TraceError::new_err(reason.into())
+}
 
 /// What the machine lacks or refuses.
 pub fn runtime(message: String) -> PyErr {

@@ -12,7 +12,8 @@ use pyo3::pyclass::CompareOp;
 use pyo3::types::{PyTuple, PyType};
 
 use crate::dtype::{Dtype, TorchDtype};
-use crate::value::{self, Operand, Value, refused};
+use crate::error::refused;
+use crate::value::{self, Operand, Value};
 
 /// A traced 0-d tensor.
 #[pyclass(frozen, module = "foveate._native")]

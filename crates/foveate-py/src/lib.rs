@@ -52,6 +52,8 @@ mod _native {
     #[pymodule_export]
     use crate::dispatcher::{kernel_calls, kernel_error, kernel_functions, register_operators};
     #[pymodule_export]
+    use crate::error::TraceError;
+    #[pymodule_export]
     use crate::expr::{Expr, binary, constant, leaf, literal, scalar, select, unary};
     #[pymodule_export]
     use crate::lists::Lists;
@@ -69,5 +71,5 @@ mod _native {
     #[pymodule_export]
     use crate::traced::{Structure, Traced, mask, score};
     #[pymodule_export]
-    use crate::value::{Numbers, TraceError};
+    use crate::value::Numbers;
 }

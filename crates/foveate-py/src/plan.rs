@@ -25,11 +25,10 @@ use pyo3::prelude::*;
 use crate::call::Call;
 use crate::dlpack::Place;
 use crate::dtype::{Dtype, TorchDtype};
-use crate::error::raised;
+use crate::error::{raised, refused};
 use crate::tensor::{Borrowed, Held};
 use crate::threads;
 use crate::traced::Traced;
-use crate::value::refused;
 
 /// A traced function with the tensors that it reads, as they are in this call.
 pub struct Function<'a> {

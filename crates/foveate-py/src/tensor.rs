@@ -17,8 +17,7 @@ use pyo3::prelude::*;
 
 use crate::dlpack::{self, Described, Place};
 use crate::dtype::{Dtype, TorchDtype};
-use crate::error::raised;
-use crate::value::refused;
+use crate::error::{raised, refused};
 
 /// The strides of a row-major tensor, in elements.
 pub fn row_major(shape: &[usize]) -> Vec<usize> {

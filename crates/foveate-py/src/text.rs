@@ -13,6 +13,9 @@ use crate::dtype::Dtype;
 use crate::expr::Expr;
 use crate::value::{self, Number, Value};
 
+/// Characters of a mask that an error shows.
+const LONGEST_SHOWN: usize = 160;
+
 /// The mask that `text` says, part of the trace that runs. Tensors and numbers are looked up by name, traced
 /// values among the numbers: the element of a 0-d tensor, a captured integer of a graph; `heads` and `positions`
 /// are what the mask is asked about.
@@ -25,7 +28,10 @@ pub fn parse(
     positions: usize,
 ) -> PyResult<Expr> {
     let wrong = |what: &str| {
-        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let mut text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        if let Some((at, _)) = text.char_indices().nth(LONGEST_SHOWN) {
+            text.replace_range(at.., "...");
+        }
         PyValueError::new_err(format!("mask `{text}`: {what}"))
     };
     // A coordinate comes before a captured buffer of its name; of numbers the text form says so itself.

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::capture::{self, Capture};
+use crate::error::refused;
 use crate::expr::Expr;
-use crate::value::refused;
 
 /// A traced mask or score function.
 #[pyclass(frozen, module = "foveate._native")]

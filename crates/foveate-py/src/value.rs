@@ -12,25 +12,11 @@ use std::cell::RefCell;
 use foveate::mods::ir::{BinaryOp, UnaryOp};
 use foveate::mods::{DynExpr, Leaf, Type};
 use foveate::{Scalar, ScalarValue};
-use pyo3::create_exception;
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt};
 
 use crate::dtype::{Dtype, TorchDtype};
-use crate::error::raised;
-
-create_exception!(
-    foveate,
-    TraceError,
-    PyRuntimeError,
-    "A mask or score function cannot be traced: the message names operation, file and line."
-);
-
-/// A `TraceError`.
-pub fn refused(reason: impl Into<String>) -> PyErr {
-    TraceError::new_err(reason.into())
-}
+use crate::error::{raised, refused};
 
 /// A number of Python.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -132,9 +132,10 @@ fn is_vector(py: Python<'_>, name: &str, of: &Borrowed) -> PyResult<()> {
     }
     let dtype = of.dtype.object(py)?;
     Err(PyValueError::new_err(format!(
-        "{name} must be a vector of integer offsets, got a tensor of {} {:?}",
+        "{name} must be a vector of integer offsets, got a tensor of {} {:?} on {}",
         dtype.bind(py).str()?,
-        of.shape
+        of.shape,
+        of.place
     )))
 }
 
