@@ -244,6 +244,16 @@ def joined(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype), torch.logaddexp(lse, logit)
 
 
+def of_sequences(lse: Tensor, offsets: Tensor) -> Tensor:
+    """``lse [1, H, T]`` beside a sink: rows past the last sequence have no sink either."""
+    return torch.where(torch.arange(lse.size(2), device=lse.device) < offsets[-1], lse, -math.inf)
+
+
+def no_gradient_of_pages() -> NoReturn:
+    """What is said of a gradient of :func:`foveate.paged`."""
+    raise RuntimeError("foveate.paged has no gradient; gather the keys and call foveate.flex_attention for one")
+
+
 def heads_first(rows: Tensor) -> Tensor:
     """Rows ``[T, H, D]`` as ``[1, H, T, D]``."""
     return rows.transpose(0, 1).unsqueeze(0)

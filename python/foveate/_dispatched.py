@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Any) -> Any:
         operator, said, counts = ctx.of
         if operator is None:
-            raise RuntimeError("foveate.paged has no gradient; gather the keys and call foveate.flex_attention for one")
+            _checks.no_gradient_of_pages()
         out, lse, *tensors = ctx.saved_tensors
         operands, mods, first = _arguments(said, counts, tensors)
         wanted = ctx.needs_input_grad[4:]

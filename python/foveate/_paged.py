@@ -135,7 +135,7 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("foveate.paged has no gradient; gather the keys and call foveate.flex_attention for one")
+        _checks.no_gradient_of_pages()
 
     @staticmethod
     def vmap(*_: Any) -> Any:

@@ -274,8 +274,7 @@ def varlen(
         return outside()
     out, lse, max_scores = results
     if sink is not None:
-        # Rows past the last sequence have no sink either.
-        lse = torch.where(torch.arange(query.size(0), device=query.device) < layout[1][0][-1], lse, -math.inf)
+        lse = _checks.of_sequences(lse, cu_seqlens_q)
     out = out.squeeze(0).transpose(0, 1)
     if return_aux is None:
         return out

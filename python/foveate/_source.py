@@ -201,8 +201,3 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
 def name_of(function: Any) -> str:
     """What a function is called in messages."""
     return getattr(function, "__name__", None) or type(function).__name__
-
-
-def said(given: Any) -> str:
-    """What stands in the place of a function; of what is long, its type."""
-    return repr(given) if isinstance(given, (str, int, float)) else f"a {type(given).__name__}"

@@ -15,11 +15,11 @@ from typing import Any, Callable, Iterable
 import torch
 
 from . import _checks, _kept, _native
-from ._arguments import Batched, unwrapped, wants_gradient
+from ._arguments import Batched, shown, unwrapped, wants_gradient
 from ._calls import Many, OutOfBounds, Reader, applied, called, innermost
 from ._native import Expr, TraceError
 from ._operations import OPERATIONS, cast, unknown
-from ._source import captured, defined, literals_of, miscalled, name_of, place, said
+from ._source import captured, defined, literals_of, miscalled, name_of, place
 
 #: A score function: of the score, b, h, q_idx and kv_idx.
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -262,7 +262,7 @@ def mask(
     ``wrap(trace, values, mask)`` makes another mask of it. With ``constants`` captured numbers are constants.
     """
     if not callable(function):
-        raise TypeError(f"a mask must be a Mask or a function of (b, h, q_idx, kv_idx), got {said(function)}")
+        raise TypeError(f"a mask must be a Mask or a function of (b, h, q_idx, kv_idx), got {shown(function)}")
     reads = None if wrap is not None or constants else _kept.Reads.of("mask", function, extents)
     known = None if reads is None else reads.known(function)
     if known is not None:
@@ -280,7 +280,7 @@ def mask(
 def score(function: Any, extents: tuple[int, int, int, int], constants: bool = False) -> _native.Traced:
     """The program of a score function, for ``extents`` of b, h, q and kv; captured numbers as in :func:`mask`."""
     if not callable(function):
-        raise TypeError(f"{NO_SCORE}, got {said(function)}")
+        raise TypeError(f"{NO_SCORE}, got {shown(function)}")
     reads = None if constants else _kept.Reads.of("score", function, extents)
     known = None if reads is None else reads.known(function)
     if known is not None:

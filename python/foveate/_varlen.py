@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Callable, overload
 
 import torch
@@ -129,8 +128,7 @@ def varlen(
         one, two, three = map(_checks.heads_first, (q, k, v))
         result, lse, max_scores = _dispatched.attention(one, two, three, *mods, aux.max_scores, "varlen_", where)
         out = result.squeeze(0).transpose(0, 1)
-        if sink is not None:  # Rows past the last sequence have no sink either.
-            lse = torch.where(torch.arange(q.size(0), device=q.device) < cu_seqlens_q[-1], lse, -math.inf)
+        lse = lse if sink is None else _checks.of_sequences(lse, cu_seqlens_q)
     else:
         offsets, extents = sequences(cu_seqlens_q, both, q, k, longest_q, longest_k)
 
