@@ -339,7 +339,7 @@ def test_masks_without_tables_are_part_of_the_graph(name):
 def test_a_default_device_which_sees_each_call_leaves_compiled_functions_as_they_are():
     bias = torch.randn(2, 20).requires_grad_()
     score = lambda s, b, h, i, j: s + bias[h, j]
-    with torch.device("cpu"):
+    with torch.get_default_device():
         backend = agrees(lambda q, k, v: flex_attention(q, k, v, score), operands(1, 2, 2, 20, 20, 8, 8), (bias,))
         assert backend.operators == ["foveate.forward.default", "foveate.backward.default"]
         wrong = Backend().compile(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i: s))

@@ -245,7 +245,7 @@ def test_the_workspaces_memory_error_is_torchs_too():
 def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
     q, k, v = (t.detach() for t in operands(l=64, s=64))
     expected = flex_attention(q, k, v, enable_gqa=True)
-    here = torch.zeros(64)
+    here = torch.zeros(64, device="cpu")
     wrong = [
         (ValueError, lambda: flex_attention(q, k.cpu(), v)),
         (TraceError, lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + here[i], enable_gqa=True)),
@@ -257,7 +257,7 @@ def test_wrong_input_is_one_clear_error_and_the_next_call_is_right():
         ),
         (
             ValueError,
-            lambda: varlen(q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor([0, 64])),
+            lambda: varlen(*(t[0].transpose(0, 1) for t in (q, k, v)), torch.tensor([0, 64], device="cpu")),
         ),
         (ValueError, lambda: flex_attention(q.int(), k, v, enable_gqa=True)),
         (ValueError, lambda: flex_attention(q, k, v, scale=math.nan, enable_gqa=True)),

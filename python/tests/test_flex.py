@@ -230,6 +230,7 @@ def test_closures_and_globals_count_as_they_are_in_each_call():
         close("out", out, attention(q, k, v, mask=dense(window, (1, 1, 30, 30)))[0], q.dtype, 240)
 
 
+@pytest.mark.cpu("the memory is the test's own")
 def test_a_tensor_that_takes_a_freed_ones_address_is_another_tensor():
     q, k, v = operands((1, 1, 1, 64, 64, 8, 8))
     memory, addresses = bytearray(64 * 8), set()

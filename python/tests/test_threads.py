@@ -92,7 +92,7 @@ def test_functions_that_threads_trace_at_once_read_what_their_own_trace_knows():
 
         def score(s, b, h, i, j):
             meet()
-            return s + torch.take(table, j.clamp(min=n)) * torch.isin(i, torch.tensor([2, 5 * n])).float()
+            return s + torch.take(table, j.clamp(min=n)) * torch.isin(i, torch.tensor([2, 5 * n], device=q.device)).float()
 
         return lambda: flex_attention(q, q, q, score, Mask(mask))
 

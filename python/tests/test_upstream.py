@@ -113,7 +113,8 @@ def test_what_is_skipped_here_says_which_of_the_reasons(tmp_path):
 
 def test_some_of_each_function_are_of_those_whose_names_match(tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE)
-    ran = run_copy(COMMAND, "--eager", "--each", "1", "-k", "triton and 3", str(tmp_path / "test_theirs.py"))
+    match = ("--each", "1", "-k", "triton and 3")
+    ran = run_copy(COMMAND, "--eager", *match, str(tmp_path / "test_theirs.py"), **WITHOUT_GPU)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"test_theirs.py +1 +1 +0 +0 +0 +1/1 ", ran.stdout), ran.stdout
 
