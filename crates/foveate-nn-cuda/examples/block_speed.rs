@@ -10,6 +10,7 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use foveate_gpu::abi::Abi;
 use foveate_gpu::driver::{Allocation, Event};
 use foveate_gpu::{DeviceArray, DeviceTensor, ElementType, Engine, GpuError};
 use foveate_nn_cuda::embedding::{Embedding, EmbeddingBackward, TokenOrder};
@@ -18,12 +19,13 @@ use foveate_nn_cuda::head_norm::{self, HeadNorm, HeadNormBackward, Heads};
 use foveate_nn_cuda::loss::CrossEntropy;
 use foveate_nn_cuda::norm::{self, RmsNorm, RmsNormAgain, RmsNormBackward};
 use foveate_nn_cuda::optimizer::{
-    CONSTANTS_LEN, Piece, Pieces, Squares, TOTALS_LEN, Update, parts,
+    CONSTANTS_LEN, Piece, Pieces, Rule, Squares, StepConstants, TOTALS_LEN, Totals, Update, parts,
 };
 use foveate_nn_cuda::rope::{Pairing, Rope, Turn};
 use foveate_nn_cuda::vectors::{ColumnSums, CopyRows};
 use foveate_nn_cuda::{Block, Kernels};
 use foveate_tensor::DType;
+use foveate_tensor::random::Random;
 
 const TOKENS: usize = 8192;
 const WAIT: Duration = Duration::from_secs(20);
@@ -254,14 +256,21 @@ fn losses(b: &mut Bench, vocabulary: usize) -> Result<(), GpuError> {
     b.line("cross-entropy, gradient", vocabulary, 4 * tokens * vocabulary, &loss)
 }
 
+/// Steps by random gradients: moments that stay 0 would take the slow paths of divisions and roots.
 fn updates(b: &mut Bench) -> Result<(), GpuError> {
     let elems = 64 << 20;
+    let betas = [0.9, 0.95];
     let pieces = Pieces::new(&[Piece { range: 0..elems, origin: 0, rate: 1.0, decay: 1.0 }])?;
     let (table_len, elems_len) = ([pieces.len_f64()], [elems]);
     let table = b.upload(&pieces.bytes())?;
-    let (constants, totals) = (b.bytes(8 * CONSTANTS_LEN)?, b.bytes(8 * TOTALS_LEN)?);
+    let constants = b.upload(&StepConstants::new(10, 1, 1e-4, betas, 0.0).bytes())?;
+    let totals = b.upload(&Totals { factor: 1.0, ..Totals::default() }.bytes())?;
     let f64s = |address, len| DeviceArray::new(address, ElementType::F64, len);
-    let gradients = b.tensor(DType::F32, [elems])?;
+    let mut random = Random::new(1);
+    let some: Vec<u8> =
+        (0..1 << 20).flat_map(|_| (random.normal() as f32 * 1e-3).to_ne_bytes()).collect();
+    let gradients = b.upload(&some.repeat(elems >> 20))?;
+    let gradients = DeviceTensor::contiguous(gradients, DType::F32, [elems]);
     let words = foveate_nn::moments::words(elems);
     for (name, weights, completed, moments, kept, bytes) in [
         ("AdamW, exact", DType::BF16, true, DType::F32, elems, 28),
@@ -286,7 +295,7 @@ fn updates(b: &mut Bench) -> Result<(), GpuError> {
             piece_table: f64s(table, &table_len),
             constants: f64s(constants, &[CONSTANTS_LEN]),
             totals: f64s(totals, &[TOTALS_LEN]),
-            rule: foveate_nn_cuda::optimizer::Rule::AdamW { betas: [0.9, 0.95], eps: 1e-8 },
+            rule: Rule::AdamW { betas: betas.map(|beta| beta as f32), eps: 1e-8 },
             weight_decay: 0.1,
         };
         b.line(name, elems, bytes * elems, &update)?;
