@@ -230,12 +230,9 @@ fn of_options(
         let mask = mask.clone();
         readable("--mask", ProgramConfig { mask, score: None, ..own.clone() }, config)?;
     }
-    if let Some(window) = args.window {
-        readable(
-            "--window",
-            ProgramConfig { mask: near("", window), ..Default::default() },
-            config,
-        )?;
+    if let Some(window) = args.window.filter(|window| !(1..=i32::MAX as usize).contains(window)) {
+        let message = format!("--window is {window}; it must be 1 to {}", i32::MAX);
+        return Err(Failure::usage(message));
     }
     if let Some(score) = &args.score {
         let score = Some(score.clone());
