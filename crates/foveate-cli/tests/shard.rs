@@ -570,7 +570,7 @@ fn memory_of_a_step_is_held_to_the_gpu() {
     let (code, out, said) =
         check("llama3-8b.toml", &[&exact[..], &["--mesh", "shard=8", "--rows", "8"]].concat());
     assert_eq!(code, Some(0), "{said}");
-    assert!(out.contains("(f) a step      ") && out.contains(" of 79.6 GiB on the rank"), "{out}");
+    assert!(out.contains("(f) a step      ") && out.contains(" of 79.2 GiB on the rank"), "{out}");
     let (code, _, said) = check("llama3-8b.toml", &[&exact[..], &["--mesh", "shard=1"]].concat());
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("(f) a step, place 0 of context: takes 1"), "{said}");

@@ -16,7 +16,8 @@ use crate::recipe::Recipe;
 pub struct GpuProfile {
     /// Its name.
     pub name: &'static str,
-    /// Bytes of its memory, as the driver counts them.
+    /// Bytes of its memory as CUDA gives them (`cuDeviceTotalMem`, which `foveate doctor` shows): up to a GiB
+    /// less than `nvidia-smi` says.
     pub bytes: u64,
 }
 
@@ -39,12 +40,13 @@ impl GpuProfile {
     }
 }
 
-/// GPUs that recipes are run dry for.
+/// GPUs that recipes are run dry for, with the memory that CUDA gives by published reports, which differ by up to
+/// 0.2 GiB from driver to driver.
 pub const PROFILES: [GpuProfile; 4] = [
-    GpuProfile { name: "H200", bytes: mib(143_771) },
-    GpuProfile { name: "H100", bytes: mib(81_559) },
-    GpuProfile { name: "L40S", bytes: mib(46_068) },
-    GpuProfile { name: "RTX 4090", bytes: mib(24_564) },
+    GpuProfile { name: "H200", bytes: mib(143_156) },
+    GpuProfile { name: "H100", bytes: mib(81_079) },
+    GpuProfile { name: "L40S", bytes: mib(45_460) },
+    GpuProfile { name: "RTX 4090", bytes: mib(24_080) },
 ];
 
 /// What a GPU holds beside the arrays of a step: the context, kernels, their scratch and workspaces of

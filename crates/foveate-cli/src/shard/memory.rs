@@ -107,7 +107,7 @@ mod tests {
 
     use foveate_nn::{Dry, Model, Precision, TensorPart, Training};
     use foveate_shard::{Links, Mesh};
-    use foveate_train::memory::beside;
+    use foveate_train::memory::{GpuProfile, beside};
 
     use super::*;
     use crate::shard::plan;
@@ -132,6 +132,15 @@ mod tests {
         let len = recipe.data.len.div_ceil(mesh.size(MeshAxis::Context));
         let memory = model.training_memory(step.setting.rows, len, training).unwrap();
         memory.total() - memory.process - memory.attention + beside(recipe, config, false)
+    }
+
+    #[test]
+    fn machines_have_the_memory_of_the_gpus_that_recipes_are_run_dry_for() {
+        for (name, gpu) in [("h100x8", "h100"), ("h200x8", "h200")] {
+            let of_gpu = GpuProfile::named(gpu).unwrap().bytes as f64 / f64::from(1 << 30);
+            let gib = machine(name).unwrap().gpu.memory_gib;
+            assert!((gib - of_gpu).abs() < 0.01, "{name} has {gib} GiB, {gpu} {of_gpu}");
+        }
     }
 
     #[test]

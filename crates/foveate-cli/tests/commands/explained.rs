@@ -319,7 +319,7 @@ fn memory_of_a_recipe_names_its_card_its_rows_and_its_state() {
     };
     let plain = of(&[]);
     for line in [
-        "on a GPU         by state, on an H200 (140.4 GiB), 8 rows, nothing computed again; * is the recipe's\n",
+        "on a GPU         by state, on an H200 (139.8 GiB), 8 rows, nothing computed again; * is the recipe's\n",
         "\n  *exact ",
         "\ncards            with the state exact:\n  H200 ",
     ] {
@@ -333,7 +333,7 @@ fn memory_of_a_recipe_names_its_card_its_rows_and_its_state() {
     let auto = of(&["train.recompute=auto"]);
     let most = "full computed again, the most that `auto` does; ";
     assert!(auto.contains(most) && !plain.contains("auto"), "{auto}");
-    assert!(auto.contains("H200      140.4 GiB fits with nothing computed again\n"), "{auto}");
+    assert!(auto.contains("H200      139.8 GiB fits with nothing computed again\n"), "{auto}");
 }
 
 #[test]
@@ -343,7 +343,7 @@ fn a_step_of_a_recipe_is_explained_for_a_gpu_that_is_not_there() {
     let (code, out, err) = run(&line);
     assert_eq!(code, Some(0), "{err}");
     for part in [
-        "RTX 4090 with 24.0 GiB: 4 rows of state exact, updated at the end, nothing computed again",
+        "RTX 4090 with 23.5 GiB: 4 rows of state exact, updated at the end, nothing computed again",
         "weights, masters",
         "gate and up",
         "in all",
@@ -493,5 +493,5 @@ fn a_recipe_of_a_checkpoint_is_explained_by_its_config_alone() {
     assert!(out.contains("parameters       8030261248 "), "{out}");
     let (code, out, err) = run(&on_gpu);
     assert!(code == Some(0) && err.is_empty(), "{err}");
-    assert!(out.contains("H200 with 140.4 GiB: 1 row of state exact"), "{out}");
+    assert!(out.contains("H200 with 139.8 GiB: 1 row of state exact"), "{out}");
 }
