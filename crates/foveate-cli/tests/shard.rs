@@ -56,6 +56,25 @@ fn a_recipe_is_proven_on_a_mesh_and_drawn() {
     }
 }
 
+/// The pictures of docs/sharding.md are what the commands beside them draw.
+#[test]
+fn pictures_of_the_manual_are_drawn_by_its_commands() {
+    let manual = std::fs::read_to_string(root().join("docs/sharding.md")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let drawn = folder.path().join("plan.svg");
+    for (image, documents) in [("dispatch", ""), ("shard", " --doc-lens 2900,700,1100,3492")] {
+        let words = format!("--mesh context=4 --rows 1 --set data.len=8192{documents} --svg");
+        let command = format!("`foveate shard check recipes/tiny.toml {words} plan.svg`");
+        assert!(manual.contains(&command), "{command} is not in docs/sharding.md");
+        let args: Vec<_> = words.split(' ').chain(drawn.to_str()).collect();
+        let (code, _, said) = check("tiny.toml", &args);
+        assert_eq!(code, Some(0), "{said}");
+        let image = root().join(format!("docs/images/{image}.svg"));
+        let same = std::fs::read(&drawn).unwrap() == std::fs::read(&image).unwrap();
+        assert!(same, "{} is of another version; draw it again: {command}", image.display());
+    }
+}
+
 /// Rows, chunks and heads that nothing divides: it is proven where every rank has something, and refused with what can
 /// be where it has not.
 #[test]

@@ -14,15 +14,17 @@ const ROWS: usize = 512;
 /// Left of the plane and above it.
 const MARGIN: f64 = 40.0;
 
-/// An SVG of the plane of queries (down) and keys (to the right) of the first batch entries and
-/// heads: live tiles in the colour of the rank that computes them, pale where their keys come from
+/// An SVG of the plane of queries (down) and keys (to the right) of the batch entries and heads of rank 0, over all
+/// layers: live tiles in the colour of the rank that computes them, pale where their keys come from
 /// another rank. The strip on the left shows which rank holds the queries.
 pub fn to_svg(plan: &ShardPlan, planes: &Planes) -> String {
     let group = plan.context_group(0);
     let members: Vec<(usize, &Cells)> = group.iter().map(|&r| (r, &plan.ranks[r].own)).collect();
     let [q_len, kv_len] = [plan.whole.q_len, plan.whole.kv_len].map(|len| len.max(1) as f64);
     let side = planes.tile().q as usize;
-    let step = planes.needs().len().div_ceil(ROWS).max(1);
+    let (part, tiles) =
+        (planes.part(&plan.ranks[0].own.batch, &plan.ranks[0].own.heads), planes.needs().len());
+    let step = tiles.div_ceil(ROWS).max(1);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {:.0} {:.0}\" font-family=\"sans-serif\" \
          font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n<text x=\"{MARGIN}\" \
@@ -36,11 +38,10 @@ pub fn to_svg(plan: &ShardPlan, planes: &Planes) -> String {
         group.len(),
         plan.strategy
     );
-    for first in (0..planes.needs().len()).step_by(step) {
-        let rows = first..planes.needs().len().min(first + step);
+    for first in (0..tiles).step_by(step) {
+        let rows = first..tiles.min(first + step);
         let queries = first * side..plan.whole.q_len.min(rows.end * side);
-        let needs = planes.needs()[rows].iter().flat_map(|r| r.as_slice().iter().cloned());
-        let needs = Ranges::of(needs);
+        let needs = part.keys(rows);
         for (place, (_, own)) in members.iter().enumerate() {
             for held in own.q.intersection(&Ranges::one(queries.clone())).as_slice() {
                 let hue = 360 * place / members.len();
