@@ -146,8 +146,7 @@ pub fn find(
         of.flags(flags)?
     } else if of.is_set("RANK") || of.is_set("WORLD_SIZE") {
         of.torchrun()?
-    } else if of.is_set("SLURM_PROCID") && of.is_set("SLURM_STEP_ID") {
-        // A batch script has the first alone: its own process is no rank.
+    } else if of.is_step_of_slurm() {
         of.slurm()?
     } else if of.is_set("OMPI_COMM_WORLD_RANK") {
         of.mpi(Launcher::OpenMpi, OPEN_MPI)?
@@ -171,6 +170,12 @@ pub fn find(
         return refused(format!(
             "rank {} of {} by {}; ranks are counted from 0",
             launch.rank, launch.ranks, launch.launcher
+        ));
+    }
+    if launch.port == 0 && launch.ranks > 1 {
+        let by = launch.port_from;
+        return refused(format!(
+            "the port is 0 by {by}, where no rank finds another; give one from 1 to 65535"
         ));
     }
     Ok(launch)
@@ -326,6 +331,18 @@ impl Variables<'_> {
         Ok(launch)
     }
 
+    /// Whether `srun` started this process. A batch script has no step: its own process is no rank. `mpirun` within
+    /// an allocation has `srun` start a process a host, whose variables its ranks inherit; PMI's may be Slurm's own.
+    fn is_step_of_slurm(&self) -> bool {
+        let differs = |[of_mpi, of_step]: [&str; 2]| {
+            self.text(of_mpi).zip(self.text(of_step)).is_some_and(|(own, step)| own != step)
+        };
+        let by_mpi = self.is_set("OMPI_COMM_WORLD_RANK")
+            || differs(["PMI_RANK", "SLURM_PROCID"])
+            || differs(["PMI_SIZE", "SLURM_STEP_NUM_TASKS"]);
+        self.is_set("SLURM_PROCID") && self.is_set("SLURM_STEP_ID") && !by_mpi
+    }
+
     fn slurm(&self) -> Result<Launch, ShardError> {
         let rank = self.needed("SLURM_PROCID", "SLURM_NTASKS")?;
         let tasks = match self.number("SLURM_STEP_NUM_TASKS")? {
@@ -380,15 +397,16 @@ impl Variables<'_> {
     }
 }
 
-/// The first host of a list as Slurm writes it: `gpu[007-010,12],login` is `gpu007`.
+/// The first host of a list as Slurm writes it: `gpu[007-010,12],login` is `gpu007`, and `r[1-2]n[03,7]` is `r1n03`.
 fn first_node(list: &str) -> String {
-    let end = list.find([',', '[']).unwrap_or(list.len());
-    let (name, rest) = list.split_at(end);
-    let Some(inside) = rest.strip_prefix('[') else { return name.to_owned() };
-    let number = inside.split([',', '-', ']']).next().unwrap_or_default();
-    let suffix =
-        inside.split_once(']').map_or("", |(_, after)| after.split(',').next().unwrap_or(""));
-    format!("{name}{number}{suffix}")
+    let (mut name, mut rest) = (String::new(), list);
+    while let Some(end) = rest.find([',', '[']) {
+        name += &rest[..end];
+        let Some(inside) = rest[end..].strip_prefix('[') else { return name };
+        name += inside.split([',', '-', ']']).next().unwrap_or_default();
+        rest = inside.split_once(']').map_or("", |(_, after)| after);
+    }
+    name + rest
 }
 
 #[cfg(test)]
@@ -478,6 +496,8 @@ mod tests {
         with_port.push(("FOVEATE_PORT", "5000"));
         let launch = none(&with_port).unwrap();
         assert_eq!((launch.port, launch.port_from), (5000, "FOVEATE_PORT"));
+        let error = found(flags(1, 2, "node:0"), &[]).unwrap_err();
+        assert!(error.starts_with("the port is 0 by --meet"), "{error}");
         let error = found(flags(1, 2, "node"), &[]).unwrap_err();
         assert_eq!(error, "--meet node: say host:port, such as node0:29400");
     }
@@ -486,6 +506,30 @@ mod tests {
     fn the_script_of_a_slurm_job_is_no_rank() {
         let batch = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "16"), ("SLURM_JOB_ID", "1")];
         assert_eq!(none(&batch).unwrap().launcher, Launcher::Alone);
+    }
+
+    /// Slurm's variables are those of the process that `mpirun` has on each host.
+    #[test]
+    fn ranks_of_mpirun_within_an_allocation_of_slurm_are_its_own() {
+        let step = [
+            ("SLURM_PROCID", "1"),
+            ("SLURM_NTASKS", "16"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_STEP_NODELIST", "n[0-1]"),
+        ];
+        assert_eq!(none(&step).unwrap().launcher, Launcher::Slurm);
+        for (mpirun, launcher) in [
+            ([("OMPI_COMM_WORLD_RANK", "9"), ("OMPI_COMM_WORLD_SIZE", "16")], Launcher::OpenMpi),
+            ([("PMI_RANK", "1"), ("PMI_SIZE", "16")], Launcher::Pmi),
+        ] {
+            let found = none(&[&step[..], &mpirun, &[("MASTER_ADDR", "n0")]].concat()).unwrap();
+            let rank: usize = mpirun[0].1.parse().unwrap();
+            assert_eq!((found.launcher, found.rank, found.ranks), (launcher, rank, 16));
+        }
+        // `srun --mpi=pmi2` sets both alike.
+        let pmi = [("PMI_RANK", "1"), ("PMI_SIZE", "2")];
+        assert_eq!(none(&[&step[..], &pmi].concat()).unwrap().launcher, Launcher::Slurm);
     }
 
     #[test]
@@ -528,6 +572,10 @@ mod tests {
                 &[("JOB_COMPLETION_INDEX", "0"), ("FOVEATE_RANKS", "4")][..],
                 "an indexed Job needs MASTER_ADDR",
             ),
+            (
+                &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "0")][..],
+                "the port is 0 by MASTER_PORT, where no rank finds another; give one from 1",
+            ),
             (&[("FOVEATE_SILENCE", "0")][..], "FOVEATE_SILENCE is `0`; give seconds, from 1"),
             (&[("FOVEATE_DEADLINE", "soon")][..], "FOVEATE_DEADLINE is `soon`"),
         ] {
@@ -557,6 +605,8 @@ mod tests {
             ("gpu[007-010,12],login", "gpu007"),
             ("a,b", "a"),
             ("rack1-[3,5]-ib,x", "rack1-3-ib"),
+            ("rack[1-2]n[03-04,7],login", "rack1n03"),
+            ("gpu[1", "gpu1"),
         ] {
             assert_eq!(first_node(list), first);
         }
