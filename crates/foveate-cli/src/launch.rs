@@ -175,6 +175,7 @@ impl Ranks {
         let mut until = None;
         let mut told = false;
         loop {
+            let mut ends = false;
             for (rank, (child, ended)) in self.0.iter_mut().enumerate() {
                 if ended.is_none() {
                     *ended = child.try_wait().map_err(|e| {
@@ -186,11 +187,15 @@ impl Ranks {
                             killed.get_or_insert((rank, status));
                         }
                         until.get_or_insert(Instant::now() + GRACE);
+                        ends = true;
                     }
                 }
             }
             if self.0.iter().all(|(_, ended)| ended.is_some()) {
                 break;
+            }
+            if ends {
+                self.wake();
             }
             if interrupt.pressed() && !told {
                 told = true;
@@ -220,16 +225,33 @@ impl Ranks {
         }
     }
 
-    /// Sends SIGUSR1 to the ranks that run: Ctrl-C in a terminal and some schedulers signal them, too, and a second SIGINT
-    /// or SIGTERM would end them before they have saved.
+    /// Has a rank that was stopped go on, when another has failed: it finds that, and ends by itself.
+    #[cfg(unix)]
+    fn wake(&self) {
+        self.signal(rustix::process::Signal::CONT);
+    }
+
+    /// Sends SIGUSR1: Ctrl-C in a terminal and some schedulers signal ranks, too, and a second SIGINT or SIGTERM would
+    /// end them before they have saved.
+    #[cfg(unix)]
     fn ask_to_end(&self) {
-        #[cfg(unix)]
+        self.signal(rustix::process::Signal::USR1);
+    }
+
+    /// Sends a signal to the ranks that run.
+    #[cfg(unix)]
+    fn signal(&self, signal: rustix::process::Signal) {
         for (child, _) in self.0.iter().filter(|(_, ended)| ended.is_none()) {
-            let id = rustix::process::Pid::from_child(child);
             // One that has just ended needs none.
-            let _ = rustix::process::kill_process(id, rustix::process::Signal::USR1);
+            let _ = rustix::process::kill_process(rustix::process::Pid::from_child(child), signal);
         }
     }
+
+    #[cfg(not(unix))]
+    fn wake(&self) {}
+
+    #[cfg(not(unix))]
+    fn ask_to_end(&self) {}
 }
 
 impl Drop for Ranks {

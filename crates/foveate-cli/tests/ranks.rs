@@ -399,6 +399,31 @@ fn ranks_whose_launch_is_killed_save_and_end() {
     assert!(done.status.success(), "{}", text(done.stderr));
 }
 
+/// It is woken when the others have found it silent, and ends as they do.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_launched_rank_that_is_stopped_ends_with_the_others() {
+    let place = place();
+    let endless = ["--set", "train.steps=100000", "--set", "train.save_every=100000"];
+    let launch = [&["launch", "--ranks", "3", "--", "train", "recipe.toml"][..], &endless].concat();
+    let mut command = place.command(&launch);
+    command.env("FOVEATE_SILENCE", "2").stdout(Stdio::null()).stderr(Stdio::piped());
+    let launcher = command.spawn().unwrap();
+    let log = place.path("run/metrics.jsonl");
+    while std::fs::read_to_string(&log).map_or(0, |t| t.matches("\"step\"").count()) < 3 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let ranks = Left(children(launcher.id()));
+    let stopped = ranks.0[2].to_string();
+    assert!(Command::new("kill").args(["-STOP", &stopped]).status().unwrap().success());
+    let began = Instant::now();
+    let done = launcher.wait_with_output().unwrap();
+    let said = text(done.stderr);
+    assert_eq!(done.status.code(), Some(75), "{said}");
+    assert!(said.contains("has been silent to rank") && !said.contains("SIGKILL"), "{said}");
+    assert!(began.elapsed() < Duration::from_secs(20), "it waited to be killed: {said}");
+}
+
 /// What ranks leave behind says who it was, as far as they saw it.
 #[cfg(unix)]
 #[test]
