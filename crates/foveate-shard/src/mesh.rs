@@ -84,7 +84,10 @@ impl Mesh {
         let ranks = sizes.iter().try_fold(1usize, |n, &size| n.checked_mul(size));
         match ranks {
             Some(n) if n <= MOST_RANKS => Ok(Self { sizes }),
-            _ => refused(format!("a mesh of {} has more than {MOST_RANKS} ranks", Self { sizes })),
+            _ => refused(format!(
+                "a mesh of {} has more than {MOST_RANKS} ranks; give smaller sizes",
+                Self { sizes }
+            )),
         }
     }
 
@@ -97,8 +100,8 @@ impl Mesh {
     /// is left out has size 1; `auto` is what the other axes leave of the ranks.
     ///
     /// # Errors
-    /// When a part is no `axis=size`, an axis is there twice or `auto` twice, or the product of the
-    /// sizes is not `ranks`.
+    /// When there is no part, one is no `axis=size`, an axis is there twice or `auto` twice, or the product
+    /// of the sizes is not `ranks`.
     pub fn parse(text: &str, ranks: usize) -> Result<Self, ShardError> {
         let (sizes, auto) = parts(text)?;
         let product = sizes.iter().fold(1usize, |n, &size| n.saturating_mul(size));
@@ -242,6 +245,9 @@ fn parts(text: &str) -> Result<([usize; 4], Option<MeshAxis>), ShardError> {
                 }
             },
         }
+    }
+    if given == [false; 4] {
+        return refused(format!("mesh `{text}`: no axis is given; name one, such as context=4"));
     }
     Ok((sizes, auto))
 }

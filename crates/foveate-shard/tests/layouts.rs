@@ -271,11 +271,17 @@ fn what_cannot_be_is_refused_in_one_line() {
     assert!(mesh("pipeline=2", 2).contains("`pipeline` is no axis of a mesh"));
     assert!(mesh("context=0", 2).contains("size `0`"));
     assert!(mesh("context", 2).contains("not axis=size"));
+    for nothing in ["", " , "] {
+        assert!(mesh(nothing, 1).contains("no axis is given"), "{nothing:?}");
+    }
     assert!(
         mesh("shard=99999999999,context=99999999999,tensor=auto", 8).contains("cannot be divided")
     );
     assert!(told(Mesh::parse_whole("context=auto")).contains("context is auto"));
-    assert!(told(Mesh::new([1, 1 << 40, 1 << 40, 1])).contains("more than"));
+    assert!(
+        told(Mesh::new([1, 1 << 40, 1 << 40, 1]))
+            .ends_with("has more than 65536 ranks; give smaller sizes")
+    );
 
     let map = Map::new(Mesh::new([1, 2, 2, 2]).unwrap());
     let to = |axis, axes: &[MeshAxis]| told(map.clone().with(axis, axes));
