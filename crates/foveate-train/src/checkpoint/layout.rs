@@ -101,6 +101,12 @@ pub(super) fn file_of(rank: usize, number: usize) -> String {
     format!("part-{rank:05}-{number:05}.safetensors")
 }
 
+/// Whether a folder has a file with ranges of a rank.
+pub(super) fn has_parts(folder: &Path) -> bool {
+    let mut entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.any(|entry| entry.file_name().to_string_lossy().starts_with("part-"))
+}
+
 /// The name of the tensor of what is kept of a parameter.
 pub(super) fn tensor(kept: Kept, parameter: &Parameter) -> String {
     format!("{}:{}", kept.name(), parameter.name)

@@ -182,7 +182,7 @@ pub fn load_state<B: Blocks>(
     checksums: Checksums,
 ) -> Result<(Moments<B::Array>, State), TrainError> {
     let needed = match folder.join(layout::FILE) {
-        layout if layout.exists() => layout,
+        layout if layout.exists() || layout::has_parts(folder) => layout,
         _ => masters_of(folder).remove(0),
     };
     let is_sharded = needed.ends_with(layout::FILE);

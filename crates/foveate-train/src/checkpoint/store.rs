@@ -80,15 +80,19 @@ impl Store {
         Ok(store)
     }
 
-    /// The tensors that `layout.json` of `folder` says where to find; none where there is no such file.
+    /// The tensors that `layout.json` of `folder` says where to find; none where there is no such file, and no part.
     ///
     /// # Errors
-    /// When it is not as it was saved, or elements of a tensor are missing or there twice, or a file is not there;
+    /// When it is missing beside parts, it is not as it was saved, or elements of a tensor are missing or there twice, or a file is not there;
     /// of one on several disks that is an error where something of the file is read.
     pub fn of_layout(folder: &Path, sums: Option<&Manifest>) -> Result<Option<Self>, TrainError> {
         let path = folder.join(layout::FILE);
-        if !path.exists() {
+        if !path.exists() && !layout::has_parts(folder) {
             return Ok(None);
+        }
+        if !path.exists() {
+            let message = "is missing, and says what is in the parts that are here; put it back, or use another checkpoint";
+            return Err(TrainError::checkpoint(&path, message));
         }
         if let Some(sums) = sums {
             sums.check_file(&path)?;

@@ -311,6 +311,14 @@ fn a_range_that_is_missing_or_there_twice_is_refused_by_name_and_nothing_stays()
     assert!(told.contains("part-00001-00000.safetensors: is missing, where elements"), "{told}");
     fs::rename(&gone, &file).unwrap();
     let path = place.join("layout.json");
+    fs::rename(&path, &gone).unwrap();
+    for told in [
+        load_state(&place, &mut model(2), &RULE, Checksums::Skip).unwrap_err(),
+        load_weights(&place, &mut model(2), Checksums::Skip).unwrap_err(),
+    ] {
+        assert!(told.to_string().contains("layout.json: is missing"), "{told}");
+    }
+    fs::rename(&gone, &path).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     let mut json: Value = serde_json::from_str(&text).unwrap();
     let ranges = json["tensors"]["weight:model.norm.weight"]["ranges"].as_array_mut().unwrap();
