@@ -153,7 +153,10 @@ pub struct Proof {
 impl fmt::Display for Proof {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let most = |bytes: &dyn Fn(&RankBytes) -> u64| self.bytes.iter().map(bytes).max();
-        let mib = |bytes: Option<u64>| bytes.unwrap_or(0) as f64 / f64::from(1 << 20);
+        let size = |bytes: Option<u64>| match bytes.unwrap_or(0) as f64 / 1024.0 {
+            kib if kib < 1024.0 => format!("{kib:.1} KiB"),
+            kib => format!("{:.1} MiB", kib / 1024.0),
+        };
         writeln!(f, "proven for {}, plan {:016x}", Count(self.ranks, "rank"), self.plan_hash)?;
         writeln!(f, "(a) layouts     {} agree with the map", self.layouts)?;
         writeln!(
@@ -171,11 +174,11 @@ impl fmt::Display for Proof {
         writeln!(f, "(e) transfers   {}, with their receives", Count(self.transfers, "send"))?;
         writeln!(
             f,
-            "(f) bytes       {:.1} MiB received forward, {:.1} MiB sent backward, {:.1} MiB held \
-             by the busiest rank for a layer's attention",
-            mib(most(&|b| b.forward_received)),
-            mib(most(&|b| b.backward_sent)),
-            mib(most(&|b| b.held))
+            "(f) bytes       {} received forward, {} sent backward, {} held by the busiest rank for a \
+             layer's attention",
+            size(most(&|b| b.forward_received)),
+            size(most(&|b| b.backward_sent)),
+            size(most(&|b| b.held))
         )?;
         write!(f, "(g) imbalance   {:.4}", self.imbalance)
     }

@@ -135,7 +135,7 @@ pub(crate) fn order_of(permutations: &[Permutation]) -> Option<PermutationId> {
     Some(PermutationId(crate::hash::words(permutations.iter().map(|permutation| permutation.id.0))))
 }
 
-/// FNV-1a over the ranges.
+/// The same in every process, as identities are.
 fn hash(ranges: &[Range<usize>], len: usize) -> u64 {
     let words = ranges.iter().flat_map(|r| [r.start as u64, r.end as u64]);
     crate::hash::words(words.chain([len as u64]))

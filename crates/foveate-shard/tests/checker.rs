@@ -574,6 +574,7 @@ fn r12_plans_that_are_made_at_once_do_not_know_of_each_other() {
 }
 
 #[test]
+    assert!(text.contains(&format!("{:.1} KiB held", held as f64 / 1024.0)), "{text}");
 fn r13_a_spec_is_read_and_not_run() {
     let array =
         ArrayOf { element: ElementType::I32, axes: &[Axis::Batch, Axis::Seq], shape: &[4, LEN] };

@@ -199,7 +199,6 @@ fn needless(plan: &ShardPlan, planes: &Planes) -> Result<(), Contradiction> {
     Ok(())
 }
 
-/// Live entries of some queries, over all layers.
 impl ShardPlan {
     /// Live tiles that each stage of a rank computes, over all layers, batch entries and heads.
     pub fn live_tiles(&self, planes: &Planes, rank: usize) -> Vec<u64> {
@@ -225,6 +224,7 @@ fn live_tiles(planes: &Planes, cells: &Cells) -> u64 {
     tiles
 }
 
+/// Live entries of some queries, over all layers.
 fn load(planes: &Planes, cells: Option<&Cells>) -> u64 {
     let Some(cells) = cells.filter(|c| !c.is_empty()) else { return 0 };
     let (len, side) = (planes.whole().q_len, planes.tile().q as usize);
