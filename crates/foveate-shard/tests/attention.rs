@@ -73,6 +73,12 @@ fn cases() -> Vec<Case> {
             whole: Whole { q_len: 40, kv_len: 23, ..whole },
             ..case("fewer keys", Attention::new().mask(masks::causal_bottom_right()))
         },
+        case("chunks", Attention::new().mask(masks::causal() & masks::chunked(11).unwrap())),
+        // A grid of 36 places: the last token is in no neighbourhood.
+        case(
+            "a neighbourhood",
+            Attention::new().mask(masks::neighbourhood(&[4, 9], &[3, 5]).unwrap()),
+        ),
     ]
 }
 
