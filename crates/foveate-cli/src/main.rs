@@ -39,6 +39,7 @@ mod problem;
 mod progress;
 mod ranks;
 mod shard;
+mod sizes;
 mod threads;
 mod train;
 mod tune;

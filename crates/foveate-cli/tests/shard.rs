@@ -149,6 +149,23 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
         (
             &["--mesh", "tensor=4", "--set", "model.vocab_size=3"],
             2,
+            "model.vocab_size is 3, below the tokenizer's 257",
+        ),
+        (
+            &["--mesh", "tensor=2", "--set", "data.tokenizer=t.json"],
+            2,
+            "model.vocab_size is not given, and t.json is not read for it; give it",
+        ),
+        (
+            &[
+                "--mesh",
+                "tensor=4",
+                "--set",
+                "model.vocab_size=3",
+                "--set",
+                "data.tokenizer=t.json",
+            ],
+            2,
             "vocab_size: is 3, which cannot be cut over 4 ranks of tensor; use 1 to 3 of them",
         ),
         (
@@ -186,7 +203,41 @@ fn what_cannot_be_planned_or_proven_is_one_line() {
     }
     let (code, _, said) = check("finetune-chat.toml", &["--mesh", "context=2"]);
     assert_eq!(code, Some(2));
-    assert!(said.contains("the recipe starts from a checkpoint"), "{said}");
+    assert!(said.contains("models/base is not there") && said.contains("config.json"), "{said}");
+}
+
+/// Sizes, masks and the number of token ids are those that a run would have.
+#[test]
+fn a_recipe_of_a_checkpoint_is_proven_and_simulated_by_its_config_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let sizes = r#"{ "model_type": "mistral", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512, "sliding_window": 100, "tie_word_embeddings": false }"#;
+    std::fs::write(folder.path().join("config.json"), sizes).unwrap();
+    let set = format!("model={{ checkpoint = {:?} }}", folder.path());
+    let args = ["--mesh", "context=2,tensor=2", "--rows", "1", "--set", &set, "--json"];
+    // The recipe's attention is another.
+    let text = std::fs::read_to_string(root().join("recipes/tiny.toml")).unwrap();
+    let own = folder.path().join("recipe.toml");
+    std::fs::write(&own, text.replace("[attention]\nmask = \"causal & document\"\n", "")).unwrap();
+    let (code, out, said) = check(own.to_str().unwrap(), &args);
+    assert_eq!(code, Some(0), "{said}");
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    // A window of 100 in 512 tokens, of four heads in two layers.
+    let live: u64 = (0..512u64).map(|q| 100.min(q + 1)).sum();
+    assert_eq!(report["live_entries"], 4 * 2 * live, "{out}");
+    let found = simulated(own.to_str().unwrap(), &[&args[..6], &["--machine", "h100x8"]].concat());
+    assert!(number(&found, "step_ms") > 0.0, "{found}");
+    // 257 ids of bytes, of the embedding and, where it is not tied, the head.
+    let untied = ["--mesh", "shard=2", "--set", "model.tie_word_embeddings=false", "--json"];
+    let elements = |args: &[&str]| {
+        let (code, out, said) = check("tiny.toml", args);
+        assert_eq!(code, Some(0), "{said}");
+        serde_json::from_str::<serde_json::Value>(&out).unwrap()["step"]["parameter_elements"]
+            .as_u64()
+    };
+    let tied = elements(&["--mesh", "shard=2", "--json"]).unwrap();
+    assert_eq!((elements(&untied).unwrap() - tied) / 192, 257);
 }
 
 /// What `foveate shard simulate` says of a recipe with its state as it is measured.

@@ -14,12 +14,12 @@ use foveate_nn::{
     Offload, ParameterState, Precision, Recomputation, Recompute, StepKind,
 };
 use foveate_problem::Spec;
-use foveate_train::checkpoint::{self, CheckpointSizes, Checksums};
+use foveate_train::checkpoint::Checksums;
 use foveate_train::device::DeviceChoice;
 use foveate_train::error::TrainError;
 use foveate_train::memory::{GpuProfile, PROFILES, Planned, Setting, save_copy_bytes_on_cpu};
 use foveate_train::recipe::Recipe;
-use foveate_train::tokens::{BYTE_VOCAB, memory_of};
+use foveate_train::tokens::memory_of;
 use serde_json::json;
 
 use super::mesh::{OverRanks, sum_of};
@@ -27,6 +27,7 @@ use crate::blind;
 use crate::failure::Failure;
 use crate::limits::{Limits, Need};
 use crate::output::{Output, bytes, count};
+use crate::sizes::{self, Sizes};
 
 /// What a recipe takes.
 struct Budget {
@@ -383,23 +384,11 @@ pub fn run(
     let wrong = |message: String| {
         Failure::from(TrainError::recipe(path.display().to_string(), message).of_overrides(set))
     };
-    let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-    let from = base.as_deref().map(|folder| sizes_of(folder, wrong)).transpose()?;
-    let tokenizer = recipe.data.tokenizer.as_ref().map(|file| place.join(file));
-    let tokenizer = tokenizer.or_else(|| from.as_ref()?.tokenizer.clone());
-    let tokenizer_bytes = tokenizer.as_deref().map_or(0, memory_of);
-    let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
-    let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
-        (Some(config), _) => config,
-        (None, Some(from)) => {
-            recipe.check_layers(from.model.num_hidden_layers).map_err(wrong)?;
-            from.model.clone()
-        }
-        (None, None) => {
-            return Err(wrong("neither sizes nor a checkpoint are given".to_owned()));
-        }
-    };
-    let attention = recipe.attention.clone().or_else(|| from.map(|f| f.attention));
+    // What is read of a checkpoint is shown, and nothing is computed with it.
+    let Sizes { config, attention, tokenizer } =
+        sizes::of_recipe(&recipe, path, Checksums::Skip, wrong)?;
+    let own_tokenizer = recipe.data.tokenizer.as_ref().map(|file| place.join(file));
+    let tokenizer_bytes = own_tokenizer.or(tokenizer).as_deref().map_or(0, memory_of);
     let attention = attention.unwrap_or_default();
     let (rows, len) = (recipe.train.batch_rows, recipe.data.len);
 
@@ -478,19 +467,6 @@ fn on_cpu(
     }
     let step = model.dry_run(rows, len, StepKind::Training(training(own)))?;
     Ok((memory, step))
-}
-
-/// What the `config.json` of a recipe's checkpoint says; `wrong` is an error of the recipe.
-fn sizes_of(folder: &Path, wrong: impl Fn(String) -> Failure) -> Result<CheckpointSizes, Failure> {
-    if !folder.exists() {
-        let folder = folder.display();
-        return Err(wrong(format!(
-            "model.checkpoint: {folder} is not there, and its sizes are not known; put the model's \
-             config.json there, which is enough to explain it, or explain sizes, as in recipes/llama3-8b.toml"
-        )));
-    }
-    // What is read of it is shown, and nothing is computed with it.
-    Ok(checkpoint::read_sizes(folder, Checksums::Skip)?)
 }
 
 /// Whether the mask or the score of a program asks which document a token is of.

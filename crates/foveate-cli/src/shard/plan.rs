@@ -12,6 +12,7 @@ use foveate_shard::{
     LayerMask, Lengths, Limits, Links, Map, Mesh, MeshAxis, ModelShape, PlanOptions, Planes,
     ProvenPlan, ProvenStep, ShardError, ShardPlan, Sharding, Strategy, Whole, usual_tile,
 };
+use foveate_train::checkpoint::Checksums;
 use foveate_train::memory::Setting;
 use foveate_train::recipe::Recipe;
 use foveate_train::step_plan;
@@ -22,6 +23,7 @@ use crate::limits::{self, Need};
 use crate::number::number;
 use crate::progress::{PATIENCE, waiting};
 use crate::ranks::gpu_name;
+use crate::sizes::{self, Sizes};
 
 /// Tokens of all rows of a plan at most: each has a document id.
 const MOST_TOKENS: usize = 1 << 28;
@@ -89,7 +91,7 @@ impl PlanArgs {
     /// What is wrong with mesh or documents, in one line.
     pub fn plan(
         &self,
-        recipe: Recipe,
+        mut recipe: Recipe,
         limits: &limits::Limits,
         machine: Option<&Machine>,
     ) -> Result<PlannedRecipe, Failure> {
@@ -101,11 +103,11 @@ impl PlanArgs {
         let ranks = map.mesh().ranks() as f64;
         let need = Need { bytes: ranks * ranks * PAIR_BYTES, seconds: 0.0 };
         limits.admit("the plan of so many ranks", need, "give a smaller mesh")?;
-        let vocab = recipe.model.vocab_size.unwrap_or(256);
-        let config = recipe.model_config(vocab).map_err(Failure::usage)?.ok_or_else(|| {
-            let message = "the recipe starts from a checkpoint, and a plan needs the model's sizes";
-            Failure::usage(message).help("check a recipe that gives them in [model]")
-        })?;
+        let wrong = |message| Failure::usage(message);
+        let Sizes { config, attention, .. } =
+            sizes::of_recipe(&recipe, &self.recipe, Checksums::Skip, wrong)?;
+        // Masks and scores of a checkpoint are those that would run.
+        recipe.attention = attention;
         let (batch, len) = (self.rows.unwrap_or(recipe.train.batch_rows), recipe.data.len);
         if batch == 0 {
             return Err(Failure::usage("--rows is 0; a batch has a row or more"));

@@ -7,14 +7,14 @@ use foveate_nn::{
     AttentionConfig, AttentionProgram, IGNORE, ModelConfig, NnErrorKind, Offload, ProgramConfig,
     Recomputation, Recompute,
 };
-use foveate_train::checkpoint::{self, Checksums};
+use foveate_train::checkpoint::Checksums;
 use foveate_train::error::{TrainError, TrainErrorKind};
 use foveate_train::pack::Packed;
 use foveate_train::recipe::Recipe;
-use foveate_train::tokens::BYTE_VOCAB;
 
 use super::{Args, word};
 use crate::failure::Failure;
+use crate::sizes::{self, Sizes};
 
 /// A model and how it is trained.
 #[derive(Debug)]
@@ -80,17 +80,8 @@ impl Case {
     fn of_recipe(args: &Args, recipe: Recipe) -> Result<Self, Failure> {
         let path = Path::new(&args.model);
         let wrong = |message: String| Failure::new(format!("{}: {message}", path.display()));
-        let place = path.parent().unwrap_or(Path::new(""));
-        let base = recipe.model.checkpoint.as_ref().map(|folder| place.join(folder));
-        let read = |folder| checkpoint::read_sizes(folder, Checksums::Verify);
-        let from = base.as_deref().map(read).transpose()?;
-        let vocab = if recipe.data.tokenizer.is_some() { 0 } else { BYTE_VOCAB };
-        let config = match (recipe.model_config(vocab).map_err(wrong)?, &from) {
-            (Some(config), _) => config,
-            (None, Some(from)) => from.model.clone(),
-            (None, None) => return Err(wrong("neither sizes nor a checkpoint are given".into())),
-        };
-        let attention = recipe.attention.clone().or_else(|| from.map(|from| from.attention));
+        let Sizes { config, attention, .. } =
+            sizes::of_recipe(&recipe, path, Checksums::Verify, wrong)?;
         Ok(Self {
             name: args.model.clone(),
             config,
