@@ -13,9 +13,9 @@ mod transfers;
 use std::path::PathBuf;
 
 use foveate::tensor::count::Count;
-use foveate_shard::simulate::{Idle, Queue};
+use foveate_shard::simulate::{Idle, Machine, Queue};
 use foveate_shard::{Limits, MeshAxis};
-use foveate_train::recipe;
+use foveate_train::recipe::{self, Recipe};
 use serde::Serialize;
 
 use super::memory::{self, StepMemory};
@@ -85,15 +85,9 @@ struct RankReport {
 pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
     let given = args.machine.as_deref().map(memory::machine).transpose()?;
     let recipe = args.what.recipe()?;
-    let machine = match (given, &recipe.mesh.machine) {
-        (Some(machine), _) => machine,
-        (None, Some(name)) => {
-            recipe::machine(name).map_err(|why| Failure::usage(format!("mesh.machine {why}")))?
-        }
-        (None, None) => {
-            return Err(Failure::usage("no machine is given, and the recipe has no mesh.machine")
-                .help("give --machine h100x8, h200x8, or a TOML file like those of crates/foveate-shard/machines"));
-        }
+    let machine = match given {
+        Some(machine) => machine,
+        None => machine_of(&recipe)?,
     };
     let PlannedRecipe { recipe, config, planes, plan, .. } =
         args.what.plan(recipe, &args.limits, Some(&machine))?;
@@ -183,6 +177,15 @@ pub fn run(args: &Args, out: &mut Output) -> Result<(), Failure> {
         return Ok(out.json(&report)?);
     }
     print(&report, out)
+}
+
+/// The machine that a recipe names.
+fn machine_of(recipe: &Recipe) -> Result<Machine, Failure> {
+    let Some(name) = &recipe.mesh.machine else {
+        return Err(Failure::usage("no machine is given, and the recipe has no mesh.machine")
+            .help("give --machine h100x8, h200x8, or a TOML file like those of crates/foveate-shard/machines"));
+    };
+    recipe::machine(name).map_err(|why| Failure::usage(format!("mesh.machine {why}")))
 }
 
 fn print(report: &Report, out: &mut Output) -> Result<(), Failure> {
