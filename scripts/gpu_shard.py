@@ -9,12 +9,14 @@ process that take the GPUs there are in turn, in every state of the parameters; 
 rank's, repeats bit for bit, a run that goes on in another mesh, and runs of two processes of which one is
 killed or stopped. So many checks as AT_ONCE says run at a time (6). One line a check, ending in `passed`, FAILED
 or the reason why it was skipped; fails when one fails. Without a GPU it says so and passes. Parts are `meshes`,
-`contexts` (ranks that share rows) and `others` (what carries parameters, runs that go on or die), all unless some
-are named; `pairs` makes those checks alone that take two GPUs: by NCCL, and processes that die. `kills` kills and
+`contexts` (ranks that share rows), `others` (what carries parameters, runs that go on or die) and `products` (every
+product of the four axes that is 2, 3, 4 or 8 ranks), all unless some are named; `pairs` makes those checks alone that take two GPUs: by NCCL, and processes that die. `kills` kills and
 stops ranks at random moments (gpu_kills.py says how), on CPUs, too.
 """
 
 import hashlib
+import itertools
+import math
 import os
 import shutil
 import signal
@@ -284,6 +286,16 @@ def contexts():
     return [(f"context-{n}", state, ranks, sets, program) for n, (ranks, state, program, sets) in enumerate(CONTEXTS)]
 
 
+def products():
+    """The same of every product of the four axes that is 2, 3, 4 or 8 ranks."""
+    sizes = [of for of in itertools.product((1, 2, 3, 4, 8), repeat=4) if math.prod(of) in (2, 3, 4, 8)]
+    axes = ("replicate", "shard", "context", "tensor")
+    # A head for each rank of tensor.
+    more = ("model.num_attention_heads=8", "model.num_key_value_heads=4", "model.head_dim=32")
+    sets = lambda of: (*(f"mesh.{axis}={size}" for axis, size in zip(axes, of, strict=True)), *more)
+    return [("-".join(map(str, of)), "f32", math.prod(of), sets(of)) for of in sizes]
+
+
 def others(place):
     """What is checked beside meshes: ways of carrying, a run that goes on in another mesh, processes that die."""
     checks = [lambda: processes_that_die(place), lambda: resumed(place)]
@@ -306,16 +318,16 @@ def kills(foveate, folder, arguments):
     return status()
 
 
-def main(foveate, folder, parts="meshes,contexts,others", *more):
+def main(foveate, folder, parts="meshes,contexts,others,products", *more):
     # Without NVLink multicast, as everywhere.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if parts == "kills":
         return kills(foveate, folder, more)
     parts = parts.split(",")
-    unknown = [part for part in parts if part not in ("meshes", "contexts", "others", "pairs")]
+    unknown = [part for part in parts if part not in ("meshes", "contexts", "others", "products", "pairs")]
     if unknown or more or ("pairs" in parts and len(parts) > 1):
         given = " ".join([",".join(parts), *more])
-        sys.exit(f"shard.py: {given!r}; give meshes, contexts, others, or several of them, or pairs or kills alone")
+        sys.exit(f"shard.py: {given!r}; give meshes, contexts, others, products, or several of them, or pairs or kills alone")
     if subprocess.run([foveate, "doctor", "--json"], capture_output=True, text=True).stdout.find('"arch"') < 0:
         print("shard declined: no GPU")
         return 0
@@ -329,6 +341,7 @@ def main(foveate, folder, parts="meshes,contexts,others", *more):
     # Nothing is timed but how long ranks take to notice a death, which is seconds.
     checks = others(place) if "others" in parts else []
     cases = (contexts() if "contexts" in parts else []) + (meshes() if "meshes" in parts else [])
+    cases += products() if "products" in parts else []
     checks += [lambda case=case: beside_one_rank(place, *case) for case in cases]
     with ThreadPoolExecutor(int(os.environ.get("AT_ONCE", 6))) as pool:
         list(pool.map(lambda check: check(), checks))
