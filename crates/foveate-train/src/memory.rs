@@ -43,7 +43,7 @@ impl GpuProfile {
 /// GPUs that recipes are run dry for, with the memory that CUDA gives by published reports, which differ by up to
 /// 0.2 GiB from driver to driver.
 pub const PROFILES: [GpuProfile; 4] = [
-    GpuProfile { name: "H200", bytes: mib(143_156) },
+    GpuProfile { name: "H200", bytes: mib(143_155) },
     GpuProfile { name: "H100", bytes: mib(81_079) },
     GpuProfile { name: "L40S", bytes: mib(45_460) },
     GpuProfile { name: "RTX 4090", bytes: mib(24_080) },
