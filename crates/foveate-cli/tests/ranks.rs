@@ -737,4 +737,17 @@ fn the_doctor_says_which_rank_this_is_and_why() {
     let said = text(command.envs(set).output().unwrap().stdout);
     assert!(said.contains("ranks     3 of 8, by RANK and WORLD_SIZE"), "{said}");
     assert!(said.contains("node0:29501 (the port is MASTER_PORT + 1"), "{said}");
+    for (sets, says) in [
+        ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_ID=0", "1 of 2, by Slurm (SLURM_PROCID)\n"),
+        ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALNRANKS=2", "1 of 2, by PMI (PMI_RANK)\n"),
+        (
+            "JOB_COMPLETION_INDEX=1 FOVEATE_RANKS=2 MASTER_ADDR=train-0.train",
+            "1 of 2, by an indexed Job of Kubernetes (JOB_COMPLETION_INDEX)\n",
+        ),
+    ] {
+        let mut command = place.command(&["doctor", "--mesh"]);
+        let sets = sets.split(' ').map(|set| set.split_once('=').unwrap());
+        let said = text(command.envs(sets).output().unwrap().stdout);
+        assert!(said.starts_with(&format!("ranks     {says}")), "{said}");
+    }
 }

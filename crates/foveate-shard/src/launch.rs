@@ -40,10 +40,10 @@ impl fmt::Display for Launcher {
         f.write_str(match self {
             Self::Flags => "flags",
             Self::Torchrun => "RANK and WORLD_SIZE, as torchrun and foveate launch set them",
-            Self::Slurm => "Slurm",
-            Self::OpenMpi => "Open MPI",
-            Self::Pmi => "PMI",
-            Self::Kubernetes => "an indexed Job of Kubernetes",
+            Self::Slurm => "Slurm (SLURM_PROCID)",
+            Self::OpenMpi => "Open MPI (OMPI_COMM_WORLD_RANK)",
+            Self::Pmi => "PMI (PMI_RANK)",
+            Self::Kubernetes => "an indexed Job of Kubernetes (JOB_COMPLETION_INDEX)",
             Self::Alone => "no launcher",
         })
     }
