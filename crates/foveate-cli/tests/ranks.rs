@@ -720,6 +720,53 @@ fn torchrun_starts_ranks_and_starts_them_again() {
     assert_eq!(place.steps("run").last().unwrap().0, 400);
 }
 
+/// Two processes with what each launcher sets, in a place of N for the rank and P for a port that is free.
+#[test]
+fn ranks_meet_and_train_by_the_variables_of_every_launcher() {
+    let place = place();
+    let mut reached = Vec::new();
+    for (run, variables) in [
+        ("torchrun", "RANK=N WORLD_SIZE=2 LOCAL_RANK=N MASTER_ADDR=127.0.0.1 MASTER_PORT=P"),
+        (
+            "slurm",
+            "SLURM_PROCID=N SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=N SLURM_JOB_ID=7 \
+             SLURM_STEP_ID=0 SLURM_STEP_NODELIST=localhost FOVEATE_PORT=P",
+        ),
+        (
+            "open-mpi",
+            "OMPI_COMM_WORLD_RANK=N OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=N \
+             OMPI_COMM_WORLD_LOCAL_SIZE=2 FOVEATE_PORT=P",
+        ),
+        ("pmi", "PMI_RANK=N PMI_SIZE=2 MPI_LOCALRANKID=N MPI_LOCALNRANKS=2 FOVEATE_PORT=P"),
+        (
+            "kubernetes",
+            "JOB_COMPLETION_INDEX=N FOVEATE_RANKS=2 MASTER_ADDR=localhost FOVEATE_PORT=P",
+        ),
+    ] {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let dir = format!("run.dir={run}");
+        let args = ["train", "recipe.toml", "--set", "train.steps=3", "--set", &dir];
+        let start = |rank: usize| {
+            let sets = variables.split_whitespace().map(|set| set.split_once('=').unwrap());
+            let value = |value: &str| match value {
+                "N" => rank.to_string(),
+                "P" => port.to_string(),
+                value => value.to_owned(),
+            };
+            let mut command = place.command(&args);
+            command.envs(sets.map(|(name, of)| (name, value(of))));
+            command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let ranks: Vec<Child> = (0..2).map(start).collect();
+        for rank in ranks {
+            let done = rank.wait_with_output().unwrap();
+            assert!(done.status.success(), "{run}: {}", text(done.stderr));
+        }
+        reached.push((place.steps(run), place.weights(run, 3)));
+    }
+    assert!(reached.iter().all(|one| *one == reached[0]));
+}
+
 #[test]
 fn the_doctor_says_which_rank_this_is_and_why() {
     let place = place();
