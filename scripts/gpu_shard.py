@@ -291,7 +291,7 @@ def products():
     sizes = [of for of in itertools.product((1, 2, 3, 4, 8), repeat=4) if math.prod(of) in (2, 3, 4, 8)]
     axes = ("replicate", "shard", "context", "tensor")
     # A head for each rank of tensor.
-    more = ("model.num_attention_heads=8", "model.num_key_value_heads=4", "model.head_dim=32")
+    more = ("model.num_attention_heads=8", "model.num_key_value_heads=4")
     sets = lambda of: (*(f"mesh.{axis}={size}" for axis, size in zip(axes, of, strict=True)), *more)
     return [("-".join(map(str, of)), "f32", math.prod(of), sets(of)) for of in sizes]
 
