@@ -151,6 +151,7 @@ class _Attention(torch.autograd.Function):
         if d_out is None:
             d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         d_out, d_lse = (None if d is None else d.resolve_neg() for d in (d_out, d_lse))
+        _checks.refuse_batches(d_out, d_lse)
         inputs = (ctx.call, ctx.needs_input_grad, q, k, v, sink, out, lse, d_out, d_lse, *read[: ctx.learns])
         if torch.is_grad_enabled() or _transforms_active():
             gradients = Gradient.apply(*inputs)  # type: ignore[no-untyped-call]

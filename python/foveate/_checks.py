@@ -203,6 +203,15 @@ def no_tangents() -> NoReturn:
     )
 
 
+def refuse_batches(*gradients: Tensor | None) -> None:
+    """Raises where gradients are batches of PyTorch's older vmap, which knows no rules of an ``autograd.Function``."""
+    if any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in gradients):
+        raise NotImplementedError(
+            "foveate takes no batch of gradients by `is_grads_batched` or `vectorize=True`: call `torch.vmap` on what "
+            "`torch.func.vjp` returns, or `torch.func.jacrev`"
+        )
+
+
 class _Converted(torch.autograd.Function):
     """Keys and values in the dtype of the queries; the backward is torch's error."""
 

@@ -116,6 +116,7 @@ class _Attention(torch.autograd.Function):
         operator, said, counts = ctx.of
         if operator is None:
             _checks.no_gradient_of_pages()
+        _checks.refuse_batches(d_out, d_lse)
         out, lse, *tensors = ctx.saved_tensors
         operands, mods, first = _arguments(said, counts, tensors)
         wanted = ctx.needs_input_grad[4:]

@@ -150,6 +150,18 @@ def test_a_derivative_in_forward_mode_is_refused_and_float64_has_one():
     assert torch.equal(torch.func.jvp(lambda x: scored(slope) * x, (x.sum(),), (x.sum(),))[1], scored(slope) * 4)
 
 
+def test_a_batch_of_gradients_is_vmaps_and_refused_outside_of_torch_func():
+    q, k, v = operands()
+    leaf, each = q.clone().requires_grad_(), torch.randn(3, 2, 4, 11, 8, generator=G)
+    _, pull = torch.func.vjp(lambda x: flex_attention(x, k, v), q)
+    golds = torch.stack([pull(d)[0] for d in each])
+    assert torch.equal(torch.vmap(lambda d: pull(d)[0])(each), golds)
+    with pytest.raises(NotImplementedError, match="takes no batch of gradients by `is_grads_batched`"):
+        torch.autograd.grad(flex_attention(leaf, k, v), leaf, each, is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match="`torch.func.jacrev`"):
+        torch.autograd.functional.jacobian(lambda x: flex_attention(x, k, v), q, vectorize=True)
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_a_transform_in_a_compiled_function_breaks_its_graph(transform):
     torch._dynamo.reset()
