@@ -483,6 +483,17 @@ def test_a_deprecated_argument_is_said_once_and_again_when_torchs_list_is_cleare
             flex_attention(q, k, v, return_lse=True)
 
 
+def test_what_has_no_memory_any_more_is_refused():
+    """As sharded parameters between two uses."""
+    for at in range(5):
+        q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+        given = [q, k, v, torch.randn(20), torch.randn(2)]
+        given[at].untyped_storage().resize_(0)
+        table, sink = given[3:]
+        with pytest.raises(TypeError, match="a `Tensor` has no elements in memory: its storage was freed"):
+            flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j], sink=sink)
+
+
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_lies_behind_a_mask_reaches_no_result_and_no_gradient_of_a_key_or_query(dtype, junk):

@@ -160,9 +160,13 @@ impl Borrowed {
             address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
         };
         if found.address == 0 && found.elems() > 0 {
+            let class = tensor.get_type().name()?.to_string();
+            let why = match class.as_str() {
+                "Tensor" | "Parameter" => "its storage was freed",
+                _ => "use the tensors that it wraps",
+            };
             return Err(PyTypeError::new_err(format!(
-                "a `{}` has no elements in memory: use the tensors that it wraps",
-                tensor.get_type().name()?
+                "a `{class}` has no elements in memory: {why}"
             )));
         }
         Ok(found)
