@@ -309,6 +309,9 @@ fn print_blocks(found: &Measured, out: &mut Output) -> Result<(), Failure> {
 
 /// A word that recipes know, of the type that has it.
 fn word<T: serde::de::DeserializeOwned>(option: &str, text: &str) -> Result<T, Failure> {
-    serde_json::from_value(text.into())
-        .map_err(|e| Failure::usage(format!("--{option} {text}: {e}")))
+    serde_json::from_value(text.into()).map_err(|e| {
+        let said = e.to_string();
+        let known = said.split_once("expected ").map_or(said.as_str(), |(_, known)| known);
+        Failure::usage(format!("--{option} is \"{text}\"; {known} is expected"))
+    })
 }

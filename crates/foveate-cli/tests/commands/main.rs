@@ -200,6 +200,8 @@ fn what_only_a_command_knows_to_be_wrong_ends_with_2_as_what_its_arguments_say()
         ),
         ("bench train --mask causal&documnet", "did you mean `document`?"),
         ("bench train --score softcp(3)", "did you mean `softcap`?"),
+        ("bench train --offload x", "--offload is \"x\"; `none` or `layer_inputs` is expected\n"),
+        ("bench train --state x", "--state is \"x\"; one of `f32`, `exact`, `bf16_gradients`, "),
         ("bench train --window 0", "error: --window is 0; it must be 1 to 2147483647\n"),
         ("bench train --window 3000000000", "error: --window is 3000000000; it must be 1 to"),
         (

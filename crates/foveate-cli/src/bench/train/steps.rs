@@ -416,11 +416,16 @@ impl<'a, B: Blocks> Training<'a, B> {
         let warm = WARM.div_ceil(self.case.accumulate()).max(recorded);
         let all = warm + steps + 1;
         let mut progress = Progress::new(all);
+        // What may take long in it.
+        let first = match self.mesh.model.queues() {
+            true => "taking the first step, in which kernels are compiled and products timed",
+            false => "taking the first step",
+        };
         for number in 0..all {
             interrupt.check()?;
             let began = Instant::now();
             let totals = match number {
-                0 => waiting(FIRST_STEP, PATIENCE, || self.queue())?,
+                0 => waiting(first, PATIENCE, || self.queue())?,
                 _ => self.queue()?,
             };
             progress.step("steps", || ());
@@ -522,9 +527,6 @@ struct Timings {
     /// In which the host queued the very first.
     first_step_s: f64,
 }
-
-const FIRST_STEP: &str =
-    "taking the first step, in which a GPU's kernels are compiled and products timed";
 
 /// All but the first steps, which are `warm`, and the last, in rising order.
 fn timed(mut all: Vec<f64>, warm: usize) -> Vec<f64> {
