@@ -101,7 +101,7 @@ fn stuck(
         let e = e.and("what this rank had under way did not end either");
         if begun {
             // What ended the run is what has to be told, also where the disk is full.
-            let _ = TransferLog::of(group, &e.to_string()).write(&recipe.run.dir.join("transfers"));
+            let _ = TransferLog::of(group, &e.to_string()).write(&transfers(&recipe));
         }
         told(&args, &recipe, begun, e.into())
     }
@@ -146,12 +146,17 @@ fn options(args: &Args) -> Options {
     }
 }
 
+/// Where ranks write their last transfers.
+fn transfers(recipe: &Recipe) -> PathBuf {
+    recipe.run.dir.join("transfers")
+}
+
 /// A failure of a rank. Where others are lost it says how to go on, and where its last transfers are, of a run that
 /// has `begun`.
 fn told(args: &Args, recipe: &Recipe, begun: bool, e: TrainError) -> Failure {
     let failure = Failure::from(e.of_overrides(&args.set));
     let Failure::Lost(Some(_)) = &failure else { return failure };
-    let transfers = recipe.run.dir.join("transfers");
+    let transfers = transfers(recipe);
     let logs = match begun && transfers.is_dir() {
         true => format!("what each rank did last: foveate shard log {}; ", word(&transfers)),
         false => String::new(),

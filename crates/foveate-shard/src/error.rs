@@ -19,7 +19,7 @@ impl ShardError {
         Self { message: message.into(), lost: true }
     }
 
-    /// The same with more behind it.
+    /// The same error, whose message goes on with `; more`. Whether a rank is lost stays as it was.
     #[must_use]
     pub fn and(self, more: &str) -> Self {
         Self { message: format!("{}; {more}", self.message), ..self }

@@ -40,8 +40,8 @@ impl GpuProfile {
     }
 }
 
-/// GPUs that recipes are run dry for, with the memory that CUDA gives by published reports, which differ by up to
-/// 0.2 GiB from driver to driver.
+/// GPUs that recipes are run dry for, with the memory that CUDA gives: the H200's as it was read on one, the others' by
+/// published reports, which differ by up to 0.2 GiB from driver to driver.
 pub const PROFILES: [GpuProfile; 4] = [
     GpuProfile { name: "H200", bytes: mib(143_155) },
     GpuProfile { name: "H100", bytes: mib(81_079) },
