@@ -63,7 +63,7 @@ fn every_mbarrier_has_a_number_of_its_own_and_is_made_once() {
         };
         for q_stages in [1, 2] {
             let constants = constants(&format!(", Q_STAGES = {q_stages}"));
-            let count = 4 * stages + 2 * q_stages * consumers + 2 * 3;
+            let count = 4 * stages + 2 * q_stages * consumers + 2 * 3 + 1;
             let Some(made) = made(&constants, &[barriers(FORWARD)]) else { return };
             assert_eq!(made, count, "forward, {constants}");
         }

@@ -3,11 +3,12 @@
 // Persistent: a CTA computes one tile of FV_BM query rows of one head after the other, the heaviest of the
 // launch first, and its pipeline does not drain between them.
 //
-// Roles. In warpgroup 0 the scheduler, warp 2, takes the CTA's items and reads what there is to know of them
-// ahead, up to three items. A thread of warp 0 walks their live tiles of keys, starts the copies of Q and K, and
-// tells the consumers of each step; a thread of warp 1 starts those of V. Of keys in pages, and of operands that no
-// tensor map has, the whole warp does (see copies.cuh). The other warpgroups are consumers, each with 64 rows of Q:
-// 16 rows a warp, whose scores lie in the warp's registers as after mma.sync. A step of a consumer is
+// Roles. In warpgroup 0 the scheduler, warp 2, takes the CTA's items and reads what there is to know of them, each
+// when the copies of the one before come to its last step: as late as hides its own latency. A thread of warp 0 walks
+// their live tiles of keys, starts the copies of Q and K, and tells the consumers of each step; a thread of warp 1
+// starts those of V. Of keys in pages, and of operands that no tensor map has, the whole warp does (see copies.cuh).
+// The other warpgroups are consumers, each with 64 rows of Q: 16 rows a warp, whose scores lie in the warp's registers
+// as after mma.sync. A step of a consumer is
 //
 //     start S = Q K^T of this step     start O += P V of the step before
 //     S has come: release K            S = score(scale S), -inf where the mask is false
@@ -371,6 +372,7 @@ __device__ u32 item_after(const PersistentParams& persistent, u32 number, u32 it
 // The scheduler: one warp, whose lanes do the same until an item has no keys.
 __device__ void schedule(const ForwardParams& p, const PersistentParams& persistent, char* shared, Barriers barriers) {
     const u32 items = p.tile_count * p.heads_q;
+    int announced = 0;
     Ring<ITEMS> ring;
     auto place = [&]() -> Item& {
         barriers.item_empty(ring.stage).wait(ring.round - 1);
@@ -413,6 +415,8 @@ __device__ void schedule(const ForwardParams& p, const PersistentParams& persist
 #endif
         barriers.item_full(ring.stage).arrive_warp();
         ring.advance();
+        // An item that is taken earlier is one that no other CTA can take, and the first are the heaviest.
+        barriers.item_ends().wait(announced++);
     }
     place().stop = 1;
     barriers.item_full(ring.stage).arrive_warp();
@@ -476,6 +480,10 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
     };
     copies.for_each_tile([&](const Item& item, int key, u32 kind, int slot) {
         const int live = item.sequence.k_len - key, group = item.head / FV_GROUP;
+        if (kind & Step::LAST) {
+            if constexpr (BY_WARP) barriers.item_ends().arrive_warp();
+            else barriers.item_ends().arrive();
+        }
 #if FV_SCALE_BLOCKS
         if (scales.read(persistent, item, key)) kind |= Step::ODD;
 #endif

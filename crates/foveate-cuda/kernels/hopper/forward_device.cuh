@@ -19,7 +19,7 @@ constexpr int V_BYTES = FV_DTYPE == 3 ? FV_DVP * FV_BN : FV_BN * ROW_V;
 constexpr int END_BYTES = 1024, SMEM_LIMIT = 232448;
 // Two tiles of queries where there is room: the next one lands while this one is at work.
 constexpr int Q_STAGES = 2 * CONSUMERS * Q_BYTES + FV_STAGES * (K_BYTES + V_BYTES) + END_BYTES <= SMEM_LIMIT ? 2 : 1;
-constexpr int ITEMS = 3;                    // the item that is finished, the one at work, and those taken ahead
+constexpr int ITEMS = 3;                    // the item that is finished, the one at work, and the next one
 constexpr int AT_K = Q_STAGES * CONSUMERS * Q_BYTES, AT_V = AT_K + FV_STAGES * K_BYTES;
 constexpr int AT_ITEMS = AT_V + FV_STAGES * V_BYTES;
 // Of e4m3 with scales of blocks: rows of a block are a multiple of so many, so that a consumer's queries have one
@@ -142,6 +142,8 @@ struct Barriers {
     __device__ CopyBarrier item_empty(int place) const {
         return at(4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + ITEMS + place);
     }
+    // The producer of K has come to the last step of an item.
+    __device__ CopyBarrier item_ends() const { return at(4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS); }
 
     __device__ void init() const {
         for (int s = 0; s < FV_STAGES; ++s) {
@@ -159,6 +161,7 @@ struct Barriers {
             item_full(i).init(1);
             item_empty(i).init(2 + 4 * CONSUMERS);
         }
+        item_ends().init(1);
         fence_barrier_init();
     }
 
@@ -169,7 +172,7 @@ private:
         return barrier;
     }
 };
-static_assert(AT_BARRIERS - AT_ITEMS + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS) <= END_BYTES,
+static_assert(AT_BARRIERS - AT_ITEMS + 8 * (4 * FV_STAGES + 2 * Q_STAGES * CONSUMERS + 2 * ITEMS + 1) <= END_BYTES,
               "no room for barriers");
 
 // The live tiles of keys of an item, from the last one: what a mask cuts then comes first, together with the

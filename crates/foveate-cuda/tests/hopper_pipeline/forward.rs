@@ -22,6 +22,8 @@ enum Barrier {
     QEmpty(usize, usize),
     ItemFull(usize),
     ItemEmpty(usize),
+    /// The producer of keys has come to the last step of an item.
+    ItemEnds,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -99,6 +101,9 @@ fn scheduler(items: &[Vec<Live>]) -> Vec<Op> {
         ops.push(Write(Buffer::Item(ring.stage()), content));
         ops.push(Arrive(Barrier::ItemFull(ring.stage())));
         ring.advance();
+        if content != STOP {
+            ops.push(Wait(Barrier::ItemEnds, content.0 as i64));
+        }
     }
     ops
 }
@@ -107,7 +112,7 @@ fn scheduler(items: &[Vec<Live>]) -> Vec<Op> {
 fn for_each_tile(
     items: &[Vec<Live>],
     ops: &mut Vec<Op>,
-    mut each: impl FnMut(&mut Vec<Op>, Content, bool),
+    mut each: impl FnMut(&mut Vec<Op>, Content, bool, bool),
 ) {
     let mut ring = Ring::new(PLACES);
     for (item, tiles) in items.iter().enumerate() {
@@ -115,7 +120,7 @@ fn for_each_tile(
         ops.push(Wait(Barrier::ItemFull(place), ring.round()));
         for (i, &Live { tile, .. }) in tiles.iter().enumerate() {
             ops.push(Read(Buffer::Item(place), (item, 0)));
-            each(ops, (item, tile), i == 0);
+            each(ops, (item, tile), i == 0, i + 1 == tiles.len());
         }
         ops.push(Arrive(Barrier::ItemEmpty(place)));
         ring.advance();
@@ -140,7 +145,10 @@ fn keys(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
         false => Load(barrier, buffer, content),
     };
     let mut ops = Vec::new();
-    for_each_tile(items, &mut ops, |ops, content, first| {
+    for_each_tile(items, &mut ops, |ops, content, first, last| {
+        if last {
+            ops.push(Arrive(Barrier::ItemEnds));
+        }
         announce(ops, k, content, BYTES);
         ops.push(copy(Barrier::KFull(k.stage()), Buffer::K(k.stage()), content));
         k.advance();
@@ -167,7 +175,7 @@ fn keys(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
 fn values(shape: Shape, items: &[Vec<Live>]) -> Vec<Op> {
     let mut v = Ring::new(shape.stages);
     let mut ops = Vec::new();
-    for_each_tile(items, &mut ops, |ops, content, _| {
+    for_each_tile(items, &mut ops, |ops, content, _, _| {
         ops.push(Wait(Barrier::VEmpty(v.stage()), v.round() - 1));
         let (full, buffer) = (Barrier::VFull(v.stage()), Buffer::V(v.stage()));
         match shape.copied {
@@ -268,6 +276,7 @@ fn barriers(shape: Shape) -> Vec<(Barrier, usize)> {
         barriers.push((Barrier::ItemFull(place), 1));
         barriers.push((Barrier::ItemEmpty(place), 2 + shape.consumers));
     }
+    barriers.push((Barrier::ItemEnds, 1));
     barriers
 }
 
@@ -383,6 +392,7 @@ fn the_kernel_has_the_barriers_of_the_model() {
         "q_empty(s, c).init(1);",
         "item_full(i).init(1);",
         "item_empty(i).init(2 + 4 * CONSUMERS);",
+        "item_ends().init(1);",
     ] {
         assert!(device.contains(made), "{made}");
     }
