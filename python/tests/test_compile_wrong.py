@@ -19,7 +19,7 @@ SLOPE = torch.linspace(0.1, 0.7, 4, requires_grad=True)
 #: What is said instead of some: of a block mask that torch makes where its lists are, and what the engine says, which
 #: knows no names of a graph's operands.
 OTHERWISE = {
-    "on meta": "got cpu and meta",
+    "on meta": "got (cpu|cuda:0) and meta",
     "`LEARNED`": r"captured tensor of shape \(12,\)",
     "`ids`": r"captured tensor of shape \(3,\)",
 }

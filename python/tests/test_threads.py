@@ -98,7 +98,9 @@ def test_functions_that_threads_trace_at_once_read_what_their_own_trace_knows():
 
     alone = [of(n, lambda: None)() for n in (1, 2)]
     both, together = threading.Barrier(2), {}
-    calls = [threading.Thread(target=lambda n=n: together.update({n: of(n, lambda: both.wait(20))()})) for n in (1, 2)]
+    # Made here: the default device is each thread's own.
+    made = {n: of(n, lambda: both.wait(20)) for n in (1, 2)}
+    calls = [threading.Thread(target=lambda n=n: together.update({n: made[n]()})) for n in (1, 2)]
     for call in calls:
         call.start()
     for call in calls:
