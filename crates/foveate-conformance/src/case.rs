@@ -45,7 +45,8 @@ pub struct Case {
     /// storage, or after one word. A packing (`interleaved`, `stacked`, `per_head`,
     /// `gated_per_head`, `gated_interleaved`, `gated_stacked`) is one buffer for q, k and v.
     /// `cache` puts k and v in front of a longer cache, `sliced` cuts every vector from a longer
-    /// one by odd numbers, `shifted` by 4 elements at either end; `expanded` repeats one key/value
+    /// one by odd numbers, `shifted` by 4 elements at either end; `padded` cuts every vector, those
+    /// of out too, from one of the next multiple of 8 elements; `expanded` repeats one key/value
     /// head with stride 0, `repeated` one row of keys and values; `odd` gives axes of length 1
     /// meaningless strides and starts inside the buffer, `columns` makes the dim the slowest axis.
     #[serde(default = "bshd")]

@@ -120,6 +120,10 @@ impl<'a> Words<'a> {
                 let whole = self.dense([b, h, s, d + 3])?;
                 Some((whole.narrowed(3, i, d).expect("i + d <= d + 3"), whole.elems()))
             }
+            "padded" => {
+                let whole = self.dense([b, h, s, d.next_multiple_of(8)])?;
+                Some((whole.narrowed(3, 0, d).expect("d of as many or more"), whole.elems()))
+            }
             "shifted" => {
                 let whole = self.dense([b, h, s, d + 8])?;
                 Some((whole.narrowed(3, 4, d).expect("4 + d <= d + 8"), whole.elems()))
@@ -183,14 +187,19 @@ impl Storage {
         let words = Words::of(case)?;
         let Case { batch, heads: [heads_q, heads_kv], dim: [dim, dim_v], .. } = *case;
         let [rows_q, rows_k] = case.rows();
-        let out = words.dense([batch, heads_q, rows_q, dim_v]).ok_or_else(unknown)?;
+        let of_out = [batch, heads_q, rows_q, dim_v];
+        let (out, out_elems) = match words.how {
+            "padded" => words.operand(0, of_out),
+            _ => words.dense(of_out).map(|dense| (dense, dense.elems())),
+        }
+        .ok_or_else(unknown)?;
         let pages = PageTable::of(case)?;
         let mut storage = Self {
             sizes: Vec::new(),
             operands: [(0, out); 3],
             packed: None,
             dense_gradients: matches!(words.how, "expanded" | "repeated"),
-            out: (out, out.elems()),
+            out: (out, out_elems),
             pages,
         };
         if let Some(packing) = words.packing(case, rows_q) {

@@ -498,6 +498,9 @@ fn hopper_refusal(
     if let Some(reason) = hopper::refused_dtype(class.dtype, kernel) {
         return Some(reason.to_owned());
     }
+    if let Some(reason) = hopper::refused_dims(kernel, class.dim, class.dim_v) {
+        return Some(reason);
+    }
     if pack_gqa {
         return Some(hopper::NO_PACKED_GQA.to_owned());
     }

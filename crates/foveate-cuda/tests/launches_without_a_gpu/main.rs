@@ -365,6 +365,38 @@ fn a_driver_without_tensor_maps_runs_the_portable_family_and_is_named() {
     );
 }
 
+/// They begin at multiples of 16 bytes, as tensor maps need, and end where a backward of the Hopper family would write
+/// past them.
+#[test]
+fn rows_that_end_between_vectors_have_both_passes() {
+    let name = "rows_that_end_between_vectors_have_both_passes";
+    let cache = concat!(env!("CARGO_TARGET_TMPDIR"), "/kernels");
+    let variables = [("FOVEATE_CACHE_DIR", cache), ("TOTAL", "1073741824")];
+    if !driver::inside(name, &["nvrtc"], &["-DLOADS"], &variables) {
+        return;
+    }
+    let longer = Dims { len_q: 4096, len_k: 4096, dim: 128, dim_v: 128, ..DIMS };
+    let Tensors { blocks: _blocks, mut forward, mut backward } = Tensors::new(&longer);
+    let cut = |tensor: &mut DeviceTensor| {
+        tensor.layout = tensor.layout.narrowed(3, 0, 124).expect("124 of 128 numbers");
+    };
+    for operands in [&mut forward.operands, &mut backward.operands] {
+        [&mut operands.q, &mut operands.k, &mut operands.v].into_iter().for_each(cut);
+    }
+    [&mut forward.out, &mut backward.out, &mut backward.d_out].into_iter().for_each(cut);
+    let gradients = [&mut backward.dq, &mut backward.dk, &mut backward.dv];
+    gradients.into_iter().flatten().for_each(cut);
+    backward.d_captures.clear();
+    let plan = plan(&PLAIN, &Dims { dim: 124, dim_v: 124, ..longer }, CudaOptions::default());
+    let queue = Engine::get(0).unwrap().queue().clone();
+    plan.forward_on(&queue, &forward).unwrap();
+    plan.backward_on(&queue, &backward).unwrap();
+    assert_eq!(
+        names(&launches()),
+        ["fv_forward", "fv_delta", "fv_sink_gradient", "fv_backward", "fv_dq"]
+    );
+}
+
 #[test]
 fn a_warm_call_encodes_no_tensor_map() {
     if !inside("a_warm_call_encodes_no_tensor_map") {

@@ -134,6 +134,37 @@ fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() 
     assert!(large.contains("B of shared memory, a CTA can have 232448"), "{large}");
 }
 
+/// It writes eight numbers at a time, and those behind a row are not its own.
+#[test]
+fn rows_that_end_between_vectors_have_a_portable_backward() {
+    let profile = Profile::named("h200").unwrap();
+    for (dim, dim_v) in [(36, 36), (64, 60), (132, 128), (255, 255)] {
+        for deterministic in [false, true] {
+            // Of rows that begin at multiples of 16 bytes, of a longer one each.
+            let class = Class { deterministic, ..Class::new(Elem::Bf16, dim, dim_v, 4) };
+            let long = sizes(2, 32, 8, 8192);
+            let plan = KernelPlan::new(&profile, &class, &long, true, &KernelOptions::default());
+            let plan = plan.unwrap();
+            let family = |kernel| plan.config(kernel).map(|config| config.family);
+            assert_eq!(family(Kernel::Forward), Some(Family::Hopper), "{dim}/{dim_v}");
+            assert_eq!(family(Kernel::Backward), Some(Family::Portable), "{dim}/{dim_v}");
+            assert_ne!(family(Kernel::BackwardDq), Some(Family::Hopper), "{dim}/{dim_v}");
+            assert!(
+                !plan.splits_gqa()
+                    && plan
+                        .choice(Kernel::Backward)
+                        .ranked()
+                        .all(|c| { c.config.family == Family::Portable })
+            );
+            let dims = if dim == dim_v { dim.to_string() } else { format!("{dim}/{dim_v}") };
+            let why = format!(
+                "  refused    hopper: head dim {dims}; its backward takes multiples of 8\n"
+            );
+            assert!(plan.to_string().contains(&why), "{plan}");
+        }
+    }
+}
+
 #[test]
 fn what_runs_in_place_of_a_hopper_kernel_is_what_was_measured_to_lose_least() {
     let profile = Profile::named("h200").unwrap();
@@ -285,7 +316,11 @@ fn wide_head_dims_and_fixed_orders_have_a_hopper_kernel_for_dq_alone() {
         assert!(found.separates_dq() && !found.config(Kernel::Backward).unwrap().ordered_dq);
     }
     let learned = Class { captures: true, score: true, ..wide.clone() };
-    assert_eq!(tiles(&plan(&learned, &[]).unwrap())[0].unwrap().family, Family::Portable);
+    let found = plan(&learned, &[]).unwrap();
+    assert_eq!(tiles(&found)[0].unwrap().family, Family::Portable);
+    // Of all configurations at once.
+    let reason = "  refused    hopper: gradients of captured buffers at head dims above 128 (";
+    assert_eq!(found.to_string().matches(reason).count(), 1, "{found}");
     let refused = |class: &Class, asked: &[(&str, &str)], why: &str| {
         let said = plan(class, asked).unwrap_err().to_string();
         assert!(said.contains(why), "{said}");

@@ -5,7 +5,7 @@
 //! what a consumer can have is more than what the launch gives every thread.
 
 use super::{Refusal, Resources};
-use crate::compile::config::{Config, Elem, Family, Kernel};
+use crate::compile::config::{Config, Elem, Family, HeadDims, Kernel};
 
 /// Bytes of shared memory that a CTA can have on compute capability 9.0.
 const SHARED_LIMIT: usize = 232_448;
@@ -28,6 +28,8 @@ const WORKING_BACKWARD: usize = 24;
 
 /// Bytes of the least `cp.async`.
 pub(crate) const LEAST_COPY: usize = 4;
+/// Numbers that a backward writes of a row at a time, all of which are the row's.
+const ROW_UNIT: usize = 8;
 
 /// Problems that the family does not compute, in words for planner and resource model alike.
 const NO_F32: &str = "f32 operands; no products of f32";
@@ -41,6 +43,16 @@ pub(crate) fn refused_dtype(dtype: Elem, kernel: Kernel) -> Option<&'static str>
         Elem::E4m3 if kernel != Kernel::Forward => Some(NO_E4M3),
         Elem::E4m3 | Elem::F16 | Elem::Bf16 => None,
     }
+}
+
+/// Why the family has no `kernel` of rows of `dim` and `dim_v` numbers, where it has none.
+pub(crate) fn refused_dims(kernel: Kernel, dim: usize, dim_v: usize) -> Option<String> {
+    let dims = HeadDims(dim, dim_v);
+    if dim.max(dim_v) > MOST_DIM {
+        return Some(format!("head dim {dims}; it takes those up to {MOST_DIM}"));
+    }
+    let whole = kernel.is_of_forward() || [dim, dim_v].iter().all(|d| d.is_multiple_of(ROW_UNIT));
+    (!whole).then(|| format!("head dim {dims}; its backward takes multiples of {ROW_UNIT}"))
 }
 
 /// What a CTA of `config` takes.
@@ -121,8 +133,8 @@ fn check(config: &Config) -> Result<(), Refusal> {
         return family("it has no such kernel");
     }
     let backward = config.kernel.owns_keys();
-    if config.dim.max(config.dim_v) > MOST_DIM {
-        return family(&format!("head dims above {MOST_DIM}"));
+    if let Some(reason) = refused_dims(config.kernel, config.dim, config.dim_v) {
+        return family(&reason);
     }
     if let Some(reason) = refused_dtype(config.dtype, config.kernel) {
         return family(reason);
