@@ -10,7 +10,7 @@ use foveate_problem::{Dims, Spec};
 use foveate_tensor::DType;
 
 use crate::choose::{
-    Choice, Class, KernelOptions, KernelPlan, Pass, PrintedMods, Records, Sizes, Unmapped, admit,
+    Choice, Class, KernelOptions, KernelPlan, Pass, PrintedMods, Records, Sizes, admit,
 };
 use crate::compile::Candidate;
 use crate::compile::codegen::{Extent, ModsSource, Options};
@@ -88,17 +88,10 @@ pub fn plan(
         Some(score) if run.backward => Some(Arc::new(score.gradient()?)),
         _ => None,
     };
-    let align = alignment(dtype, dims);
     let class = Class {
-        align,
         deterministic: run.deterministic,
         checked: run.checked,
-        paged: run.page_size.is_some(),
-        unmapped: match (Unmapped::aligned(align), run.page_size) {
-            (aligned, Some(rows)) if aligned.is_empty() => Unmapped::paged(rows),
-            (aligned, _) => aligned,
-        },
-        ..Class::of(spec, dtype, dims, gradient.as_deref())
+        ..Class::of(spec, dtype, dims, gradient.as_deref()).contiguous(run.page_size)
     };
     let sizes = Sizes::of(dims).under(spec, run.mean_kv_len);
     let recorded = |kernel| records?.record(kernel, &class, &sizes, spec);
@@ -236,12 +229,6 @@ impl AotKernel<'_> {
     }
 }
 
-/// Bytes that rows of contiguous operands are aligned to: 16, 8, 4 or 2.
-fn alignment(dtype: Elem, dims: &Dims) -> usize {
-    let bits = (dims.dim * dtype.bytes()) | (dims.dim_v * dtype.bytes()) | 16;
-    1 << bits.trailing_zeros()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -262,19 +249,6 @@ mod tests {
             dim_v,
             shared_kv: false,
             packed: false,
-        }
-    }
-
-    #[test]
-    fn rows_are_aligned_as_contiguous_rows_are() {
-        for (dtype, dim, dim_v, align) in [
-            (Elem::Bf16, 64, 128, 16),
-            (Elem::Bf16, 64, 36, 8),
-            (Elem::F16, 34, 64, 4),
-            (Elem::F16, 64, 33, 2),
-            (Elem::F32, 33, 64, 4),
-        ] {
-            assert_eq!(alignment(dtype, &dims(dim, dim_v)), align, "{dim}/{dim_v}");
         }
     }
 

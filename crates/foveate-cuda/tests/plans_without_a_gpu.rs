@@ -94,6 +94,34 @@ fn a_description_counts_the_cells_that_the_hopper_forward_passes_over() {
     assert_eq!(odd.tiling.seen_pairs, (8 * 8 * seen) as u64);
 }
 
+/// Those of a call whose tensors have nothing between their rows.
+#[test]
+fn a_description_is_of_kernels_that_take_rows_as_long_as_they_are() {
+    let name = "a_description_is_of_kernels_that_take_rows_as_long_as_they_are";
+    if !inside(name, &[], &["-DLOADS"], &[]) {
+        return;
+    }
+    let of_rows = |dim, dim_v| {
+        let dims = Dims { dim, dim_v, ..dims(8, [1024; 2]) };
+        let engine = Engine::get(0).unwrap();
+        let options = CudaOptions::default();
+        let plan = CudaPlan::new(engine, &PLAIN, &dims, DType::BF16, options).unwrap();
+        let kernels = plan.describe(Arrangement::Dense, None).unwrap().kernels;
+        let configurations = plan.configurations().unwrap().into_iter();
+        assert!(
+            configurations.zip(&kernels).all(|(c, line)| line.starts_with(&format!("{c}, for")))
+        );
+        let hopper = |kernel| {
+            let of = kernels.iter().find(|line| line.starts_with(kernel)).unwrap();
+            (of.contains("hopper"), of.contains(", v by copies, "))
+        };
+        (hopper("forward"), hopper("backward"))
+    };
+    assert_eq!(of_rows(128, 128), ((true, false), (true, false)));
+    assert_eq!(of_rows(128, 122), ((true, true), (false, false)));
+    assert_eq!(of_rows(127, 127), ((false, false), (false, false)));
+}
+
 #[test]
 fn a_description_says_how_many_heads_share_a_tile() {
     if !inside("a_description_says_how_many_heads_share_a_tile", &[], &[], &[]) {

@@ -92,14 +92,19 @@ impl Unmapped {
         (!rows.is_multiple_of(BOX_ROWS)).then_some(Self { name, reason, by_copies: true })
     }
 
-    /// q, k and v where rows of all of them are aligned to `align` bytes.
-    pub fn aligned(align: usize) -> Vec<Self> {
-        let refusal = |name: &str| match align {
+    /// An operand whose rows are aligned to `bytes`, fewer than a map needs, or its elements apart where that is 0.
+    fn of_rows(name: &'static str, bytes: usize) -> Self {
+        let refusal = match bytes {
             0 => MapRefusal::Apart { name: name.to_owned() },
             bytes => MapRefusal::Alignment { name: name.to_owned(), bytes },
         };
+        Self::new(name, &refusal)
+    }
+
+    /// q, k and v where rows of all of them are aligned to `align` bytes.
+    pub fn aligned(align: usize) -> Vec<Self> {
         let all = ["q", "k", "v"].into_iter().filter(|_| align != 16);
-        all.map(|name| Self::new(name, &refusal(name))).collect()
+        all.map(|name| Self::of_rows(name, align)).collect()
     }
 
     /// k and v in pages of `rows` rows.
@@ -169,6 +174,20 @@ impl Class {
             captures: gradient.is_some_and(|g| !g.captures().is_empty()),
             ..Self::new(dtype, dims.dim, dims.dim_v, dims.group())
         }
+    }
+
+    /// The same on contiguous operands: rows lie one after the other, those of keys and values in pages of
+    /// `page_size` if there are any.
+    pub(crate) fn contiguous(self, page_size: Option<usize>) -> Self {
+        let align = |dim: usize| 1 << ((dim * self.dtype.bytes()) | 16).trailing_zeros();
+        let (of_k, of_v) = (align(self.dim), align(self.dim_v));
+        let operands = [("q", of_k, None), ("k", of_k, page_size), ("v", of_v, page_size)];
+        let unmapped = operands.into_iter().filter_map(|(name, align, pages)| match align {
+            16 => pages.and_then(|rows| Unmapped::of_pages(name, rows)),
+            bytes => Some(Unmapped::of_rows(name, bytes)),
+        });
+        let (unmapped, paged) = (unmapped.collect(), page_size.is_some());
+        Self { align: of_k.min(of_v), unmapped, paged, ..self }
     }
 
     /// Whether the query heads of a key/value head share a tile of `kernel`, so that keys and

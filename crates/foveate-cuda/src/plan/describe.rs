@@ -7,7 +7,7 @@ use super::kernels::sizes;
 use super::launch::{COUNTED_BYTES, dq_accum_bytes, head_gradient_bytes};
 use super::{CudaPlan, longest, sequences};
 use crate::choose::schedule::{Axis, Lists, Schedule, TileSize, mask_slots};
-use crate::choose::{Class, KernelPlan, Unmapped};
+use crate::choose::{Class, KernelPlan};
 use crate::compile::Candidate;
 use crate::compile::config::{Config, Kernel};
 use crate::error::CudaError;
@@ -37,7 +37,7 @@ pub struct Description {
 }
 
 impl CudaPlan {
-    /// What a call of the planned sizes on aligned operands does, whose sequences lie as
+    /// What a call of the planned sizes on contiguous operands does, whose sequences lie as
     /// `arrangement` says. Packed problems need their offsets; without any, the description is
     /// that of no sequences. `scales` are the blocks of scales that f8e4m3 operands have.
     ///
@@ -53,10 +53,8 @@ impl CudaPlan {
         let sequences = sequences(&dims, arrangement);
         let page_size = arrangement.page_size();
         let class = Class {
-            paged: page_size.is_some(),
             scale_blocks: scales.is_some_and(|blocks| blocks != ScaleBlocks::WHOLE),
-            unmapped: page_size.map_or_else(Vec::new, Unmapped::paged),
-            ..self.class()
+            ..self.class().contiguous(page_size)
         };
         let backward = self.gradient.is_ok() && !arrangement.paged();
         let sizes = sizes(&dims, longest(&sequences));
@@ -119,7 +117,7 @@ impl CudaPlan {
         })
     }
 
-    /// The configurations of the kernels that a call of the planned sizes on aligned operands runs,
+    /// The configurations of the kernels that a call of the planned sizes on contiguous operands runs,
     /// the forward's first, whatever its captured buffers hold.
     ///
     /// # Errors
@@ -128,8 +126,9 @@ impl CudaPlan {
         let arrangement = Arrangement::default();
         let longest = longest(&sequences(&self.dims.arranged(arrangement), arrangement));
         let sizes = sizes(&self.dims, longest);
-        let chosen = self.chosen(self.class(), sizes, self.gradient.is_ok())?;
-        let chosen = self.settled(chosen, self.class(), sizes, None)?;
+        let class = self.class().contiguous(None);
+        let chosen = self.chosen(class.clone(), sizes, self.gradient.is_ok())?;
+        let chosen = self.settled(chosen, class, sizes, None)?;
         Ok(chosen.kernels.iter().map(|kernel| self.running(kernel).config.clone()).collect())
     }
 

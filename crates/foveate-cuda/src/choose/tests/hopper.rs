@@ -165,6 +165,32 @@ fn rows_that_end_between_vectors_have_a_portable_backward() {
     }
 }
 
+/// Of a call: `CudaPlan::unmapped`.
+#[test]
+fn contiguous_operands_are_copied_as_their_own_rows_are_aligned() {
+    let of = |dtype, dim, dim_v, pages| {
+        let class = Class::new(dtype, dim, dim_v, 1).contiguous(pages);
+        let reasons: Vec<String> = class.unmapped.iter().map(|of| of.reason.clone()).collect();
+        (class.align, class.copied().to_string(), reasons.join("; "))
+    };
+    let said = |align, copied: &str, reasons: &str| (align, copied.to_owned(), reasons.to_owned());
+    assert_eq!(of(Elem::Bf16, 64, 128, None), said(16, "", ""));
+    let by_4 = "rows of v are aligned to 4 B; a tensor map needs 16";
+    assert_eq!(of(Elem::Bf16, 64, 66, None), said(4, "v", by_4));
+    let by_8 =
+        ["q", "k"].map(|of| format!("rows of {of} are aligned to 8 B; a tensor map needs 16"));
+    assert_eq!(of(Elem::F16, 36, 64, None), said(8, "q, k", &by_8.join("; ")));
+    assert_eq!(
+        of(Elem::Bf16, 64, 65, None),
+        said(2, "v", "rows of v are aligned to 2 B; loads need 4")
+    );
+    let [in_k, in_v] = ["k", "v"]
+        .map(|of| format!("{of} lies in pages of 7 rows, no multiple of the 8 of a tensor map"));
+    assert_eq!(of(Elem::Bf16, 64, 64, Some(8)), said(16, "", ""));
+    assert_eq!(of(Elem::Bf16, 64, 64, Some(7)), said(16, "k, v", &format!("{in_k}; {in_v}")));
+    assert_eq!(of(Elem::Bf16, 64, 66, Some(7)), said(4, "k, v", &format!("{in_k}; {by_4}")));
+}
+
 #[test]
 fn what_runs_in_place_of_a_hopper_kernel_is_what_was_measured_to_lose_least() {
     let profile = Profile::named("h200").unwrap();
