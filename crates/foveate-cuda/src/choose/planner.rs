@@ -527,12 +527,13 @@ fn hopper_refusal(
         };
         return unmapped.filter_map(refusal).next();
     }
-    let aligned = match class.align {
+    // Where all operands have maps, it is what else a backward reads or writes.
+    let aligned = || match class.align {
         16 => None,
-        0 => Some("elements of rows are apart".to_owned()),
-        bytes => Some(format!("rows are aligned to {bytes} B; a tensor map needs 16")),
+        0 => Some("elements of out or of a gradient are apart".to_owned()),
+        bytes => Some(format!("rows of out or of a gradient are aligned to {bytes} B, not to 16")),
     };
-    aligned.or_else(|| unmapped.map(|of| of.reason.clone()).next())
+    unmapped.map(|of| of.reason.clone()).next().or_else(aligned)
 }
 
 /// Every candidate of the Hopper family, with the overlap within a warpgroup before those without.
@@ -689,36 +690,40 @@ fn nothing_fits(
         false => format!(" with the options given ({asked})"),
     };
     let of_family = |r: &Refused| matches!(r.refusal, Refusal::Family { .. });
+    let all_of_family = refused.iter().all(of_family);
     let asks_of_family = !asked.allows(Family::Portable) || asked.is_of_hopper();
-    if class.dtype == Elem::E4m3 && refused.iter().all(of_family) {
-        let mut reasons: Vec<String> = Vec::new();
-        for reason in refused.iter().map(Refused::to_string) {
-            if !reasons.contains(&reason) {
-                reasons.push(reason);
-            }
-        }
-        return CudaError::argument(format!(
-            "no {kernel} kernel for {dtype} at head dim {dims}{what}: {}",
-            reasons.join("; ")
-        ));
-    }
-    if !asks_of_family && refused.iter().all(of_family) {
+    if all_of_family && !asks_of_family && class.dtype != Elem::E4m3 {
         return CudaError::argument(format!(
             "there is no {kernel} tile{what} that a usual number of warps divides evenly; sides are \
              multiples of 16, and asking for warps as well allows other divisions"
         ));
     }
-    // A shape that a kernel does not take is that of all its stages: it is said once.
+    // What is said of several configurations is said once.
     let mut reasons: Vec<String> = Vec::new();
-    let mut shapes = Vec::new();
+    let mut said: Vec<String> = Vec::new();
     for refused in refused {
-        if let Refusal::Shape { reason } = &refused.refusal {
-            if shapes.contains(&reason) {
-                continue;
-            }
-            shapes.push(reason);
+        let reason = match &refused.refusal {
+            Refusal::Shape { reason } | Refusal::Family { reason } => reason.clone(),
+            Refusal::Shared { .. } | Refusal::Registers { .. } => refused.to_string(),
+        };
+        if !said.contains(&reason) {
+            reasons.push(refused.to_string());
+            said.push(reason);
         }
-        reasons.push(refused.to_string());
+    }
+    if all_of_family {
+        let reasons = reasons.join("; ");
+        let place = match what.is_empty() {
+            true => String::new(),
+            false => format!(" runs on {}", profile.name),
+        };
+        let help = match what.is_empty() || reasons.contains("leave the option out") {
+            true => "",
+            false => ". Others may: leave the options out",
+        };
+        return CudaError::argument(format!(
+            "no {kernel} kernel for {dtype} at head dim {dims}{what}{place}: {reasons}{help}"
+        ));
     }
     let mut message = format!(
         "no {kernel} kernel for {dtype} at head dim {dims}{what} fits {}, where a CTA can have {} \

@@ -208,9 +208,9 @@ fn check_shape(config: &Config) -> Result<(), Refusal> {
         return shape(format!("{warps} warps; a CTA has 1 to {WARPS_PER_CTA}"));
     }
     let is_side = |n: usize| n.is_multiple_of(16) && (16..=LONGEST_SIDE).contains(&n);
-    if !is_side(tile_q) || !is_side(tile_kv) {
+    if let Some(side) = [tile_q, tile_kv].into_iter().find(|side| !is_side(*side)) {
         return shape(format!(
-            "tile {tile_q}x{tile_kv}; both sides are multiples of 16 up to {LONGEST_SIDE}"
+            "a side of {side}; both sides of a tile are multiples of 16 up to {LONGEST_SIDE}"
         ));
     }
     if !(1..=2).contains(&stages) {

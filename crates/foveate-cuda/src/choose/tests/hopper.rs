@@ -125,13 +125,44 @@ fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() 
     assert_eq!(chosen(&[("tile_q", "32")]).family, Family::Portable);
     let said = |asked: &[(&str, &str)]| with(asked).unwrap_err().to_string();
     let rows = said(&[("family", "hopper"), ("tile_q", "96")]);
-    assert!(rows.contains("tile 96x64; 2 consumers own 64 queries each"), "{rows}");
+    assert_eq!(rows.matches("96 queries; of 2 consumers each owns 64").count(), 1, "{rows}");
     let keys = said(&[("family", "hopper"), ("tile_kv", "264")]);
     assert!(keys.contains("hopper takes multiples of 16 keys from 32 to 256"), "{keys}");
     let overlap = said(&[("family", "portable"), ("overlap", "true")]);
     assert!(overlap.contains(": portable: it has no overlap of its own"), "{overlap}");
     let large = said(&[("family", "hopper"), ("tile_kv", "176"), ("stages", "4")]);
     assert!(large.contains("B of shared memory, a CTA can have 232448"), "{large}");
+    let one = said(&[("family", "hopper"), ("stages", "1")]);
+    assert_eq!(one.matches(": 1 stage; hopper has 2 to 4").count(), 1, "{one}");
+}
+
+#[test]
+fn a_family_that_a_device_or_a_problem_has_not_is_refused_with_what_to_do() {
+    let refused = |card: &str, class: &Class, asked: &str| {
+        let mut options = KernelOptions::default();
+        options.set(asked, "hopper").unwrap();
+        let profile = Profile::named(card).unwrap();
+        let plan = KernelPlan::new(&profile, class, &sizes(1, 4, 4, 4096), true, &options);
+        plan.unwrap_err().to_string()
+    };
+    let plain = Class::new(Elem::Bf16, 128, 128, 1);
+    for (card, capability) in [("a100", "8.0"), ("l40s", "8.9"), ("b200", "10.0")] {
+        for kernel in ["forward", "backward"] {
+            assert_eq!(
+                refused(card, &plain, &format!("{kernel}.family")),
+                format!(
+                    "no {kernel} kernel for bf16 at head dim 128 with the options given (family hopper) \
+                     runs on {card}: hopper: compute capability {capability}; it runs on 9.0. Others may: \
+                     leave the options out"
+                )
+            );
+        }
+    }
+    assert_eq!(
+        refused("h200", &Class::new(Elem::F16, 128, 272, 1), "forward.family"),
+        "no forward kernel for f16 at head dim 128/272 with the options given (family hopper) runs on \
+         h200: hopper: head dim 128/272; it takes those up to 256. Others may: leave the options out"
+    );
 }
 
 /// It writes eight numbers at a time, and those behind a row are not its own.
@@ -162,6 +193,31 @@ fn rows_that_end_between_vectors_have_a_portable_backward() {
             );
             assert!(plan.to_string().contains(&why), "{plan}");
         }
+    }
+}
+
+/// What is read of a row has to be as its own kernel expects it; what is said names whose row it is.
+#[test]
+fn a_backward_names_the_operand_that_keeps_it_from_tensor_maps() {
+    let profile = Profile::named("h200").unwrap();
+    let refused = |class: Class| {
+        let long = sizes(2, 32, 8, 8192);
+        let plan = KernelPlan::new(&profile, &class, &long, true, &KernelOptions::default());
+        plan.unwrap().choice(Kernel::Backward).refused[0].to_string()
+    };
+    let plain = Class::new(Elem::Bf16, 64, 66, 4);
+    assert_eq!(
+        refused(plain.clone().contiguous(None)),
+        "hopper: head dim 64/66; its backward takes multiples of 8"
+    );
+    let plain = Class { dim_v: 64, ..plain };
+    let shifted = Class { align: 8, unmapped: Unmapped::aligned(8), ..plain.clone() };
+    assert_eq!(refused(shifted), "hopper: rows of q are aligned to 8 B; a tensor map needs 16");
+    for (align, why) in [
+        (0, "hopper: elements of out or of a gradient are apart"),
+        (8, "hopper: rows of out or of a gradient are aligned to 8 B, not to 16"),
+    ] {
+        assert_eq!(refused(Class { align, ..plain.clone() }), why);
     }
 }
 

@@ -5,7 +5,7 @@
 //! what a consumer can have is more than what the launch gives every thread.
 
 use super::{Refusal, Resources};
-use crate::compile::config::{Config, Elem, Family, HeadDims, Kernel};
+use crate::compile::config::{Config, Count, Elem, Family, HeadDims, Kernel};
 
 /// Bytes of shared memory that a CTA can have on compute capability 9.0.
 const SHARED_LIMIT: usize = 232_448;
@@ -126,13 +126,10 @@ fn numbers(config: &Config) -> usize {
 }
 
 fn check(config: &Config) -> Result<(), Refusal> {
-    let Config { tile_q, tile_kv, warps, stages, .. } = *config;
     let family = |reason: &str| Err(Refusal::Family { reason: format!("hopper: {reason}") });
-    let shape = |reason: String| Err(Refusal::Shape { reason });
     if !Family::Hopper.has(config.kernel) {
         return family("it has no such kernel");
     }
-    let backward = config.kernel.owns_keys();
     if let Some(reason) = refused_dims(config.kernel, config.dim, config.dim_v) {
         return family(&reason);
     }
@@ -151,23 +148,6 @@ fn check(config: &Config) -> Result<(), Refusal> {
     if config.copied.any() && config.align < LEAST_COPY {
         return family("copies of rows that are not aligned to 4 B");
     }
-    if config.kernel.makes_dq_alone() {
-        if warps != 12 || tile_q != 128 {
-            return shape(format!(
-                "tile {tile_q}x{tile_kv}, {warps} warps; hopper has 12, of which two consumers own \
-                 64 queries each"
-            ));
-        }
-        if !tile_kv.is_multiple_of(16) || !(32..=128).contains(&tile_kv) {
-            return shape(format!(
-                "tile {tile_q}x{tile_kv}; hopper takes multiples of 16 keys from 32 to 128"
-            ));
-        }
-        if !(2..=4).contains(&stages) {
-            return shape(format!("{stages} stages; hopper has 2 to 4"));
-        }
-        return Ok(());
-    }
     if config.is_wide_backward() {
         if config.captures {
             return family("gradients of captured buffers at head dims above 128");
@@ -175,54 +155,62 @@ fn check(config: &Config) -> Result<(), Refusal> {
         if config.mask_bits {
             return family("mask bits in a backward at head dims above 128");
         }
+    }
+    check_tiles(config).map_err(|reason| Refusal::Shape { reason })
+}
+
+/// Whether the kernel is written for such tiles. Each reason has the numbers that are wrong and no others, so that
+/// one of several candidates is told once.
+fn check_tiles(config: &Config) -> Result<(), String> {
+    let Config { tile_q, tile_kv, warps, stages, .. } = *config;
+    let owns_keys = config.kernel.owns_keys();
+    if config.kernel == Kernel::Forward {
+        let consumers = match warps {
+            8 | 12 | 16 => warps / 4 - 1,
+            _ => {
+                return Err(format!(
+                    "{warps} warps; hopper has 8, 12 or 16, four of them producers and four each of 1 \
+                     to 3 consumers"
+                ));
+            }
+        };
+        if tile_q != 64 * consumers {
+            let consumers = Count(consumers, "consumer");
+            return Err(format!("{tile_q} queries; of {consumers} each owns 64"));
+        }
+    } else if config.is_wide_backward() {
         if warps != 12 || (tile_q, tile_kv) != (64, 64) {
-            return shape(format!(
+            return Err(format!(
                 "tile {tile_q}x{tile_kv}, {warps} warps; hopper has 64x64 and 12 at head dims above \
                  128, where two consumers have dk and dv of the same keys"
             ));
         }
         if !config.separate_dq || config.ordered_dq {
-            return shape("hopper leaves dq to a kernel of its own at head dims above 128".into());
+            return Err("hopper leaves dq to a kernel of its own at head dims above 128".into());
         }
-        if !(2..=4).contains(&stages) {
-            return shape(format!("{stages} stages; hopper has 2 to 4"));
-        }
-        return Ok(());
-    }
-    if backward {
-        if warps != 12 || tile_kv != 128 {
-            return shape(format!(
-                "tile {tile_q}x{tile_kv}, {warps} warps; hopper has 12, of which two consumers own \
-                 64 keys each"
+    } else {
+        let (own, what) = if owns_keys { (tile_kv, "keys") } else { (tile_q, "queries") };
+        if warps != 12 || own != 128 {
+            return Err(format!(
+                "{own} {what}, {warps} warps; hopper has 12, of which two consumers own 64 {what} each"
             ));
         }
+    }
+    if owns_keys {
         if tile_q != 64 && tile_q != 128 {
-            return shape(format!("tile {tile_q}x{tile_kv}; hopper takes 64 or 128 queries"));
+            return Err(format!("{tile_q} queries; hopper takes 64 or 128 queries"));
         }
-        if !(2..=4).contains(&stages) {
-            return shape(format!("{stages} stages; hopper has 2 to 4"));
+    } else {
+        let unit = if config.dtype == Elem::E4m3 { 64 } else { 16 };
+        let most = if config.kernel == Kernel::Forward { 256 } else { 128 };
+        if !tile_kv.is_multiple_of(unit) || !(32..=most).contains(&tile_kv) {
+            return Err(format!(
+                "{tile_kv} keys; hopper takes multiples of {unit} keys from 32 to {most}"
+            ));
         }
-        return Ok(());
-    }
-    let consumers = match warps {
-        8 | 12 | 16 => warps / 4 - 1,
-        _ => {
-            return shape(format!("{warps} warps; hopper has 8, 12 or 16, four of them producers"));
-        }
-    };
-    if tile_q != 64 * consumers {
-        return shape(format!(
-            "tile {tile_q}x{tile_kv}; {consumers} consumers own 64 queries each"
-        ));
-    }
-    let unit = if config.dtype == Elem::E4m3 { 64 } else { 16 };
-    if !tile_kv.is_multiple_of(unit) || !(32..=256).contains(&tile_kv) {
-        return shape(format!(
-            "tile {tile_q}x{tile_kv}; hopper takes multiples of {unit} keys from 32 to 256"
-        ));
     }
     if !(2..=4).contains(&stages) {
-        return shape(format!("{stages} stages; hopper has 2 to 4"));
+        return Err(format!("{}; hopper has 2 to 4", Count(stages, "stage")));
     }
     Ok(())
 }
