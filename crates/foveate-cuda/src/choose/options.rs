@@ -143,6 +143,11 @@ impl TileOptions {
         asked.contains(&Some(true)) || self.consumers.is_some()
     }
 
+    /// Whether the Hopper family is asked for, by its name or by what no other has.
+    pub(super) fn asks_for_hopper(&self) -> bool {
+        self.family == Some(Family::Hopper) || self.is_of_hopper()
+    }
+
     /// Refuses consumers that make other warps than are asked for.
     pub(super) fn check(&self) -> Result<(), CudaError> {
         match (self.warps_of_consumers(), self.warps) {

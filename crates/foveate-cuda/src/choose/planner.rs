@@ -237,7 +237,7 @@ pub fn choose(
 ) -> Result<Choice, CudaError> {
     let asked = options.of(kernel);
     asked.check()?;
-    let pack_gqa = asked.allows(Family::Portable) && class.packs_gqa(kernel, sizes, asked.tile_q);
+    let pack_gqa = !asked.asks_for_hopper() && class.packs_gqa(kernel, sizes, asked.tile_q);
     let heads = if pack_gqa { class.group } else { 1 };
     let mut fitting = Vec::new();
     let mut refused = Vec::new();
@@ -571,7 +571,7 @@ fn hopper_candidates(
         let (warps, tile_kv) =
             (asked.warps.unwrap_or(usual.warps), asked.tile_kv.unwrap_or(usual.tile_kv));
         let own = warps == usual.warps && tile_kv == usual.tile_kv;
-        if !own && asked.family != Some(Family::Hopper) && asked.consumers.is_none() {
+        if !own && !asked.asks_for_hopper() {
             return Vec::new();
         }
         let ordered_dq = asked.ordered_dq.unwrap_or_else(|| class.orders_dq(kernel, sizes));
@@ -603,7 +603,7 @@ fn hopper_candidates(
     };
     let mut sides: Vec<Tiles> = consumers.iter().map(|&n| Tiles::hopper(n, 0, 0)).collect();
     sides.retain(own);
-    if sides.is_empty() && (asked.family == Some(Family::Hopper) || asked.consumers.is_some()) {
+    if sides.is_empty() && asked.asks_for_hopper() {
         let Tiles { tile_q, warps, .. } = HOPPER_TILES;
         let (tile_q, warps) = (asked.tile_q.unwrap_or(tile_q), asked.warps.unwrap_or(warps));
         sides.push(Tiles { tile_q, warps, ..HOPPER_TILES });

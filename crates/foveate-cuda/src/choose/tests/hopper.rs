@@ -126,6 +126,9 @@ fn what_is_asked_of_the_hopper_family_is_honoured_or_refused_with_the_numbers() 
     let said = |asked: &[(&str, &str)]| with(asked).unwrap_err().to_string();
     let rows = said(&[("family", "hopper"), ("tile_q", "96")]);
     assert_eq!(rows.matches("96 queries; of 2 consumers each owns 64").count(), 1, "{rows}");
+    // What only the family has is asked of it, too.
+    let rows = said(&[("overlap", "true"), ("tile_q", "32")]);
+    assert!(rows.contains("32 queries; of 2 consumers each owns 64"), "{rows}");
     let keys = said(&[("family", "hopper"), ("tile_kv", "264")]);
     assert!(keys.contains("hopper takes multiples of 16 keys from 32 to 256"), "{keys}");
     let overlap = said(&[("family", "portable"), ("overlap", "true")]);
@@ -614,6 +617,13 @@ fn consumers_are_asked_for_by_their_number() {
     assert!(most.contains("hopper has 8, 12 or 16"), "{most}");
     let three = said(&[("backward.consumers", "3")], Kernel::Backward);
     assert!(three.contains("16 warps; hopper has 12"), "{three}");
+    // Heads of few queries share a tile only where nothing is asked of the family.
+    let mut options = KernelOptions::default();
+    options.set("forward.consumers", "1").unwrap();
+    let (grouped, decode) = (Class { group: 4, ..class.clone() }, Sizes { queries: 1, ..long });
+    let choice = choose(&profile, &grouped, &decode, Kernel::Forward, &options, None).unwrap();
+    let config = &choice.chosen.config;
+    assert!(config.family == Family::Hopper && !config.pack_gqa, "{config}");
     let both = said(&[("forward.consumers", "2"), ("forward.warps", "8")], Kernel::Forward);
     let reason = "8 warps are asked for, and consumers that make 12; leave one of them out";
     assert_eq!(both, reason);
