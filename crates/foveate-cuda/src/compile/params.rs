@@ -4,6 +4,7 @@
 //! them. A test compiles `params.cuh` and holds the offsets against these.
 
 pub use foveate_gpu::abi::{Abi, Address, array_bytes};
+use foveate_gpu::driver::TensorMap;
 
 foveate_gpu::abi_structs! {
     /// An operand or a destination, `[batch, head, row, element]`; strides in elements.
@@ -383,6 +384,16 @@ foveate_gpu::abi_structs! {
         pub mask_slots: Address,
     }
 }
+
+/// Bytes of arguments that every driver takes for a launch.
+const LAUNCH_BYTES: usize = 4096;
+
+/// Bytes of `struct Mods` beside the arguments of any kernel: most are those of a Hopper backward, with four tensor
+/// maps at the end, at multiples of their alignment.
+pub(crate) const MODS_BYTES: usize =
+    (LAUNCH_BYTES - 4 * size_of::<TensorMap>()) / align_of::<TensorMap>() * align_of::<TensorMap>()
+        - size_of::<BackwardParams>()
+        - size_of::<PersistentParams>();
 
 impl BlockListsParams {
     /// Threads of a CTA.

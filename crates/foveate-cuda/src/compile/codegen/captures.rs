@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use foveate_mods::ir::BinaryOp;
 use foveate_mods::{AnyBuffer, ElementType, Node, Program, Scalar, ScalarValue, Type};
 
-use crate::compile::params::Address;
+use crate::compile::params::{Address, MODS_BYTES};
 use crate::error::CudaError;
 
 /// Where the captures of one program stand among those of all.
@@ -181,10 +181,6 @@ pub(super) struct Wanted {
     pub dropout: bool,
 }
 
-/// Bytes of `struct Mods` that leave room for a kernel's own arguments in the 4096 bytes that
-/// every driver takes.
-const MOST_BYTES: usize = 3072;
-
 impl CaptureLayout {
     pub(super) fn new(captures: &Captures, wanted: &Wanted) -> Result<Self, CudaError> {
         let mut names = Names::default();
@@ -259,10 +255,10 @@ impl CaptureLayout {
         // Addresses come first, so only the end needs padding.
         let widest = fields[0].kind.alignment();
         let bytes = bytes.next_multiple_of(widest);
-        if bytes > MOST_BYTES {
+        if bytes > MODS_BYTES {
             return Err(CudaError::argument(format!(
                 "the mods capture {} buffers and {} scalars, {bytes} bytes of arguments; a kernel \
-                 takes {MOST_BYTES} of them: join buffers into one",
+                 takes {MODS_BYTES} of them: join buffers into one",
                 captures.buffers.len(),
                 captures.scalars.len()
             )));

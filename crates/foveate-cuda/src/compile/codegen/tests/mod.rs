@@ -12,6 +12,7 @@ mod tile_tables;
 mod values;
 
 use super::*;
+use crate::compile::params::{BackwardParams, MODS_BYTES, PersistentParams};
 use foveate_gpu::Arch;
 use foveate_gpu::cache::Cache;
 use foveate_gpu::nvrtc::Compiler;
@@ -317,12 +318,21 @@ fn a_structure_is_packed_as_it_is_laid_out() {
 
 #[test]
 fn mods_that_capture_too_much_for_a_kernel_are_refused() {
-    let mut mask = masks::full();
-    for i in 0..300 {
-        let ids = Buffer::vector(format!("ids{i}"), vec![i]);
-        mask = mask & masks::document(&ids).unwrap();
-    }
-    let mods = Mods { mask: Some(&mask), ..Mods::default() };
-    let error = ModsSource::new(mods, &options()).unwrap_err().to_string();
+    let of = |buffers: i32| {
+        let mut mask = masks::full();
+        for i in 0..buffers {
+            let ids = Buffer::vector(format!("ids{i}"), vec![i]);
+            mask = mask & masks::document(&ids).unwrap();
+        }
+        ModsSource::new(Mods { mask: Some(&mask), ..Mods::default() }, &options())
+    };
+    let error = of(300).unwrap_err().to_string();
     assert!(error.starts_with("the mods capture 300 buffers and 0 scalars, 6000 bytes"), "{error}");
+    // A Hopper backward has the most arguments of its own, and four tensor maps at multiples of 64.
+    let buffers = (MODS_BYTES / 20) as i32;
+    assert!(of(buffers + 1).is_err());
+    let most = of(buffers).unwrap();
+    let own = size_of::<BackwardParams>() + size_of::<PersistentParams>();
+    let all = (own + most.layout().bytes()).next_multiple_of(64) + 4 * 128;
+    assert!((4096 - 64..=4096).contains(&all), "{all} bytes");
 }
