@@ -123,7 +123,13 @@ fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
     let said = "forward: 128 of 64 x 128, cells of tiles of 192 x 128: 43.8 % full, 12.5 % partial by \
                 evaluation, 43.8 % empty; 89.0 % of what live ones compute is seen\n";
     assert!(out.contains(said), "{out}");
-    assert!(out.contains("  compiled   for sm_90a\n"), "{out}");
+    assert!(
+        out.contains("  chosen     hopper, tile 192x128, ")
+            && out.contains("  compiled   for sm_90a\n")
+    );
+    let portable = hopper.split_whitespace().chain(["--kernel", "forward.family=portable"]);
+    let (_, on_portable, _) = run(&portable.collect::<Vec<_>>());
+    assert!(on_portable.contains("  chosen     portable, tile "), "{on_portable}");
     assert!(out.contains("  consumers  3: 64 queries by 128 keys a step each\n"), "{out}");
     assert!(out.contains("  overlap    softmax beside P V of the step before, "), "{out}");
     // What takes minutes is left out, and the rest told.

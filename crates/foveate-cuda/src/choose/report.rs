@@ -51,7 +51,12 @@ impl Choice {
             Origin::Model => "the best by model",
         };
         writeln!(f, "{}", config.kernel)?;
-        writeln!(f, "  chosen     {}; {why}", TilesOf(config))?;
+        // Tiles of the other family say so themselves; kernels without products are of none.
+        let family = match config.family {
+            Family::Portable if config.kernel.has_tiles() => "portable, ",
+            Family::Portable | Family::Hopper => "",
+        };
+        writeln!(f, "  chosen     {family}{}; {why}", TilesOf(config))?;
         if config.family == Family::Hopper {
             let arch = config.family.arch(profile.arch());
             writeln!(f, "  compiled   for {arch}")?;
