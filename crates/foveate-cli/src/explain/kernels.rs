@@ -62,6 +62,16 @@ pub fn run(args: &Args, given: &Given, device: &str, out: &mut Output) -> Result
     };
     let Planned { class, sizes, plan, .. } =
         aot::plan(&profile, spec, dims, dtype, run, &options, records.as_ref())?;
+    let of_dq = |given: &&String| given.trim().starts_with("backward_dq.");
+    if let Some(given) =
+        args.kernel.iter().find(of_dq).filter(|_| plan.config(Kernel::BackwardDq).is_none())
+    {
+        let message =
+            format!("--kernel {given} is of a kernel for dq alone, which this backward has not");
+        return Err(Failure::usage(message).help(
+            "a deterministic one has it, on Hopper with --kernel backward.ordered_dq=false",
+        ));
+    }
     let tiles = tiles(args, given, &plan);
     blind::check(given);
     if args.json {

@@ -142,6 +142,22 @@ fn the_tiles_of_a_mask_are_counted_for_each_kernel_of_a_card() {
 }
 
 #[test]
+fn options_of_a_kernel_that_a_backward_has_not_are_refused() {
+    let line = "explain --device h200 --heads 32 --len 4096 --dim 64 --dtype bf16 --backward \
+                --kernel backward_dq.stages=2";
+    let explained =
+        |more: &str| run(&[line, more].join(" ").split_whitespace().collect::<Vec<_>>());
+    let refused =
+        "--kernel backward_dq.stages=2 is of a kernel for dq alone, which this backward has not";
+    for more in ["", "--deterministic"] {
+        let (code, _, err) = explained(more);
+        assert!(code == Some(2) && err.contains(refused), "{err}");
+    }
+    let (code, out, err) = explained("--deterministic --kernel backward.ordered_dq=false");
+    assert_eq!((code, out.contains("\nbackward_dq\n")), (Some(0), true), "{err}");
+}
+
+#[test]
 fn a_stated_length_of_live_keys_is_explained() {
     let line = "explain --device h200 --heads 16 --len 8192 --dim 64 --dtype bf16 --mask causal \
                 --backward --mean-kv-len";
