@@ -12,3 +12,4 @@ mod pages;
 pub mod placement;
 mod tensors;
 pub mod trespass;
+mod workspaces;

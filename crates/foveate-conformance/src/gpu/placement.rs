@@ -1,6 +1,6 @@
 //! Data in other places gives the same bits: captured buffers and offsets in device memory, keys in
-//! pages, calls recorded in a graph, a stream of the caller's, two queues at once; and so do gradients of keys beside a
-//! narrower dq. By every family of kernels that the GPU runs.
+//! pages, calls recorded in a graph, a stream of the caller's, two queues at once, memory that was used before; and so do
+//! gradients of keys beside a narrower dq. By every family of kernels that the GPU runs.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use foveate_cuda::{CudaOptions, Engine};
 
 use crate::gpu::checks::{Outcome, on_gpu};
 use crate::gpu::tensors::{Tensors, causal, dims, families};
-use crate::gpu::{device_data, gradients, pages};
+use crate::gpu::{device_data, gradients, pages, workspaces};
 
 /// Runs all of it and prints a line for each check; whether all passed.
 pub fn run() -> Result<bool, String> {
@@ -33,6 +33,7 @@ pub fn run() -> Result<bool, String> {
                 "dq in bf16 beside dk and dv in f32 is theirs, rounded",
                 gradients::of_two_dtypes(engine, &options),
             );
+            say("memory that held NaN before changes no bit", workspaces::dirty(engine, &options));
             for page_size in [16, 7] {
                 let name =
                     format!("keys in pages of {page_size} give what a cache in one piece gives");
