@@ -50,6 +50,10 @@ __device__ float reciprocal_fast(float x) {
 __device__ float divide_fast(float x, float y) { return __fdividef(x, y); }
 __device__ float bits_float(u32 x) { return __uint_as_float(x); }
 __device__ u32 float_bits(float x) { return __float_as_uint(x); }
+// Bytes of two words, numbered from the first's lowest: a digit of `which` names each of the result.
+__device__ u32 pick_bytes(u32 x, u32 y, u32 which) { return __byte_perm(x, y, which); }
+// From 0 to 1; 0 for NaN.
+__device__ float saturated(float x) { return __saturatef(x); }
 // The upper halves of two words, the first one's below.
 __device__ u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 __device__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }

@@ -98,6 +98,11 @@ struct Draw {
         const int place = VECTOR % 4 == 0 ? i : int(at % 4);
         return u32(bits >> (place + number) % 4 * 16) & 0xffff;
     }
+    // The same bits, a byte up.
+    __device__ u32 byte_up(i64 at, int i, Drawn number) const {
+        const int part = ((VECTOR % 4 == 0 ? i : int(at % 4)) + number) % 4;
+        return pick_bytes(u32(bits >> part / 2 * 32), 0, part % 2 ? 0x4324 : 0x4104);
+    }
 };
 
 // Rounded to bf16 up with the probability of what is cut off, by 16 random bits. Infinity stays; NaN does with bits of
@@ -121,14 +126,23 @@ __device__ void store_rounded(To* to, const float (&x)[VECTOR], const u32 (&rand
 __device__ float master_of(u16 weight, u16 remainder) {
     return bits_float((u32(weight) << 16) + u32(int(short(remainder))));
 }
-__device__ void split_master(float master, u16& weight, u16& remainder) {
-    const u32 bits = float_bits(master);
-    weight = (bits + 0x8000) >> 16;
-    remainder = bits;
-    if (master != master) {         // rounding a NaN's bits may leave the NaNs
-        weight = 0x7fff;
-        remainder = 0;
+__device__ void split_masters(const float (&masters)[VECTOR], Vector<u16, VECTOR>& weight,
+                              Vector<u16, VECTOR>& remainder) {
+    float sum = 0.f;
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        const u32 bits = float_bits(masters[i]);
+        weight.of[i] = (bits + 0x8000) >> 16;
+        remainder.of[i] = bits;
+        sum += masters[i];
     }
+    if (sum == sum) return;
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i)
+        if (masters[i] != masters[i]) {     // rounding a NaN's bits may leave the NaNs
+            weight.of[i] = 0x7fff;
+            remainder.of[i] = 0;
+        }
 }
 
 // A factor that makes every number above 0 a normal one, which the fast root needs, and what its root is taken back by.
@@ -196,8 +210,7 @@ struct Weights {
         if constexpr (FV_WEIGHTS == 0) return ::store<WEIGHT_DTYPE>(weights + at, w);
         if constexpr (FV_WEIGHTS == 2) return store_rounded(weights + at, w, random);
         Vector<u16, VECTOR> weight, remainder;
-        #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) split_master(w[i], weight.of[i], remainder.of[i]);
+        split_masters(w, weight, remainder);
         *reinterpret_cast<Vector<u16, VECTOR>*>(weights + at) = weight;
         *reinterpret_cast<Vector<u16, VECTOR>*>(remainders + at) = remainder;
     }

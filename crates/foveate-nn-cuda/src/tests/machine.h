@@ -215,4 +215,11 @@ static float exp2_fast(float x) { return std::exp2(x); }
 static float sqrt_fast(float x) { return std::sqrt(x); }
 static float reciprocal_fast(float x) { return 1.f / x; }
 static u32 upper_halves(u32 x, u32 y) { return x >> 16 | (y & 0xffff0000); }
+static u32 pick_bytes(u32 x, u32 y, u32 which) {
+    const u64 bytes = u64(y) << 32 | x;
+    u32 picked = 0;
+    for (int i = 0; i < 4; ++i) picked |= u32(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return picked;
+}
+static float saturated(float x) { return x > 0.f ? x < 1.f ? x : 1.f : 0.f; }
 static float divide_fast(float x, float y) { return x / y; }
