@@ -253,6 +253,11 @@ fn vector(narrow: bool, starts: &[(Address, usize)], whole: impl Fn(usize) -> bo
     VECTORS.into_iter().skip(usize::from(!narrow)).find(fits).unwrap_or(1)
 }
 
+/// Threads that take a block of moments of 8 bits: `LANES` of `kernels/update_int8.cu`.
+fn block_lanes(vector: usize) -> usize {
+    if vector == 1 { 32 } else { 16 }
+}
+
 /// How what an update goes through is kept, as `kernels/updates.cuh` numbers it.
 struct Kept {
     weights: u32,
@@ -392,7 +397,7 @@ impl Block for Update<'_> {
         let source = Source { file, dtype: DType::F32, vector, threads: THREADS };
         let (entry, ctas) = if codes {
             let blocks = self.pieces.end().div_ceil(BLOCK) - self.pieces.first() / BLOCK;
-            ("fv_update_int8", blocks.div_ceil(THREADS as usize / 32))
+            ("fv_update_int8", blocks.div_ceil(THREADS as usize / block_lanes(vector)))
         } else {
             ("fv_update", self.pieces.chunks)
         };
