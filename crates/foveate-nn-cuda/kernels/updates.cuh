@@ -126,6 +126,16 @@ __device__ void store_rounded(To* to, const float (&x)[VECTOR], const u32 (&rand
 __device__ float master_of(u16 weight, u16 remainder) {
     return bits_float((u32(weight) << 16) + u32(int(short(remainder))));
 }
+__device__ void split_master(float master, u16& weight, u16& remainder) {
+    const u32 bits = float_bits(master);
+    weight = (bits + 0x8000) >> 16;
+    remainder = bits;
+    if (master != master) {         // rounding a NaN's bits may leave the NaNs
+        weight = 0x7fff;
+        remainder = 0;
+    }
+}
+// The same of a vector, where one look at all of it is worth its registers.
 __device__ void split_masters(const float (&masters)[VECTOR], Vector<u16, VECTOR>& weight,
                               Vector<u16, VECTOR>& remainder) {
     float sum = 0.f;
@@ -138,11 +148,7 @@ __device__ void split_masters(const float (&masters)[VECTOR], Vector<u16, VECTOR
     }
     if (sum == sum) return;
     #pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (masters[i] != masters[i]) {     // rounding a NaN's bits may leave the NaNs
-            weight.of[i] = 0x7fff;
-            remainder.of[i] = 0;
-        }
+    for (int i = 0; i < VECTOR; ++i) split_master(masters[i], weight.of[i], remainder.of[i]);
 }
 
 // A factor that makes every number above 0 a normal one, which the fast root needs, and what its root is taken back by.
@@ -210,7 +216,11 @@ struct Weights {
         if constexpr (FV_WEIGHTS == 0) return ::store<WEIGHT_DTYPE>(weights + at, w);
         if constexpr (FV_WEIGHTS == 2) return store_rounded(weights + at, w, random);
         Vector<u16, VECTOR> weight, remainder;
-        split_masters(w, weight, remainder);
+        if constexpr (FV_MOMENTS == 2) split_masters(w, weight, remainder);
+        else {
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) split_master(w[i], weight.of[i], remainder.of[i]);
+        }
         *reinterpret_cast<Vector<u16, VECTOR>*>(weights + at) = weight;
         *reinterpret_cast<Vector<u16, VECTOR>*>(remainders + at) = remainder;
     }
