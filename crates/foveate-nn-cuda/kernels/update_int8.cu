@@ -33,6 +33,27 @@ __device__ u32 upper_bytes(const u32 (&of)[VECTOR]) {
     else return pick_bytes(pick_bytes(of[0], of[1], 0x0073), pick_bytes(of[2], of[3], 0x7300), 0x7610);
 }
 
+// The codes of a vector of moments, whose elements are `index` and those behind it among all parameters; `of_mean` and
+// `of_root` bring the largest to the largest code.
+__device__ void codes_of(u32& means, u32& roots, const float (&m)[VECTOR], const float (&v)[VECTOR], float of_mean,
+                         float of_root, Draw draw, i64 index) {
+    u32 mean_words[VECTOR], root_words[VECTOR], signs[VECTOR];
+    #pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        draw.to(index, i);
+        const float root = sqrt_fast(v[i] * NORMAL) * (NORMAL_ROOT * of_root);
+        // A root that is not 0 has a code that is not.
+        const float least = saturated(root * 0x1p126f) * (TINY * SMALL);
+        mean_words[i] = code_above<3>(at_most_top<3>(fabsf(m[i]) * of_mean * SMALL), draw.byte_up(index, i, OF_MEAN));
+        root_words[i] = code_above<4>(fmaxf(at_most_top<4>(root * SMALL), least), draw.byte_up(index, i, OF_SQUARE));
+        signs[i] = float_bits(m[i]);
+    }
+    // Of nothing there is no sign.
+    const u32 sizes = upper_bytes(mean_words), is_some = sizes + 0x7f7f7f7f;
+    means = sizes | (upper_bytes(signs) & is_some & 0x80808080);
+    roots = upper_bytes(root_words);
+}
+
 template <int COUNT> struct CodesOf { typedef u32 type; };
 template <> struct CodesOf<1> { typedef u8 type; };
 typedef CodesOf<VECTOR>::type Codes;
@@ -142,22 +163,10 @@ fv_update_int8(const __grid_constant__ UpdateParams p) {
     if (!is_block) return;
     #pragma unroll
     for (int h = 0; h < HELD; ++h) {
-        u32 mean_words[VECTOR], root_words[VECTOR], signs[VECTOR];
-        #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            draw.to(place(h) + shift, i);
-            const float root = sqrt_fast(v[h][i] * NORMAL) * (NORMAL_ROOT * of_root);
-            // A root that is not 0 has a code that is not.
-            const float least = saturated(root * 0x1p126f) * (TINY * SMALL);
-            mean_words[i] = code_above<3>(at_most_top<3>(fabsf(m[h][i]) * of_mean * SMALL),
-                                          draw.byte_up(place(h) + shift, i, OF_MEAN));
-            root_words[i] = code_above<4>(fmaxf(at_most_top<4>(root * SMALL), least),
-                                          draw.byte_up(place(h) + shift, i, OF_SQUARE));
-            signs[i] = float_bits(m[h][i]);
-        }
-        const u32 sizes = upper_bytes(mean_words), is_some = sizes + 0x7f7f7f7f;
-        means.word(place(h)) = sizes | (upper_bytes(signs) & is_some & 0x80808080);
-        if constexpr (FV_RULE == 0) squares.word(place(h)) = upper_bytes(root_words);
+        u32 mean_codes, root_codes;
+        codes_of(mean_codes, root_codes, m[h], v[h], of_mean, of_root, draw, place(h) + shift);
+        means.word(place(h)) = mean_codes;
+        if constexpr (FV_RULE == 0) squares.word(place(h)) = root_codes;
     }
     if (threadIdx.x % LANES > 0) return;
     means.scales[block] = new_mean;
