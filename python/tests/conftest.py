@@ -9,8 +9,12 @@ own process (``on_cuda.no_more_memory``).
 import os
 import zlib
 
-import pytest
-import torch
+# A thread of OpenMP that waits for the next kernel does so asleep: awake, it takes a processor from what else runs on the
+# machine, and 2 ms or more of every small kernel where there are more of both than processors. Read as torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 def pytest_addoption(parser):
