@@ -6,6 +6,7 @@ pytest-xdist). None has to be alone there: each draws numbers of its own, and wh
 own process (``on_cuda.no_more_memory``).
 """
 
+import logging
 import os
 import zlib
 
@@ -23,6 +24,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu(why): holds of CPU tensors only")
+    # To loggers that do not propagate pytest adds its own handlers, and for a handler of this one torch records every
+    # step of a compilation, with stacks and guards.
+    logging.getLogger("torch.__trace").propagate = True
     device = torch.device(config.getoption("--device"))
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
         # Each process has its share of the processors: no pool of compilers of its own, and no more threads.
