@@ -59,6 +59,8 @@ enum Variant {
     Queries(usize),
     /// The same with keys in pages.
     PagedQueries(usize),
+    /// A row of so many tokens, whose usual tiles leave SMs idle: Hopper's forward has tiles of fewer queries.
+    Row(usize),
     /// Keys in pages of one row, which no tensor map has.
     PagedRows,
     /// A sink in the denominator, and its gradient.
@@ -299,6 +301,10 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
         all.extend([0, 2, 4, 8].map(|bytes| (Plain, Align(bytes))));
         all.push((Mask, Sparse));
     }
+    if usual && dtype == Elem::Bf16 && has_hopper {
+        let rows = if dims == (64, 64) { &[768, 320][..] } else { &[320] };
+        all.extend(rows.iter().flat_map(|&len| [(Plain, Row(len)), (Mask, Row(len))]));
+    }
     if usual && dtype == Elem::Bf16 {
         let kinds = [(Mask, false), (Mask, true), (CausalScore, false), (CausalAlibi, false)];
         all.extend(long_masks(&kinds));
@@ -321,7 +327,9 @@ fn wanted(dtype: Elem, dims: (usize, usize), few: bool, has_hopper: bool) -> Vec
 impl Variant {
     fn queries(self) -> Option<usize> {
         match self {
-            Self::Queries(queries) | Self::PagedQueries(queries) => Some(queries),
+            Self::Queries(queries) | Self::PagedQueries(queries) | Self::Row(queries) => {
+                Some(queries)
+            }
             _ => None,
         }
     }
@@ -336,21 +344,22 @@ impl Variant {
     ) -> Result<Vec<(Choices, PrintedMods)>, CudaError> {
         let class = self.class(mods, dtype, dims);
         let queries = self.queries();
-        let sizes = Sizes {
-            batch: if queries.is_some() { 16 } else { 2 },
-            heads_q: HEADS.0,
-            heads_kv: HEADS.1,
-            queries: queries.unwrap_or(LENGTH),
-            keys: LENGTH,
-            mean_kv_len: if self == Self::Sparse { LENGTH / 64 } else { LENGTH },
+        let (batch, keys, mean_kv_len) = match self {
+            Self::Row(len) => (1, len, len),
+            Self::Sparse => (2, LENGTH, LENGTH / 64),
+            _ => (if queries.is_some() { 16 } else { 2 }, LENGTH, LENGTH),
         };
-        let kv_splits = Some(if self == Self::Split || queries.is_some() { 2 } else { 1 });
+        let (heads_q, heads_kv) = HEADS;
+        let queries = queries.unwrap_or(LENGTH);
+        let sizes = Sizes { batch, heads_q, heads_kv, queries, keys, mean_kv_len };
+        let is_split = matches!(self, Self::Split | Self::Queries(_) | Self::PagedQueries(_));
+        let kv_splits = Some(if is_split { 2 } else { 1 });
         let mut options = KernelOptions { kv_splits, ..KernelOptions::default() };
         if matches!(self, Self::ByQueryHeads { .. }) {
             options.backward.split_gqa = Some(true);
         }
         let forward_only =
-            self == Self::Split || class.paged || queries.is_some() || dtype == Elem::E4m3;
+            is_split || class.paged || matches!(self, Self::Row(_)) || dtype == Elem::E4m3;
         let plan = KernelPlan::new(profile, &class, &sizes, !forward_only, &options)?;
         let ordered = plan.config(Kernel::Backward).is_some_and(|config| config.ordered_dq);
         let apart = Class { separate_dq: true, ..class.clone() };
@@ -393,7 +402,7 @@ impl Variant {
             ..Class::new(dtype, dim, dim_v, HEADS.0 / HEADS.1)
         };
         match self {
-            Self::Long | Self::Sparse | Self::Split | Self::Queries(_) => class,
+            Self::Long | Self::Sparse | Self::Split | Self::Queries(_) | Self::Row(_) => class,
             Self::Deterministic => Class { deterministic: true, ..class },
             Self::ByQueryHeads { deterministic } => Class { deterministic, ..class },
             Self::LongMask { deterministic } => {

@@ -64,14 +64,15 @@ struct Step {
     sums: f64,
 }
 
-/// Whether the tiles of a launch are too few for all SMs while smaller ones are not. The Hopper family's backward at
-/// head dims above 64 was measured to be 1.25 times as fast on 64 of 132 SMs as the portable one on all of them; fewer
-/// were not measured.
+/// Whether the tiles of a launch are too few for all SMs while smaller ones are not. The Hopper family was measured on
+/// fewer at head dims above 64, and not on fewer than these: its backward was 1.25 times as fast on 64 of 132 SMs as
+/// the portable one on all of them, and its forward on 112 of them 2.9 times.
 pub fn leaves_idle(profile: &Profile, config: &Config, sizes: &Sizes) -> bool {
-    let of_hopper = config.family == Family::Hopper && config.kernel.owns_keys();
-    let least = match of_hopper && config.dim.max(config.dim_v) > 64 {
-        true => profile.sms * 64 / 132,
-        false => profile.sms,
+    let wide = config.family == Family::Hopper && config.dim.max(config.dim_v) > 64;
+    let least = match config.kernel {
+        Kernel::Forward if wide => profile.sms * 112 / 132,
+        kernel if wide && kernel.owns_keys() => profile.sms * 64 / 132,
+        _ => profile.sms,
     };
     ctas(config, sizes) < least
 }

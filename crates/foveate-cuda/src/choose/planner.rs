@@ -190,9 +190,10 @@ impl KernelPlan {
     /// How many of the `heads` of `kernel` take turns at each of the `tiles` that its CTAs own:
     /// heavy CTAs then come first whatever head they are of, so that light ones end the launch
     /// together. Enough heads for the device to be filled four times, and no more, for what those
-    /// under way read to stay in the cache. Items of a backward that add to `dq_accum` have that there, too: where
-    /// there are more, enough heads to fill the device once and a half, and a divisor of all, for the
-    /// last to be as many. Where they add in order, four query heads or more at once, so that few of
+    /// under way read to stay in the cache. Persistent kernels even items out as they take them: a forward of the
+    /// Hopper family, and a backward that adds to `dq_accum`, which has that in the cache, too. Where there are more
+    /// items, they have enough heads to fill the device once and a half, and a divisor of all, for the
+    /// last to be as many. Where dq is added in order, four query heads or more at once, so that few of
     /// those that start together add to the same rows; all heads where the mask is sparse besides.
     pub fn interleaved_heads(&self, kernel: Kernel, heads: usize, tiles: usize) -> usize {
         if self.all_heads_in_turns && kernel == Kernel::Backward {
@@ -200,7 +201,11 @@ impl KernelPlan {
         }
         let at_once = self.profile.sms * self.choice(kernel).chosen.occupancy.ctas;
         let config = &self.choice(kernel).chosen.config;
-        if kernel == Kernel::Backward && !config.separate_dq && tiles * heads > 4 * at_once {
+        let evens_out = match kernel {
+            Kernel::Forward => config.family == Family::Hopper,
+            _ => kernel == Kernel::Backward && !config.separate_dq,
+        };
+        if evens_out && tiles * heads > 4 * at_once {
             let of_item = if config.split_gqa { 1 } else { config.group };
             let least = if config.ordered_dq { 4usize.div_ceil(of_item) } else { 1 };
             let mut even = (least..=heads).filter(|n| heads.is_multiple_of(*n));
@@ -284,8 +289,14 @@ pub fn choose(
     let portable = table::of(profile, class, sizes, kernel);
     let hopper = measured_of_hopper(profile, class, sizes, kernel, &asked);
     let packed = at(table::of_packed(profile, class, sizes, kernel));
-    let first = packed.or_else(|| measured(hopper)).or_else(|| measured(portable));
-    let tile = at(hopper).map(|at| &fitting[at].config);
+    // Where the usual tiles are too few, those of fewer queries.
+    let fewer = hopper.map_or(&[][..], |_| table::of_few_queries(class, kernel));
+    let fewer = fewer.iter().map(|tiles| with_mask_bits(*tiles, class, (sizes, kernel), &asked));
+    let of_hopper: Vec<_> = hopper.into_iter().chain(fewer).map(Some).collect();
+    let first = packed.or_else(|| of_hopper.iter().copied().find_map(measured));
+    let first = first.or_else(|| measured(portable));
+    let smallest = of_hopper.iter().rev().copied().find_map(at);
+    let tile = smallest.map(|at| &fitting[at].config);
     let passed = match (hopper, tile) {
         (None, _) => Passed::Slower,
         (Some(_), None) => Passed::Unfit,

@@ -98,6 +98,8 @@ const FEW_STEPS: usize = 16;
 const HOPPER_96: Tiles = Tiles::hopper(3, 96, 2);
 /// Of q and k of up to 192 and v of up to 128 numbers, as multi-head latent attention has them.
 const HOPPER_LATENT: &[Known] = &[(192, Tiles::hopper(3, 64, 2))];
+/// Of fewer queries, where the usual tiles leave SMs idle: measured at head dims 64 and 128 without a score.
+const HOPPER_FEW: &[Tiles] = &[Tiles::hopper(2, 64, 2), Tiles::hopper(1, 64, 2)];
 /// With a score or dropout, which take registers of their own.
 const HOPPER_SCORED: &[Known] = &[
     (64, Tiles::hopper(3, 128, 3)),
@@ -185,6 +187,13 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
     };
     let tiles = table.iter().find(|(up_to, _)| dim <= *up_to).map(|(_, tiles)| *tiles);
     tiles.map(|tiles| Tiles { ordered_dq: class.orders_dq(kernel, sizes), ..tiles })
+}
+
+/// Tiles of fewer queries for a forward, the most queries first.
+pub fn of_few_queries(class: &Class, kernel: Kernel) -> &'static [Tiles] {
+    let plain = !class.score && !class.dropout && class.dtype != Elem::E4m3;
+    let is_measured = kernel == Kernel::Forward && plain && class.dim.max(class.dim_v) <= 128;
+    if is_measured { HOPPER_FEW } else { &[] }
 }
 
 /// Whether [`HOPPER_LONG`] was measured to be the faster one.

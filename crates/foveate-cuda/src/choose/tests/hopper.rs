@@ -582,10 +582,52 @@ fn what_was_measured_slower_on_the_hopper_family_is_said() {
     let both =
         Some(Record { tiles: Tiles::portable(64, 64, 2, 2), us: 9.0, planned_us: Some(10.0) });
     assert_eq!(refused(&masked, &documents, both), preferred);
-    // Tiles of 192 queries are too few where smaller ones are not.
-    let few = Sizes { mean_kv_len: 512, ..sizes(1, 16, 16, 1024) };
-    let idle = said("hopper: its 96 tiles leave 36 of 132 SMs idle");
-    assert_eq!(refused(&masked, &few, None), idle);
+    // Tiles of 192 queries are too few where smaller ones are not, and with a score the family has no smaller ones.
+    let few = Sizes { mean_kv_len: 1024, ..sizes(1, 9, 9, 2048) };
+    let idle = said("hopper: its 99 tiles leave 33 of 132 SMs idle");
+    assert_eq!(refused(&Class { score: true, ..masked }, &few, None), idle);
+}
+
+/// As measured: 9 heads at head dim 64 and a row of 2,048, 28 at 128 and one of 512.
+#[test]
+fn a_forward_of_few_tiles_has_tiles_of_fewer_queries_before_the_portable_ones() {
+    let profile = Profile::named("h200").unwrap();
+    let chosen = |class: &Class, heads, len| {
+        let sizes = Sizes { mean_kv_len: len / 2, ..sizes(1, heads, heads, len) };
+        let options = KernelOptions::default();
+        let choice = choose(&profile, class, &sizes, Kernel::Forward, &options, None).unwrap();
+        Tiles::of(&choice.chosen.config)
+    };
+    let causal = |dim| Class { mask: true, ..Class::new(Elem::Bf16, dim, dim, 1) };
+    assert_eq!(chosen(&causal(64), 16, 4096), Tiles::hopper(3, 128, 3));
+    assert_eq!(chosen(&causal(64), 9, 2048), Tiles::hopper(2, 64, 2));
+    assert_eq!(chosen(&causal(64), 9, 1024), Tiles::hopper(1, 64, 2));
+    assert_eq!(chosen(&causal(128), 28, 512), Tiles::hopper(2, 128, 2));
+    assert_eq!(chosen(&causal(128), 27, 512), Tiles::hopper(1, 64, 2));
+    // With a score they were not measured.
+    let scored = Class { score: true, ..causal(64) };
+    assert_eq!(chosen(&scored, 9, 2048).family, Family::Portable);
+}
+
+/// As measured: one to four heads of 16 or 32 were faster than six and seven, and a divisor than three.
+#[test]
+fn heads_of_a_persistent_forward_take_turns_in_even_groups() {
+    let profile = Profile::named("h200").unwrap();
+    let turns = |dim, heads, len: usize, family| {
+        let mut options = KernelOptions::default();
+        options.set("forward.family", family).unwrap();
+        let class = Class { mask: true, ..Class::new(Elem::Bf16, dim, dim, 1) };
+        let sizes = sizes(16_384 / len, heads, heads, len);
+        let plan = KernelPlan::new(&profile, &class, &sizes, false, &options).unwrap();
+        let tile_q = plan.config(Kernel::Forward).unwrap().queries();
+        plan.interleaved_heads(Kernel::Forward, heads, sizes.batch * len.div_ceil(tile_q))
+    };
+    for (dim, heads, len, expected) in
+        [(64, 32, 8192, 4), (128, 16, 8192, 2), (128, 16, 2048, 2), (192, 10, 8192, 2)]
+    {
+        assert_eq!(turns(dim, heads, len, "hopper"), expected, "{dim}");
+    }
+    assert_eq!(turns(128, 16, 8192, "portable"), 16usize.div_ceil(16 * 128 / (8 * 132)));
 }
 
 #[test]
