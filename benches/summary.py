@@ -71,8 +71,8 @@ def hopper():
     """Columns are peers, rows sizes and cases: a bar spans the head dims 64 and 128 at length 8192."""
     found = {}
     for which, heading in (
-        ("forward", "## Beside the peers, the host ahead"),
-        ("backward", "### The backward, the host ahead"),
+        ("forward", "### The forward beside every peer"),
+        ("backward", "### The backward beside every peer"),
     ):
         head, rows = table("hopper.md", heading)
         for case, *cells in rows:
@@ -81,7 +81,7 @@ def hopper():
             if size not in ("64", "128") or "," in name:
                 continue
             for column, cell in zip(head[1:], cells, strict=True):
-                if "Foveate" in column or not cell:
+                if column in ("before", "Foveate") or not cell:
                     continue
                 row = found.setdefault(f"{name}, to {column}", {"forward": [], "backward": []})
                 row[which] += [float(ratio) for ratio in re.findall(r"\(([\d.]+)\)", cell)]
