@@ -35,6 +35,10 @@ pub enum Opcode {
     SyncsArrive,
     /// `SYNCS.PHASECHK`: `mbarrier.try_wait`, which the compiler may write twice, once before its loop.
     SyncsPhasechk,
+    /// `STSM`: `stmatrix`.
+    Stsm,
+    /// `LDGSTS`: `cp.async`.
+    Ldgsts,
     /// `BAR`: `bar.sync`, `bar.arrive`, `__syncthreads`.
     Bar,
     /// `LDL`: a load from local memory.
@@ -50,7 +54,7 @@ pub enum Opcode {
 }
 
 /// Numbers of the instructions, 9 bits each; of mbarriers 12, which tell what 9 do not.
-const NUMBERS: [(u16, Opcode); 19] = [
+const NUMBERS: [(u16, Opcode); 21] = [
     (0x1f0, Opcode::Hgmma),
     (0x1f3, Opcode::Qgmma),
     (0x1c5, Opcode::WarpgroupArrive),
@@ -63,6 +67,8 @@ const NUMBERS: [(u16, Opcode); 19] = [
     (0x5b2, Opcode::SyncsExch),
     (0x9a7, Opcode::SyncsArrive),
     (0x5a7, Opcode::SyncsPhasechk),
+    (0x044, Opcode::Stsm),
+    (0x1ae, Opcode::Ldgsts),
     (0x11d, Opcode::Bar),
     (0x183, Opcode::Ldl),
     (0x187, Opcode::Stl),
@@ -223,6 +229,14 @@ __device__ __noinline__ float called(float x) { for (int i = 0; i < 99; i++) x =
             r#"asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.f32 %0, 1.0, 2.0, p;}"
                    : "=f"(d[0]) : "r"(s), "r"(n));"#,
             &[(SyncsPhasechk, 1)],
+        ),
+        (
+            r#"asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %1, %1, %1};" :: "r"(s), "r"(n));"#,
+            &[(Stsm, 1)],
+        ),
+        (
+            r#"asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(s), "l"(g));"#,
+            &[(Ldgsts, 1)],
         ),
         (
             r#"asm volatile("bar.sync 1, 64;"); asm volatile("bar.arrive %0, 64;" :: "r"(n)); __syncthreads();"#,
