@@ -4,42 +4,11 @@
 //! kernels' descriptors and steps lead it, and that weights are operands as they stand. The kernels'
 //! own descriptors and steps are compiled for the host and followed.
 
+mod layouts;
 #[path = "../src/compile/on_host.rs"]
 mod on_host;
 
-/// A pattern of 8 rows of `span` bytes in which 16-byte chunks change places.
-#[derive(Clone, Copy, Debug)]
-struct Swizzle {
-    span: usize,
-    /// Its number in a descriptor.
-    layout: u64,
-}
-
-const SWIZZLE_128: Swizzle = Swizzle { span: 128, layout: 1 };
-const SWIZZLE_64: Swizzle = Swizzle { span: 64, layout: 2 };
-
-impl Swizzle {
-    /// Where a byte really is: the bits of its chunk, turned by those three above.
-    fn place(self, address: usize) -> usize {
-        address ^ (address >> 3 & (self.span - 16))
-    }
-
-    /// Elements of 16 bits in a row of a panel.
-    fn columns(self) -> usize {
-        self.span / 2
-    }
-
-    /// Where a copy by tensor map puts an element of a tile of `rows`, panel by panel from `base` on.
-    fn copied(self, base: usize, rows: usize, row: usize, column: usize) -> usize {
-        self.copied_byte(base, rows, row, 2 * column)
-    }
-
-    /// The same of a byte of a row.
-    fn copied_byte(self, base: usize, rows: usize, row: usize, byte: usize) -> usize {
-        let panel = base + byte / self.span * rows * self.span;
-        self.place(panel + row * self.span + byte % self.span)
-    }
-}
+use layouts::{SWIZZLE_64, SWIZZLE_128, Swizzle, accumulator, left_register, stored_transposed};
 
 /// A descriptor of shared memory.
 #[derive(Clone, Copy, Debug)]
@@ -142,13 +111,6 @@ fn products_across_rows_read_what_copies_wrote() {
 /// The 128 threads of a warpgroup.
 const THREADS: std::ops::Range<usize> = 0..128;
 
-/// Row and column of accumulator `i` of a thread, of 64 x N: element `i % 4` of `[i / 4]` in the
-/// kernels' `float (&)[N / 8][4]`.
-fn accumulator(thread: usize, i: usize) -> (usize, usize) {
-    let (warp, lane) = (thread / 32, thread % 32);
-    (16 * warp + lane / 4 + i % 4 / 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2)
-}
-
 #[test]
 fn accumulators_are_those_of_m16n8_and_every_element_is_one() {
     for n in (8..=256).step_by(8) {
@@ -171,16 +133,11 @@ fn accumulators_are_those_of_m16n8_and_every_element_is_one() {
 
 #[test]
 fn weights_stand_in_the_order_of_a_left_operand() {
-    // Register x of k-step j has two neighbours along k, in row r or r + 8, in the first or the
-    // second 8 of the 16.
-    let operand = |thread: usize, step: usize, x: usize| {
-        let (warp, lane) = (thread / 32, thread % 32);
-        (16 * warp + lane / 4 + x % 2 * 8, 16 * step + x / 2 * 8 + lane % 4 * 2)
-    };
     for (thread, i) in THREADS.flat_map(|thread| (0..64).map(move |i| (thread, i))) {
         // weights[i / 4][i % 4] = narrow2(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1])
         let pair = [0, 1].map(|e| accumulator(thread, i / 2 * 4 + i % 2 * 2 + e));
-        let (row, k) = operand(thread, i / 4, i % 4);
+        let (row, k) = left_register(thread, i % 4, 2);
+        let k = 16 * (i / 4) + k;
         assert_eq!(pair, [(row, k), (row, k + 1)], "register {i} of thread {thread}");
     }
 }
@@ -252,18 +209,6 @@ fn spots_are_the_accumulators_of_transposed_scores() {
         }
         assert!(found.iter().all(|&count| count == 1), "{tile_q} queries");
     }
-}
-
-/// `stmatrix.x4.trans` of 8x8 matrices of 16 bits: lane 8 m + r has the address of row r of matrix m,
-/// and of matrix m lane l holds, in register m, elements (2 (l % 4), l / 4) and the one below. Returns
-/// (lane, register, half) and the byte it goes to.
-fn stored_transposed(address: impl Fn(usize) -> usize) -> Vec<((usize, usize, usize), usize)> {
-    let register = |lane: usize, matrix: usize, half: usize| {
-        let (row, column) = (lane % 4 * 2 + half, lane / 4);
-        ((lane, matrix, half), address(8 * matrix + row) + 2 * column)
-    };
-    let lanes = (0..32).flat_map(|lane| (0..4).map(move |matrix| (lane, matrix)));
-    lanes.flat_map(|(lane, m)| [register(lane, m, 0), register(lane, m, 1)]).collect()
 }
 
 #[test]
