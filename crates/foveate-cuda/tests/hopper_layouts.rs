@@ -464,7 +464,7 @@ fn products_of_the_forward_read_what_copies_wrote() {
 fn products_of_the_backward_read_what_copies_and_consumers_wrote() {
     for (queries, dim) in [(64, 128), (128, 64), (64, 96)] {
         let shape = Shape { eight_bits: false, queries, keys: 128, dim, dim_v: dim };
-        let functions = part(BACKWARD[1], "// dV += P^T dO", "// Writes dS^T of a consumer as dS");
+        let functions = part(BACKWARD[1], "// dV += P^T dO", "// A consumer writes its dS^T as dS");
         let [ds, q, d_out] = AT;
         // Of the second consumer: its 64 keys of dS, and the columns of q and of K.
         let main = format!(

@@ -437,7 +437,7 @@ fv_backward(const __grid_constant__ BackwardParams p, const __grid_constant__ Mo
                     ds[n % 2 * 2] = narrow2<FV_DTYPE>(scores.g[0][n][0], scores.g[0][n][1]);
                     ds[n % 2 * 2 + 1] = narrow2<FV_DTYPE>(scores.g[0][n][2], scores.g[0][n][3]);
                 }
-                store_ds(ds_at + parity * DS_BYTES + k * 16 * PANEL_ROW, ds);
+                store_matrices_transposed(ds_at + parity * DS_BYTES + k * 16 * PANEL_ROW, ds);
                 if (SPLITS_DV && k + 1 == MIDDLE_DV) start_more_dv(FIRST_DV, MIDDLE_DV);
                 if (SPLITS_DV && k + 1 == LAST_DV) start_more_dv(MIDDLE_DV, LAST_DV);
             }

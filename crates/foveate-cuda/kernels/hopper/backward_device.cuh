@@ -69,15 +69,11 @@ __device__ void start_dq(float (&dq)[N_Q][4], Operand ds, Operand keys) {
         multiply_across(dq, ds + (k / 4 * FV_BM * PANEL_ROW + k % 4 * 32), keys + k * 16 * PANEL_ROW, k > 0);
 }
 
-// Writes dS^T of a consumer as dS: rows of queries, a panel of 64 keys for each consumer. `at` is ds_place() in
-// the panel.
+// A consumer writes its dS^T as dS: rows of queries, a panel of 64 keys for each consumer. Where the row of a lane's
+// address is in the panel: see store_matrices_transposed.
 __device__ u32 ds_place() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     return (lane / 16 * 8 + lane % 8) * PANEL_ROW + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-}
-__device__ void store_ds(u32 at, const u32 (&ds)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(at), "r"(ds[0]), "r"(ds[1]), "r"(ds[2]), "r"(ds[3]) : "memory");
 }
 
 // A warp's part of dQ of a tile: 16 rows, in the order of dq_accum, from its first column of accumulators on.

@@ -88,6 +88,13 @@ __device__ void await_count(const u32* at, u32 count) {
 #endif
 }
 
+// Writes four 8x8 matrices of 16 bits transposed: register m of lane l has elements (2 (l % 4), l / 4) of matrix m and
+// the one below it, and lane 8 m + r says where row r of matrix m goes, 16 bytes.
+__device__ void store_matrices_transposed(u32 at, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
 // Orders this thread's stores to smem before what the copy engine and wgmma read afterwards.
 __device__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Makes initialised mbarriers visible to the copy engine.
