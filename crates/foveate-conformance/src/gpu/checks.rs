@@ -3,7 +3,8 @@
 use std::fmt::Display;
 use std::sync::Arc;
 
-use foveate_cuda::{CudaError, Engine};
+use foveate_cuda::{CudaError, CudaErrorKind, Engine};
+use foveate_gpu::GpuErrorKind;
 
 /// A check: the engine failed, the result is wrong, or it passed.
 pub type Outcome = Result<Result<(), String>, CudaError>;
@@ -12,15 +13,19 @@ pub type Outcome = Result<Result<(), String>, CudaError>;
 #[derive(Debug)]
 pub struct Checks {
     passed: bool,
+    /// A kernel did not end in time, and may run still.
+    hangs: bool,
 }
 
 /// Makes the checks of `command` on GPU 0; whether all passed. Without a GPU they are declined.
 pub fn on_gpu(command: &str, make: impl FnOnce(&Arc<Engine>, &mut Checks)) -> Result<bool, String> {
-    let mut checks = Checks { passed: true };
+    let mut checks = Checks { passed: true, hangs: false };
     match Engine::get(0) {
         Ok(engine) => {
             make(&engine, &mut checks);
-            let_tools_tell(&engine);
+            if !checks.hangs {
+                let_tools_tell(&engine);
+            }
         }
         Err(e) => say!("{command} declined: {e}"),
     }
@@ -36,6 +41,10 @@ pub fn let_tools_tell(engine: &Engine) {
 impl Checks {
     /// Prints the outcome of the check `name`.
     pub fn say(&mut self, name: &str, outcome: Outcome) {
+        let timed_out = |kind: &GpuErrorKind| matches!(kind, GpuErrorKind::Timeout { .. });
+        self.hangs |= outcome
+            .as_ref()
+            .is_err_and(|e| matches!(e.kind(), CudaErrorKind::Gpu(e) if timed_out(e.kind())));
         let line = match outcome {
             Ok(Ok(())) => "passed".to_owned(),
             Ok(Err(wrong)) => format!("FAILED: {wrong}"),
@@ -57,5 +66,27 @@ pub fn expect_refusal<T, E: Display>(result: Result<T, E>, expected: &str) -> Re
         Err(e) if e.to_string().contains(expected) => Ok(()),
         Err(e) => Err(format!("{e}, not the expected `{expected}`")),
         Ok(_) => Err(format!("no error, not the expected `{expected}`")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use foveate_gpu::GpuError;
+
+    use super::*;
+
+    #[test]
+    fn a_command_does_not_synchronize_with_a_kernel_that_hangs() {
+        let said = |outcome: Outcome| {
+            let mut checks = Checks { passed: true, hangs: false };
+            checks.say("a check", outcome);
+            (checks.passed, checks.hangs)
+        };
+        let (waiting, launches) = ("a kernel".to_owned(), String::new());
+        let timeout: GpuError = GpuErrorKind::Timeout { waiting, seconds: 1.0, launches }.into();
+        assert_eq!(said(Err(timeout.into())), (false, true));
+        assert_eq!(said(Err(GpuError::argument("wrong").into())), (false, false));
+        assert_eq!(said(Ok(Err("wrong".to_owned()))), (false, false));
+        assert_eq!(said(Ok(Ok(()))), (true, false));
     }
 }
