@@ -1,8 +1,8 @@
 #!/bin/sh
 # Checks and times the GPU engine on this machine; part of gpu-bundle/ as run.sh.
 #
-#   run.sh conformance | determinism | misuse | placement | launches | libraries | blocks | train |
-#       families | shard | sanitize | bench | all
+#   run.sh conformance | determinism | misuse | placement | probes | launches | libraries | blocks |
+#       train | families | shard | sanitize | bench | all
 #
 # Ends in a table of what passed, failed and was declined, and fails when anything failed. Needs an
 # NVIDIA driver, and NVRTC from a toolkit or beside the running Python (`bin/foveate doctor`);
@@ -96,6 +96,7 @@ lines() {
 determinism() { lines determinism; }
 misuse() { lines misuse; }
 placement() { lines placement; }
+probes() { lines probes; }
 launches() { lines launches; }
 libraries() { lines libraries; }
 
@@ -246,13 +247,13 @@ bench() {
 }
 
 case "${1:-}" in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | train | families | shard | sanitize | bench | all)
+    conformance | determinism | misuse | placement | probes | launches | libraries | blocks | train | families | shard | sanitize | bench | all)
         mkdir -p "$out" && : > "$table" ;;
     *) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 case $1 in
-    conformance | determinism | misuse | placement | launches | libraries | blocks | train | families | shard | sanitize | bench) "$1" ;;
-    all) conformance; determinism; misuse; placement; launches; libraries; train; shard; sanitize; bench ;;
+    conformance | determinism | misuse | placement | probes | launches | libraries | blocks | train | families | shard | sanitize | bench) "$1" ;;
+    all) conformance; determinism; misuse; placement; probes; launches; libraries; train; shard; sanitize; bench ;;
 esac
 
 printf '\n%-44s %8s %8s %8s\n' check passed failed declined

@@ -7,6 +7,7 @@
 //! foveate-conformance determinism [--repeats N]
 //! foveate-conformance misuse
 //! foveate-conformance placement
+//! foveate-conformance probes [--only TEXT]
 //! foveate-conformance host-time
 //! foveate-conformance trespass memcheck|synccheck|racecheck|mbarrier
 //! foveate-conformance launches
@@ -35,7 +36,9 @@ use foveate_gpu::Engine;
 use foveate_conformance::{Backend, Case, Outcome, Report, Row, check_each};
 
 use crate::gpu::checks::let_tools_tell;
-use crate::gpu::{determinism, host_time, launches, libraries, misuse, placement, trespass};
+use crate::gpu::{
+    determinism, host_time, launches, libraries, misuse, placement, probes, trespass,
+};
 use crate::options::Options;
 
 /// Time between two lines of progress.
@@ -58,6 +61,9 @@ foveate-conformance misuse
 foveate-conformance placement
     Compares the bits of passes whose data lies elsewhere, in device memory, in pages, in a graph, or that run beside
     each other, by every family of kernels.
+foveate-conformance probes [--only TEXT]
+    Runs a small kernel for each wrapper of PTX that Hopper kernels stand on and compares what it writes with whole
+    numbers. A kernel that hangs or faults ends the process: --only TEXT runs those whose names have TEXT in them.
 foveate-conformance host-time
     Measures the host's time for queueing a forward pass.
 foveate-conformance trespass memcheck|synccheck|racecheck|mbarrier
@@ -89,6 +95,7 @@ fn main() -> ExitCode {
         }),
         "misuse" => nothing_more(args).and_then(|()| misuse::run()),
         "placement" => nothing_more(args).and_then(|()| placement::run()),
+        "probes" => Options::parse(args).and_then(|options| probes::run(&options.only)),
         "host-time" => nothing_more(args).and_then(|()| host_time::run()),
         "trespass" => {
             let tool = args.next().unwrap_or_default();

@@ -42,6 +42,7 @@ fn what_runs_nothing_is_an_error_and_not_a_success() {
         ),
         (&["run", "--on", "cpu", "--subset", "0"], "--subset 0 runs nothing"),
         (&["misuse", "--twice"], "--twice is no option; --help lists them"),
+        (&["probes", "--only", "no such probe"], "no probe has `no such probe` in its name"),
         (&["trespass", "memcheck", "twice"], "twice is no option"),
         (&["soak", "--minutes", "1"], "--minutes 1 is no option; --help lists them"),
         (&["soak", "--only", "luck"], "--only takes one of programs, kills, damage, commands"),

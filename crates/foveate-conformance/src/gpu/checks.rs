@@ -38,13 +38,20 @@ pub fn let_tools_tell(engine: &Engine) {
     drop(engine.device().synchronize());
 }
 
+/// Whether nothing may run on the GPU after this error in this process: a kernel hangs, or has faulted.
+pub fn is_lost(error: &CudaError) -> bool {
+    is_of(error, |kind| matches!(kind, GpuErrorKind::Timeout { .. } | GpuErrorKind::Driver { .. }))
+}
+
+fn is_of(error: &CudaError, kind: impl Fn(&GpuErrorKind) -> bool) -> bool {
+    matches!(error.kind(), CudaErrorKind::Gpu(e) if kind(e.kind()))
+}
+
 impl Checks {
     /// Prints the outcome of the check `name`.
     pub fn say(&mut self, name: &str, outcome: Outcome) {
-        let timed_out = |kind: &GpuErrorKind| matches!(kind, GpuErrorKind::Timeout { .. });
-        self.hangs |= outcome
-            .as_ref()
-            .is_err_and(|e| matches!(e.kind(), CudaErrorKind::Gpu(e) if timed_out(e.kind())));
+        let hangs = |e| is_of(e, |kind| matches!(kind, GpuErrorKind::Timeout { .. }));
+        self.hangs |= outcome.as_ref().is_err_and(hangs);
         let line = match outcome {
             Ok(Ok(())) => "passed".to_owned(),
             Ok(Err(wrong)) => format!("FAILED: {wrong}"),

@@ -10,6 +10,7 @@ pub mod libraries;
 pub mod misuse;
 mod pages;
 pub mod placement;
+pub mod probes;
 mod tensors;
 pub mod trespass;
 mod workspaces;

@@ -156,6 +156,13 @@ pub fn source_with_bounded_waits(config: &Config, mods: &ModsSource) -> Option<S
     })
 }
 
+/// The source of kernels that try what a Hopper kernel of `config` stands on, its products and the wrappers of PTX, in
+/// `text`.
+#[cfg(feature = "conformance")]
+pub fn probe_source(config: &Config, text: &str) -> String {
+    [&config.defines(), PARAMS, &wgmma::wrappers(config), DEVICE, HOPPER, text].join("\n")
+}
+
 /// What prints mods, orders tiles and splits keys.
 const AROUND: [&str; 8] = [
     include_str!("wgmma.rs"),
