@@ -63,7 +63,8 @@ foveate-conformance placement
     each other, by every family of kernels.
 foveate-conformance probes [--only TEXT]
     Runs a small kernel for each wrapper of PTX that Hopper kernels stand on and compares what it writes with whole
-    numbers. A kernel that hangs or faults ends the process: --only TEXT runs those whose names have TEXT in them.
+    numbers, and both families of kernels with each other. A kernel that hangs or faults ends the process: --only
+    TEXT runs those whose names have TEXT in them.
 foveate-conformance host-time
     Measures the host's time for queueing a forward pass.
 foveate-conformance trespass memcheck|synccheck|racecheck|mbarrier

@@ -1,13 +1,16 @@
 //! A kernel for each wrapper of `kernels/hopper/hopper.cuh`, which runs on a GPU of compute capability 9.0
-//! and is compared with whole numbers that the host computes.
+//! and is compared with whole numbers that the host computes; and the two families of kernels against each
+//! other.
 //!
 //! The host lays out what a wrapper reads and computes what it writes, both by the models of
 //! `foveate-cuda/tests/layouts`, so that a fault lies in one wrapper. Sums are of small whole numbers, exact
-//! in f32 in any order. Numbers differ from row to row, column to column and lane to lane: what goes elsewhere changes a result.
+//! in f32 in any order. Numbers differ from row to row, column to column and lane to lane: what goes elsewhere
+//! changes a result.
 //!
 //! Each kernel is compiled from the files that kernels stand on, and has the instruction that it tries, or it would
 //! pass without.
 
+mod agreement;
 mod loads;
 mod pipelines;
 mod products;
@@ -214,10 +217,13 @@ fn all() -> Vec<Probe> {
     [products::all(), loads::all(), pipelines::all(), stores::all()].into_iter().flatten().collect()
 }
 
-/// Runs every probe whose name has `only` in it, and prints a line for each; whether all passed.
+/// Runs every probe, and every check of the families, whose name has `only` in it, and prints a line for each; whether
+/// all passed.
 pub fn run(only: &str) -> Result<bool, String> {
     let probes = all();
-    if !probes.iter().any(|probe| probe.name.contains(only)) {
+    let names = probes.iter().map(|probe| probe.name.clone());
+    if !names.chain(agreement::all().map(|check| check.to_string())).any(|name| name.contains(only))
+    {
         return Err(format!("no probe has `{only}` in its name"));
     }
     on_gpu("probes", |engine, checks| {
@@ -241,6 +247,9 @@ pub fn run(only: &str) -> Result<bool, String> {
         };
         for probe in &probes {
             say(&probe.name, &|| probe.run(engine));
+        }
+        for check in agreement::all() {
+            say(&check.to_string(), &|| check.run(engine));
         }
     })
 }
