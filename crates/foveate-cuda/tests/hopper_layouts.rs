@@ -8,55 +8,9 @@ mod layouts;
 #[path = "../src/compile/on_host.rs"]
 mod on_host;
 
-use layouts::{SWIZZLE_64, SWIZZLE_128, Swizzle, accumulator, left_register, stored_transposed};
-
-/// A descriptor of shared memory.
-#[derive(Clone, Copy, Debug)]
-struct Descriptor(u64);
-
-impl Descriptor {
-    /// As `Operand` of `kernels/hopper/hopper.cuh`: start, distance between panels (leading) and
-    /// between groups of 8 rows (stride), all over 16.
-    fn new(swizzle: Swizzle, start: usize, leading: usize) -> Self {
-        let stride = 8 * swizzle.span;
-        let field = |bytes: usize| ((bytes & 0x3ffff) >> 4) as u64;
-        Self(swizzle.layout << 62 | field(stride) << 32 | field(leading) << 16 | field(start))
-    }
-
-    /// The same `bytes` further on: what the kernels add to the start.
-    fn plus(self, bytes: usize) -> Self {
-        Self(self.0 + (bytes >> 4) as u64)
-    }
-
-    fn field(self, shift: u32) -> usize {
-        ((self.0 >> shift & 0x3fff) << 4) as usize
-    }
-
-    /// The swizzle that it states.
-    fn swizzle(self) -> Swizzle {
-        let known = [SWIZZLE_128, SWIZZLE_64].into_iter().find(|s| s.layout == self.0 >> 62);
-        known.expect("a swizzle of the kernels")
-    }
-
-    /// Where the hardware looks for element (`mn`, `k`) of an operand whose rows run along k.
-    fn along_k(self, swizzle: Swizzle, mn: usize, k: usize) -> usize {
-        self.along_k_byte(swizzle, mn, 2 * k)
-    }
-
-    /// The same of a byte of a row.
-    fn along_k_byte(self, swizzle: Swizzle, mn: usize, byte: usize) -> usize {
-        let group = mn / 8 * self.field(32);
-        swizzle.place(self.field(0) + group + mn % 8 * swizzle.span + byte)
-    }
-
-    /// The same where they run along m or n.
-    fn along_mn(self, swizzle: Swizzle, mn: usize, k: usize) -> usize {
-        let panel = mn / swizzle.columns() * self.field(16);
-        let group = k / 8 * self.field(32);
-        let within = k % 8 * swizzle.span + 2 * (mn % swizzle.columns());
-        swizzle.place(self.field(0) + panel + group + within)
-    }
-}
+use layouts::{
+    Descriptor, SWIZZLE_64, SWIZZLE_128, Swizzle, accumulator, left_register, stored_transposed,
+};
 
 /// Rows of tiles, head dims, and the swizzle that suits them; tiles begin where others end.
 fn tiles() -> impl Iterator<Item = (Swizzle, usize, usize, usize)> {

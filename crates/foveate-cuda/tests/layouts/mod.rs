@@ -38,6 +38,54 @@ impl Swizzle {
     }
 }
 
+/// A descriptor of shared memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Descriptor(pub u64);
+
+impl Descriptor {
+    /// As `Operand` of `kernels/hopper/hopper.cuh`: start, distance between panels (leading) and
+    /// between groups of 8 rows (stride), all over 16.
+    pub fn new(swizzle: Swizzle, start: usize, leading: usize) -> Self {
+        let stride = 8 * swizzle.span;
+        let field = |bytes: usize| ((bytes & 0x3ffff) >> 4) as u64;
+        Self(swizzle.layout << 62 | field(stride) << 32 | field(leading) << 16 | field(start))
+    }
+
+    /// The same `bytes` further on: what the kernels add to the start.
+    pub fn plus(self, bytes: usize) -> Self {
+        Self(self.0 + (bytes >> 4) as u64)
+    }
+
+    fn field(self, shift: u32) -> usize {
+        ((self.0 >> shift & 0x3fff) << 4) as usize
+    }
+
+    /// The swizzle that it states.
+    pub fn swizzle(self) -> Swizzle {
+        let known = [SWIZZLE_128, SWIZZLE_64].into_iter().find(|s| s.layout == self.0 >> 62);
+        known.expect("a swizzle of the kernels")
+    }
+
+    /// Where the hardware looks for element (`mn`, `k`) of an operand whose rows run along k.
+    pub fn along_k(self, swizzle: Swizzle, mn: usize, k: usize) -> usize {
+        self.along_k_byte(swizzle, mn, 2 * k)
+    }
+
+    /// The same of a byte of a row.
+    pub fn along_k_byte(self, swizzle: Swizzle, mn: usize, byte: usize) -> usize {
+        let group = mn / 8 * self.field(32);
+        swizzle.place(self.field(0) + group + mn % 8 * swizzle.span + byte)
+    }
+
+    /// The same where they run along m or n.
+    pub fn along_mn(self, swizzle: Swizzle, mn: usize, k: usize) -> usize {
+        let panel = mn / swizzle.columns() * self.field(16);
+        let group = k / 8 * self.field(32);
+        let within = k % 8 * swizzle.span + 2 * (mn % swizzle.columns());
+        swizzle.place(self.field(0) + panel + group + within)
+    }
+}
+
 /// Row and column of accumulator `i` of a thread, of 64 x N: element `i % 4` of `[i / 4]` in the
 /// kernels' `float (&)[N / 8][4]`.
 pub fn accumulator(thread: usize, i: usize) -> (usize, usize) {

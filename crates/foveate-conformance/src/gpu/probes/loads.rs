@@ -95,7 +95,7 @@ impl Load {
         if self.swizzle == Swizzle::Bytes64 { SWIZZLE_64 } else { SWIZZLE_128 }
     }
 
-    fn probe(self, text: &Arc<str>) -> Probe {
+    fn probe(&self, text: &Arc<str>) -> Probe {
         let mapped = self.mapped();
         // Coordinates depend on the layout alone.
         let map = mapped.at(1 << 20).expect("a layout that a map takes");
@@ -276,6 +276,49 @@ mod tests {
             assert_eq!(bytes, load.places.len() * map.tile_bytes() as usize, "{}", load.what);
             assert!(bytes <= LANDING, "{}", load.what);
             assert!(landed[bytes..].iter().all(|&byte| byte == 0xff), "{}", load.what);
+        }
+    }
+
+    /// What a copy engine does by the numbers of the map with the coordinates that the kernel is given.
+    fn copied(load: &Load, text: &Arc<str>) -> Vec<u32> {
+        const AT: u64 = 1 << 20;
+        let mapped = load.mapped();
+        let map = mapped.at(AT).unwrap();
+        let (tiled, bytes) = (map.tiled(), load.dtype.bytes());
+        let words = load.probe(text).input;
+        let words: Vec<u64> = words
+            .chunks_exact(4)
+            .map(|word| u64::from(u32::from_le_bytes(word.try_into().unwrap())))
+            .collect();
+        assert_eq!(words[1], words[0] * u64::from(map.tile_bytes()), "{}", load.what);
+        let mut smem = vec![0xff; LANDING];
+        for place in words[2..].chunks_exact(6).take(words[0] as usize) {
+            for (row, column) in
+                (0..load.rows).flat_map(|row| (0..load.model().span / bytes).map(move |c| (row, c)))
+            {
+                let mut at = place[1..][..tiled.dims.len()].to_vec();
+                at[0] += column as u64;
+                at[1] += row as u64;
+                let inside = at.iter().zip(tiled.dims).all(|(at, len)| at < len);
+                let offset: u64 =
+                    at[1..].iter().zip(tiled.strides).map(|(at, stride)| at * stride).sum();
+                let from = (map.tiled().address - AT + offset) as usize + at[0] as usize * bytes;
+                let to =
+                    load.model().copied_byte(place[0] as usize, load.rows, row, column * bytes);
+                let element =
+                    if inside { &mapped.bytes[from..from + bytes] } else { &[0, 0][..bytes] };
+                smem[to..to + bytes].copy_from_slice(element);
+            }
+        }
+        smem.chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    #[test]
+    fn maps_and_coordinates_lead_to_what_kernels_are_compared_with() {
+        let text = "".into();
+        for load in of_sixteen_bits().into_iter().chain(of_eight_bits()) {
+            let expected = load.probe(&text).expected;
+            assert!(expected == Numbers::Words(copied(&load, &text)), "{}", load.what);
         }
     }
 }

@@ -154,16 +154,26 @@ impl Product {
     }
 }
 
-/// The probes of the kernels of one text.
-fn probes(
-    config: &Config,
-    constants: &[(&str, usize)],
-    text: &str,
-    all: Vec<Product>,
-) -> Vec<Probe> {
-    let shared = all.iter().map(|product| product.image.0.len()).max().expect("there are some");
-    let text = source(config, shared, constants, text);
-    all.into_iter().map(|product| product.probe(config, &text, shared)).collect()
+/// Kernels that one text has, and what it is compiled with.
+struct Text {
+    config: Config,
+    constants: Vec<(&'static str, usize)>,
+    text: &'static str,
+    products: Vec<Product>,
+}
+
+impl Text {
+    /// Bytes of smem that hold the operands of each.
+    fn shared_bytes(&self) -> usize {
+        let images = self.products.iter().map(|product| product.image.0.len());
+        images.max().expect("there are some")
+    }
+
+    fn probes(self) -> impl Iterator<Item = Probe> {
+        let shared = self.shared_bytes();
+        let text = source(&self.config, shared, &self.constants, self.text);
+        self.products.into_iter().map(move |product| product.probe(&self.config, &text, shared))
+    }
 }
 
 /// A kernel of the Hopper family, of two consumers.
@@ -174,7 +184,7 @@ pub fn config(kernel: Kernel, dtype: Elem, [dim, dim_v]: [usize; 2], tile: [usiz
 }
 
 /// S = Q Kᵀ and out = P V.
-fn forward(dtype: Elem, dim: usize, keys: usize, dim_v: usize) -> Vec<Probe> {
+fn forward(dtype: Elem, dim: usize, keys: usize, dim_v: usize) -> Text {
     let mut rows =
         Product::new("rows", "A and B in smem along the sum", Factors::new(dtype, keys, dim));
     let Product { image, factors, .. } = &mut rows;
@@ -194,11 +204,11 @@ fn forward(dtype: Elem, dim: usize, keys: usize, dim_v: usize) -> Vec<Probe> {
         registers.what = "A in registers, B across the sum";
     }
     let config = config(Kernel::Forward, dtype, [dim, dim_v], [2 * ROWS, keys]);
-    probes(&config, &[], FORWARD, vec![rows, registers])
+    Text { config, constants: Vec::new(), text: FORWARD, products: vec![rows, registers] }
 }
 
 /// Sᵀ, dQ = dS K of the second of two consumers, and dK = dSᵀ Q.
-fn backward(dtype: Elem, dim: usize, queries: usize) -> Vec<Probe> {
+fn backward(dtype: Elem, dim: usize, queries: usize) -> Text {
     const KEYS: usize = 128;
     let mut rows = Product::new(
         "rows_first",
@@ -237,81 +247,37 @@ fn backward(dtype: Elem, dim: usize, queries: usize) -> Vec<Probe> {
     image.tile(dtype, SWIZZLE_128, [queries, ROWS], |k, row| factors.a[row][k]);
     image.tile(dtype, SWIZZLE_128, [queries, dim], |k, column| factors.b[column][k]);
     let config = config(Kernel::Backward, dtype, [dim; 2], [queries, KEYS]);
-    let constants = [("DQ_FIRST", first), ("DQ_COLUMNS", columns)];
-    probes(&config, &constants, BACKWARD, vec![rows, across, transposed])
+    let constants = vec![("DQ_FIRST", first), ("DQ_COLUMNS", columns)];
+    Text { config, constants, text: BACKWARD, products: vec![rows, across, transposed] }
 }
 
 /// Every number of columns that kernels have, and head dims that end in half a panel.
-pub fn all() -> Vec<Probe> {
+fn texts() -> Vec<Text> {
     let mut all = Vec::new();
     for columns in [64, 80, 96, 112, 128, 160, 176, 192] {
-        all.extend(forward(Elem::Bf16, 96, columns, columns));
+        all.push(forward(Elem::Bf16, 96, columns, columns));
     }
     for [dim, keys, dim_v] in [[256, 80, 256], [64, 128, 64]] {
-        all.extend(forward(Elem::Bf16, dim, keys, dim_v));
+        all.push(forward(Elem::Bf16, dim, keys, dim_v));
     }
     for [dim, keys, dim_v] in [[96, 128, 96], [128, 112, 192]] {
-        all.extend(forward(Elem::F16, dim, keys, dim_v));
+        all.push(forward(Elem::F16, dim, keys, dim_v));
     }
     for [dim, keys, dim_v] in [[64, 64, 64], [96, 128, 96], [128, 192, 128], [256, 128, 256]] {
-        all.extend(forward(Elem::E4m3, dim, keys, dim_v));
+        all.push(forward(Elem::E4m3, dim, keys, dim_v));
     }
     for [dim, queries] in
         [[64, 64], [96, 64], [128, 64], [64, 128], [80, 128], [96, 128], [128, 128]]
     {
-        all.extend(backward(Elem::Bf16, dim, queries));
+        all.push(backward(Elem::Bf16, dim, queries));
     }
-    all.extend(backward(Elem::F16, 96, 64));
+    all.push(backward(Elem::F16, 96, 64));
     all
 }
 
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    const PANEL_ROW: usize = 128;
-
-    /// Of factors whose rows differ pairwise, and so do the steps along the sum, any two that change places change
-    /// the result; so do two rows or columns of the result.
-    #[test]
-    fn factors_tell_rows_columns_and_steps_apart_and_sums_are_exact() {
-        for (dtype, columns, sum) in [
-            (Elem::Bf16, 64, 96),
-            (Elem::Bf16, 192, 192),
-            (Elem::F16, 32, 128),
-            (Elem::E4m3, 256, 128),
-            (Elem::E4m3, 64, 64),
-        ] {
-            let factors = Factors::new(dtype, columns, sum);
-            for rows in [&factors.a, &factors.b] {
-                let steps = (0..sum).map(|k| rows.iter().map(|row| row[k]).collect::<Vec<_>>());
-                assert_eq!(steps.collect::<BTreeSet<_>>().len(), sum, "{columns}x{sum}");
-            }
-            let product = |row: &Vec<i32>, column: &Vec<i32>| -> i32 {
-                row.iter().zip(column).map(|(a, b)| a * b).sum()
-            };
-            let (a, b) = (&factors.a, &factors.b);
-            let rows: BTreeSet<Vec<i32>> =
-                a.iter().map(|row| b.iter().map(|column| product(row, column)).collect()).collect();
-            let across: BTreeSet<Vec<i32>> =
-                b.iter().map(|column| a.iter().map(|row| product(row, column)).collect()).collect();
-            assert_eq!((rows.len(), across.len()), (ROWS, columns));
-            // Accumulators of e4m3 have 14 bits, others those of f32.
-            let most = if dtype == Elem::E4m3 { 1 << 13 } else { 1 << 24 };
-            let result = factors.result(true);
-            assert!(result.iter().all(|x| x.abs() < most as f32), "{dtype:?}, {columns}x{sum}");
-        }
-    }
-
-    #[test]
-    fn panels_of_an_image_are_whole() {
-        let mut image = Image::new();
-        image.tile(Elem::Bf16, SWIZZLE_128, [ROWS, 96], |row, k| (row + k) as i32 % 7);
-        assert_eq!(image.0.len(), 2 * ROWS * PANEL_ROW);
-        // Row 1, element 64: the first chunk of the second panel changes places with its second one.
-        assert_eq!(image.0[(ROWS + 1) * PANEL_ROW + 16..][..2], bits(Elem::Bf16, 65 % 7));
-        assert_eq!(image.0[(ROWS + 1) * PANEL_ROW + 5 * 16..][..2], [0xff; 2]);
-    }
+pub fn all() -> Vec<Probe> {
+    texts().into_iter().flat_map(Text::probes).collect()
 }
+
+#[cfg(test)]
+mod tests;
