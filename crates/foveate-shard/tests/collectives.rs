@@ -396,9 +396,17 @@ fn logs_say_which_rank_did_what_others_did_not() {
     let dir = tempfile::tempdir().unwrap();
     let first = serde_json::to_string(&all[0].header).unwrap();
     let behind = |line: &[u8]| [first.as_bytes(), b"\n", line].concat();
+    let of = |rank: &str, ranks: &str| {
+        let counts =
+            format!(r#"{{"rank":{rank},"ranks":{ranks},"meeting":1,"seconds":1.0,"why":"x"}}"#);
+        counts.into_bytes()
+    };
     for (text, says) in [
         (Vec::new(), ": it is empty"),
         (b"{\"rank\": 1}\n".to_vec(), ":1:11: missing field"),
+        (of("9", "2"), ":1: rank 9 of 2; that is no line of a transfer log"),
+        // As many as this are no ranks, and a list of those without a log takes all memory.
+        (of("0", "99999999999"), ":1: rank 0 of 99999999999; that is no line"),
         (behind(b"{\"number\": 3\n"), ":2:12: EOF while parsing an object; that is no line"),
         (behind(b"\xff\xfe"), ":2:1: expected value; that is no line of a transfer log"),
         (behind(b"{\"kind\": \"\xff\"}\n"), ":2:"),
@@ -408,6 +416,10 @@ fn logs_say_which_rank_did_what_others_did_not() {
         let error = TransferLog::read(&file).unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
     }
+    let endless = dir.path().join("rank-00001.jsonl");
+    std::fs::File::create(&endless).unwrap().set_len(1 << 40).unwrap();
+    let error = TransferLog::read(&endless).unwrap_err().to_string();
+    assert!(error.contains(": it has 1099511627776 bytes, and a transfer log at most"), "{error}");
 }
 
 #[test]

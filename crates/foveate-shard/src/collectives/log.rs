@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Collectives, Kind, Transfer};
 use crate::error::{ShardError, refused};
+use crate::mesh::MOST_RANKS;
 
 /// The last transfers of a rank.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,6 +30,9 @@ const ENDS: &str = ".jsonl";
 
 /// Bytes of a first line at most, by which a file is told to be a log.
 const FIRST_LINE: u64 = 1 << 16;
+
+/// Bytes of a log at most: 1,000 transfers, each among as many ranks as there may be.
+const MOST_BYTES: u64 = 1 << 29;
 
 /// The rank that `path` names, where it has the name of a file of [`TransferLog::write`].
 pub fn rank_named(path: &Path) -> Option<usize> {
@@ -110,8 +114,15 @@ impl TransferLog {
         let at = file.display();
         let failed = |e| ShardError::new(format!("{at}: {e}"));
         // Opening a pipe would wait for its other end.
-        if !fs::metadata(file).map_err(failed)?.is_file() {
+        let about = fs::metadata(file).map_err(failed)?;
+        if !about.is_file() {
             return Err(ShardError::new(format!("{at}: it is not a file")));
+        }
+        if about.len() > MOST_BYTES {
+            let bytes = about.len();
+            return refused(format!(
+                "{at}: it has {bytes} bytes, and a transfer log at most {MOST_BYTES}"
+            ));
         }
         let opened = File::open(file).map_err(failed)?;
         let mut header = None;
@@ -132,6 +143,9 @@ impl TransferLog {
             }
         }
         match header {
+            Some(Header { rank, ranks, .. }) if rank >= ranks || ranks > MOST_RANKS => refused(
+                format!("{at}:1: rank {rank} of {ranks}; that is no line of a transfer log"),
+            ),
             Some(header) => Ok(Self { header, transfers }),
             None => refused(format!("{at}: it is empty; a transfer log has a line for its rank")),
         }
@@ -221,7 +235,7 @@ pub fn compare(mut logs: Vec<TransferLog>, unread: &[usize]) -> Result<Compariso
             return refused(format!("two logs are of rank {rank}; give one of each rank"));
         }
     }
-    if let Some(log) = logs.iter().find(|l| l.header.ranks != ranks || l.header.rank >= ranks) {
+    if let Some(log) = logs.iter().find(|log| log.header.ranks != ranks) {
         let Header { rank, ranks: theirs, .. } = log.header;
         return refused(format!("rank {rank} counts {theirs} ranks, and others {ranks}"));
     }
