@@ -15,6 +15,7 @@ use clap::{Args as ClapArgs, Subcommand};
 
 use crate::failure::Failure;
 use crate::output::Output;
+use crate::ranks::RankArgs;
 use crate::threads;
 
 /// Measure attention and training on this machine, beside other implementations
@@ -37,9 +38,12 @@ enum On {
 }
 
 impl Args {
-    /// Whether ranks measure together; else each would measure what the others slow down.
-    pub fn is_shared_by_ranks(&self) -> bool {
-        matches!(self.on, On::Train(_))
+    /// Which rank this is asked to be, where ranks measure together; else each would measure what the others slow down.
+    pub fn ranks(&self) -> Option<&RankArgs> {
+        match &self.on {
+            On::Train(args) => Some(args.ranks()),
+            _ => None,
+        }
     }
 }
 

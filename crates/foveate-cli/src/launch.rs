@@ -11,6 +11,7 @@ use foveate_shard::launch::{Flags, find};
 
 use crate::failure::{AGAIN, Failure};
 use crate::interrupt::Interrupt;
+use crate::number::number;
 use crate::{Cli, Command, threads};
 
 /// Run a command of this program as several ranks on this host
@@ -21,11 +22,18 @@ use crate::{Cli, Command, threads};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Number of ranks
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = several)]
     ranks: u16,
     /// The command and its arguments, such as: train recipe.toml
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
+}
+
+/// A number of ranks that one host starts.
+fn several(text: &str) -> Result<u16, String> {
+    let ranks: usize = number(text)?;
+    let few = u16::try_from(ranks).ok().filter(|few| (1..=1024).contains(few));
+    few.ok_or_else(|| format!("{ranks} is not in 1..=1024"))
 }
 
 /// Tells ranks how many this command started.
@@ -145,11 +153,12 @@ fn patient(ranks: usize) -> Result<(), Failure> {
 /// Whether ranks can read their command line, and share what it asks for: what is wrong with it is said once.
 fn readable(command: &[String]) -> Result<(), Failure> {
     let words = std::iter::once("foveate").chain(command.iter().map(String::as_str));
-    match Cli::try_parse_from(words).map_err(Failure::Misread)?.command {
+    match &Cli::try_parse_from(words).map_err(Failure::Misread)?.command {
         Command::Launch(_) => Err(Failure::usage("a rank of `foveate launch` launches no ranks")
             .help("name the command that ranks run, such as: foveate launch --ranks 2 -- train recipe.toml")),
-        Command::Train(_) | Command::Doctor(_) => Ok(()),
-        Command::Bench(args) if args.is_shared_by_ranks() => Ok(()),
+        Command::Doctor(_) => Ok(()),
+        Command::Train(args) => args.ranks().refuse(),
+        Command::Bench(args) if let Some(ranks) = args.ranks() => ranks.refuse(),
         _ => {
             let alone = format!("`foveate {}` is not shared by ranks: each would do all of it", command.join(" "));
             Err(Failure::usage(alone).help("give it by itself; ranks share train and bench train"))

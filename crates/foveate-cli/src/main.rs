@@ -11,8 +11,8 @@
 //! `docs/recipes.md` for training, and `foveate help` for every option.
 //!
 //! Results go to stdout, progress and errors to stderr. The process ends with 0 when all went
-//! well, 1 when something failed, 2 when the command line itself is wrong, 130 when it was
-//! interrupted.
+//! well, 1 when something failed, 2 when the command line itself is wrong, 75 when another rank was
+//! lost, 130 when it was interrupted.
 
 mod allocator;
 mod bench;

@@ -10,6 +10,7 @@ use foveate_shard::launch::{Flags, Launch, Launcher, find};
 use foveate_train::device::DeviceChoice;
 
 use crate::failure::{AGAIN, Failure};
+use crate::number::number;
 use crate::progress::waiting;
 
 /// How long a rank waits for rank 0 before it says so: longer than ranks are apart that start together.
@@ -30,10 +31,10 @@ const MOST_THREADS: usize = 256;
 pub struct RankArgs {
     /// This process is rank N of a run of several processes, which all are given the same recipe;
     /// launchers say it in the environment (docs/cluster.md)
-    #[arg(long, value_name = "N", help_heading = "Ranks")]
+    #[arg(long, value_name = "N", help_heading = "Ranks", allow_negative_numbers = true, value_parser = number::<usize>)]
     rank: Option<usize>,
     /// Number of ranks of the run; without --rank, all of them are threads of this process
-    #[arg(long, value_name = "N", help_heading = "Ranks")]
+    #[arg(long, value_name = "N", help_heading = "Ranks", allow_negative_numbers = true, value_parser = number::<usize>)]
     ranks: Option<usize>,
     /// Where rank 0 listens
     #[arg(long, value_name = "HOST:PORT", help_heading = "Ranks")]
@@ -41,6 +42,25 @@ pub struct RankArgs {
 }
 
 impl RankArgs {
+    /// Refuses flags that say which rank a process is, where `foveate launch` says it of each.
+    ///
+    /// # Errors
+    /// When one is given.
+    pub fn refuse(&self) -> Result<(), Failure> {
+        let flags = [
+            ("--rank", self.rank.is_some()),
+            ("--ranks", self.ranks.is_some()),
+            ("--meet", self.meet.is_some()),
+        ];
+        match flags.into_iter().find(|&(_, is_given)| is_given) {
+            Some((flag, _)) => Err(Failure::usage(format!(
+                "{flag} behind `--`: `foveate launch` says how many ranks there are and which one each is; leave it \
+                 out there"
+            ))),
+            None => Ok(()),
+        }
+    }
+
     /// How many threads are asked to be ranks.
     pub fn as_threads(&self) -> Option<usize> {
         self.ranks.filter(|_| self.rank.is_none() && self.meet.is_none())

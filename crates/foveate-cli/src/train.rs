@@ -66,6 +66,13 @@ pub struct Args {
     ranks: ranks::RankArgs,
 }
 
+impl Args {
+    /// Which rank this is asked to be.
+    pub fn ranks(&self) -> &ranks::RankArgs {
+        &self.ranks
+    }
+}
+
 /// Set when a run has begun: it has its folder.
 type Begun = Arc<OnceLock<()>>;
 

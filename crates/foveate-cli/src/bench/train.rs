@@ -91,6 +91,13 @@ pub struct Args {
     ranks: RankArgs,
 }
 
+impl Args {
+    /// Which rank this is asked to be.
+    pub fn ranks(&self) -> &RankArgs {
+        &self.ranks
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Order {
     /// The same bits in every run

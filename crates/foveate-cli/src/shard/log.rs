@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use foveate_shard::collectives::log::{TransferLog, compare, rank_named};
 
 use crate::failure::Failure;
+use crate::number::number;
 use crate::output::{Output, tell};
 
 /// Say which rank did what others did not, from the logs that ranks write when one fails
@@ -15,7 +16,7 @@ pub struct Args {
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Print the last N transfers of each rank, too
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true, value_parser = number::<usize>)]
     last: usize,
     /// Print one JSON object
     #[arg(long, conflicts_with = "last")]

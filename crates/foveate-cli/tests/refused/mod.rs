@@ -140,7 +140,40 @@ fn wrong_input_gets_one_line_on_one_rank() {
             &["train", "recipe.toml", "--rank", "0", "--ranks", "1000000000", "--meet", "a:1"],
             "1000000000 ranks by flags; give at most 65536",
         ),
-        (&["launch", "--ranks", "0", "--", "train"], "--ranks"),
+        (&["train", "recipe.toml", "--ranks", "-1"], "'--ranks <N>': at least 0 is expected"),
+        (&["shard", "log", "--last", "-1", "transfers"], "'--last <N>': at least 0 is expected"),
+    ] {
+        let done = place.run(args);
+        let said = text(done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{said}");
+        assert!(said.contains(says), "{said}");
+    }
+    let mut both = place.command(&["train", "recipe.toml", "--ranks", "2"]);
+    let done = both.env("RANK", "0").env("WORLD_SIZE", "2").output().unwrap();
+    assert_eq!(done.status.code(), Some(2));
+    assert!(text(done.stderr).contains("which is rank 0 of 2 by RANK and WORLD_SIZE"));
+    let mut half = place.command(&["train", "recipe.toml"]);
+    let done = half.env("WORLD_SIZE", "2").output().unwrap();
+    assert_eq!(
+        text(done.stderr).trim(),
+        "error: WORLD_SIZE is set and RANK is not; set both, or neither"
+    );
+}
+
+#[test]
+fn what_launch_cannot_start_is_said_once() {
+    let place = place();
+    for (args, says) in [
+        (&["launch", "--ranks", "0", "--", "train"][..], "--ranks"),
+        (&["launch", "--ranks", "x", "--", "train"], "a number is expected, such as 16"),
+        (
+            &["launch", "--ranks", "2", "--", "train", "recipe.toml", "--ranks", "2"],
+            "--ranks behind `--`: `foveate launch` says how many ranks there are",
+        ),
+        (
+            &["launch", "--ranks", "2", "--", "bench", "train", "--meet", "a:1"],
+            "--meet behind `--`: `foveate launch` says how many ranks there are",
+        ),
         (&["launch", "--ranks", "1000000000", "--", "train"], "1000000000 is not in 1..=1024"),
         (&["launch", "--ranks", "2"], "COMMAND"),
         (
@@ -156,7 +189,7 @@ fn wrong_input_gets_one_line_on_one_rank() {
         let done = place.run(args);
         let said = text(done.stderr);
         assert_eq!(done.status.code(), Some(2), "{said}");
-        assert!(said.contains(says), "{said}");
+        assert!(errors(&said).len() == 1 && said.contains(says), "{said}");
     }
     // Said once, not by every rank.
     let done = place.run(&["launch", "--ranks", "3", "--", "trian", "recipe.toml"]);
@@ -171,16 +204,6 @@ fn wrong_input_gets_one_line_on_one_rank() {
     let mut launched = place.command(&["launch", "--ranks", "2", "--", "doctor", "--mesh"]);
     let done = launched.env("RANK", "x").env("LOCAL_RANK", "y").output().unwrap();
     assert!(done.status.success(), "{}", text(done.stderr));
-    let mut both = place.command(&["train", "recipe.toml", "--ranks", "2"]);
-    let done = both.env("RANK", "0").env("WORLD_SIZE", "2").output().unwrap();
-    assert_eq!(done.status.code(), Some(2));
-    assert!(text(done.stderr).contains("which is rank 0 of 2 by RANK and WORLD_SIZE"));
-    let mut half = place.command(&["train", "recipe.toml"]);
-    let done = half.env("WORLD_SIZE", "2").output().unwrap();
-    assert_eq!(
-        text(done.stderr).trim(),
-        "error: WORLD_SIZE is set and RANK is not; set both, or neither"
-    );
 }
 
 /// Both say the same wrong at the same time.
