@@ -24,7 +24,10 @@ def shown(given: Any) -> str:
     if isinstance(given, Tensor):
         return f"a tensor of {given.dtype} {list(given.shape)} on {given.device}"
     line = repr(given)
-    return line if len(line) <= 100 and "\n" not in line else f"a {type(given).__name__}"
+    if len(line) <= 100 and "\n" not in line:
+        return line
+    kind = type(given).__name__
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

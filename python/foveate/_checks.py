@@ -299,3 +299,11 @@ def check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
             raise ValueError(
                 f"query, key_pages and value_pages must have one dtype, float32, bfloat16 or float16, got {dtypes}"
             )
+    if torch.compiler.is_dynamo_compiling():
+        # Sizes that change are compared where the operator has them.
+        return
+    if key_pages.shape[:3] != value_pages.shape[:3]:
+        shapes = f"{list(value_pages.shape[:3])} and {list(key_pages.shape[:3])}"
+        raise ValueError(f"value_pages and key_pages must have the same pages, heads and page size, got {shapes}")
+    if query.size(3) != key_pages.size(3):
+        raise ValueError(f"key_pages must have the query's head dim {query.size(3)}, got {key_pages.size(3)}")

@@ -311,7 +311,10 @@ class DotProductAttention(Stateless):
         between = starts is not None and bool(parts)
         parts += [] if window == (-1, -1) else [_within(window, diagonal)]
         mask = functools.reduce(operator.and_, map(Mask, parts)) if parts else None
-        score = self._score(core_attention_bias_type, core_attention_bias, alibi_slopes, diagonal)
+        sequences = q.size(0) if starts is None else lengths[0].numel()
+        # The host does not ask for the longest of sequences one after another.
+        extents = (sequences, q.size(1), None if starts else q.size(2), None if starts else k.size(2))
+        score = self._score(core_attention_bias_type, core_attention_bias, alibi_slopes, diagonal, extents)
 
         scale, wanted = self.softmax_scale, AuxRequest(max_scores=bool(self.return_max_logit))
         more: Any = dict(sink=self.softmax_offset, dropout_p=self.attention_dropout if self.training else 0.0)
@@ -441,7 +444,12 @@ class DotProductAttention(Stateless):
         return mask
 
     def _score(
-        self, kind: str, bias: Tensor | None, slopes: Tensor | None, diagonal: Callable[..., Any]
+        self,
+        kind: str,
+        bias: Tensor | None,
+        slopes: Tensor | None,
+        diagonal: Callable[..., Any],
+        extents: tuple[int | None, ...],
     ) -> Callable[..., Any] | None:
         one_of("core_attention_bias_type", kind, BIAS_TYPES)
         if (bias is None) != (kind in ("no_bias", "alibi")):
@@ -456,12 +464,13 @@ class DotProductAttention(Stateless):
                 raise ValueError(
                     f"alibi_slopes must be [h] or [b, h] of {self.num_attention_heads} heads, got {list(slopes.shape)}"
                 )
+            if slopes.dim() == 2 and slopes.size(0) not in (1, extents[0]):
+                raise ValueError(f"alibi_slopes are of {slopes.size(0)} sequences, and there are {extents[0]}")
             slope = element_of(slopes.reshape(-1, self.num_attention_heads, 1, 1))
             return lambda score, b, h, i, j: score - slope(b, h, i, j) * abs(diagonal(b, i, j))
         if bias is None:
             return None
-        if tensor("core_attention_bias", bias).dim() > 4:
-            raise ValueError(f"core_attention_bias must be broadcastable to [b, h, sq, skv], got {list(bias.shape)}")
+        _check_broadcast("core_attention_bias", tensor("core_attention_bias", bias), extents)
         at = element_of(bias)
         if kind == "post_scale_bias":
             return lambda score, *point: score + at(*point)
@@ -479,10 +488,12 @@ def _in_form(form: str, out: Tensor, aux: AuxOutput) -> Tensor | tuple[Tensor, T
     return out, aux.max_scores.amax(-1) if form == "thd" else aux.max_scores.amax((0, 2))
 
 
-def _check_broadcast(what: str, t: Tensor, extents: tuple[int, ...]) -> None:
-    fits = t.dim() <= 4 and all(a in (1, b) for a, b in zip(reversed(t.shape), reversed(extents)))
+def _check_broadcast(what: str, t: Tensor, extents: tuple[int | None, ...]) -> None:
+    """Raises where a tensor has more axes than four, or one of another length than 1 and that which is known of it."""
+    fits = t.dim() <= 4 and all(b is None or a in (1, b) for a, b in zip(reversed(t.shape), reversed(extents)))
     if not fits:
-        raise ValueError(f"{what} must be broadcastable to {list(extents)}, got {list(t.shape)}")
+        known = ", ".join("any" if n is None else str(n) for n in extents)
+        raise ValueError(f"{what} must be broadcastable to [{known}], got {list(t.shape)}")
 
 
 def _lengths(what: str, cu: Tensor) -> Tensor:

@@ -181,8 +181,8 @@ class Mask:
             ValueError: The offsets do not begin at 0, decrease, or differ in number; or, raised where the mask is used,
                 end past the queries or keys of the call.
         """
-        q = offsets_of("cu_seqlens", cu_seqlens)
-        k = q if cu_seqlens_k is None else offsets_of("cu_seqlens_k", cu_seqlens_k)
+        q = offsets_of("cu_seqlens", cu_seqlens, _MOST)
+        k = q if cu_seqlens_k is None else offsets_of("cu_seqlens_k", cu_seqlens_k, _MOST)
         if len(q) != len(k):
             raise ValueError(f"cu_seqlens has {len(q)} offsets and cu_seqlens_k {len(k)}; they need as many")
         q_ids, k_ids = (_ids(of).to(cu_seqlens.device) for of in (q, k))
@@ -241,11 +241,16 @@ def offsets_of(name: str, offsets: Tensor, rows: int | None = None) -> list[int]
     return numbers
 
 
+#: Positions are numbers of 32 bits.
+_MOST = 2**31 - 1
+
+
 def _ids(offsets: list[int]) -> Tensor:
     """The document of each position, and one more of none."""
-    lengths = torch.tensor([b - a for a, b in zip(offsets, offsets[1:])], dtype=torch.long)
-    ids = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-    return torch.cat([ids, ids.new_full((1,), -1)]).to(torch.int32)
+    lengths = torch.tensor([*(b - a for a, b in zip(offsets, offsets[1:])), 1], dtype=torch.long)
+    documents = torch.arange(lengths.numel(), dtype=torch.int32)
+    documents[-1] = -1
+    return torch.repeat_interleave(documents, lengths)
 
 
 def _parsed(at: Any, text: str, names: dict[str, Any]) -> Any:

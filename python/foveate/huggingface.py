@@ -36,11 +36,13 @@ def register(name: str = "foveate") -> None:
     Raises:
         ImportError: There is no transformers 5 or newer.
         TypeError: ``name`` is no string.
-        ValueError: transformers takes ``name`` for another kind of implementation.
+        ValueError: ``name`` is empty, or transformers takes it for another kind of implementation.
     """
     masks, functions = _interfaces()
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {shown(name)}")
+    if not name:
+        raise ValueError("name is empty; models are given it as attn_implementation")
     if "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa", "flex_attention"):
         raise ValueError(
             f"transformers takes {name!r} for an implementation of its own or of its hub; choose another name"

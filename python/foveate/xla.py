@@ -59,6 +59,7 @@ def flash_attention(
         ``[B, H, Sq, Dv]``; with a mesh a DTensor, laid out as ``q``. A query without a key gives 0.
 
     Raises:
+        TypeError: An argument is of another kind than it must be.
         ValueError: Shapes, ids or layouts do not fit each other; the sequence is sharded, for which keys would have to
             travel between ranks.
     """
@@ -89,8 +90,14 @@ def flash_attention(
         if partition_spec is not None:
             raise ValueError("partition_spec needs a mesh: torch.distributed.device_mesh.init_device_mesh makes one")
         return _local(batch, causal, sm_scale, **{name: t for name, (t, _) in operands.items()})
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh of torch.distributed, got {arguments.shown(mesh)}")
     if partition_spec is None:
         raise ValueError("a mesh needs a partition_spec")
+    if not isinstance(partition_spec, (tuple, list)):
+        raise TypeError(f"partition_spec must be a tuple, got {arguments.shown(partition_spec)}")
     by_axis = _by_axis(partition_spec, axes, mesh, {"a": q.size(0), "b": q.size(batch - 1), "h": k.size(batch)})
     from torch.distributed.tensor import DTensor
 

@@ -286,6 +286,16 @@ def test_sixteen_bits(dtype):
         (dict(core_attention_bias_type="post_scale_bias"), "core_attention_bias None", ValueError),
         (dict(alibi_slopes=torch.ones(HEADS)), "alibi_slopes are given", ValueError),
         (dict(core_attention_bias_type="alibi", alibi_slopes=torch.ones(3)), "alibi_slopes must be", ValueError),
+        (
+            dict(core_attention_bias_type="alibi", alibi_slopes=torch.ones(B + 1, HEADS)),
+            f"of {B + 1} sequences, and there are {B}",
+            ValueError,
+        ),
+        (
+            dict(core_attention_bias_type="post_scale_bias", core_attention_bias=torch.ones(B, HEADS, SQ, SKV - 1)),
+            "core_attention_bias must be broadcastable to",
+            ValueError,
+        ),
         (dict(qkv_format="bhsd"), "not one of", ValueError),
         (
             dict(attn_mask_type="padding", cu_seqlens_q=cu(Q_LENGTHS + 9), cu_seqlens_kv=cu(KV_LENGTHS)),

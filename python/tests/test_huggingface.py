@@ -324,6 +324,11 @@ def test_names_that_mean_something_else_are_refused(name):
         foveate.huggingface.register(name)
 
 
+def test_a_name_is_not_empty():
+    with pytest.raises(ValueError, match="name is empty"):
+        foveate.huggingface.register("")
+
+
 def test_a_name_is_a_string():
     for wrong in (None, 7, ["foveate"]):
         with pytest.raises(TypeError, match="name must be a string, got") as raised:

@@ -135,6 +135,8 @@ WRONG = [
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.prefix(None)), ValueError, "`n` must be a number or a tensor, got None"),
     (lambda q, k, v: flex_attention(q, k, v, block_mask=Mask.document(torch.zeros(12))), ValueError, "`ids` must hold integers, not floats"),
     (lambda q, k, v: Mask.from_cu_seqlens(torch.tensor([0, 9, 3])), ValueError, "decrease"),
+    (lambda q, k, v: Mask.from_cu_seqlens(torch.tensor([0, 2**40])), ValueError, "cu_seqlens ends at 1099511627776, past"),
+    (lambda q, k, v: flex_attention(q, k, v, scale=10**400), ValueError, "that a float holds, got an int$"),
     (documents([0, 4, 11], None), ValueError, "cu_seqlens ends at 11, past the 10 queries"),
     (documents([0, 10], [0, 13]), ValueError, "cu_seqlens_k ends at 13, past the 12 keys"),
     (lambda q, k, v: flex_attention(huge(2**14, 2**10, 2**14, 8), huge(2**14, 2**10, 1, 8), huge(2**14, 2**10, 1, 8)),

@@ -144,6 +144,12 @@ def ranks(rank, folder):
     laid = given | dict(k=distribute_tensor(given["k"].detach(), mesh, [Shard(0), Replicate()]))
     with pytest.raises(ValueError, match="k is laid out .* redistribute"):
         flash_attention(**laid, partition_spec=("data", "model", None, None), mesh=mesh)
+    for more, words in (
+        (dict(partition_spec="data", mesh=mesh), "partition_spec must be a tuple, got 'data'"),
+        (dict(partition_spec=("data", None, None, None), mesh="cpu"), "mesh must be a DeviceMesh .*, got 'cpu'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            flash_attention(**given, **more)
     dist.destroy_process_group()
 
 
