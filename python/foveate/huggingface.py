@@ -126,11 +126,13 @@ def attention_mask(
         attention_mask: ``[batch, positions]``, bool, False where a key is padding; positions past its end are, too.
 
     Raises:
-        TypeError: ``attention_mask`` is no dense tensor, ``mask_function`` no function, or a length no integer.
+        TypeError: ``attention_mask`` is no dense tensor of two axes, ``mask_function`` no function, or a length no integer.
         ValueError: A length is negative.
     """
     if attention_mask is not None and (
-        not isinstance(attention_mask, Tensor) or attention_mask.layout != torch.strided
+        not isinstance(attention_mask, Tensor)
+        or attention_mask.layout != torch.strided
+        or attention_mask.dim() != 2
     ):
         raise TypeError(f"attention_mask must be a dense tensor [batch, positions], got {shown(attention_mask)}")
     function("mask_function", mask_function)
@@ -140,8 +142,11 @@ def attention_mask(
     )
     q_at, kv_at = _offset("q_offset", q_offset), _offset("kv_offset", kv_offset)
     parts = [_causal if mask_function is None else mask_function]
-    if attention_mask is not None and not bool(attention_mask.all()):
-        parts.append(_not_padding(attention_mask))
+    if attention_mask is not None:
+        if not bool(attention_mask.all()):
+            parts.append(_not_padding(attention_mask))
+        elif isinstance(kv_at, Tensor) or attention_mask.size(-1) < kv_at + kv_length:
+            parts.append(_before(attention_mask.size(-1)))
     allowed = parts[0] if len(parts) == 1 else and_masks(*parts)
 
     def at_positions(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -164,6 +169,10 @@ def _offset(name: str, given: Any) -> int | Tensor:
 
 def _causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return kv <= q
+
+
+def _before(end: int) -> Callable[..., Any]:
+    return lambda b, h, q, kv: kv < end
 
 
 def _not_padding(kept: Tensor) -> Callable[..., Any]:
@@ -253,6 +262,13 @@ def attention(
         mask = _Pass(_trace.element_of(dense)) if dense.dtype == torch.bool else None
         added += [_bias(dense)] if mask is None else []
     elif isinstance(attention_mask, _Symbolic):
+        # Without a cache transformers takes the length of keys from the mask of padding.
+        rows, keys = attention_mask.shape[2:]
+        if rows < query.size(2) or keys < kv_len:
+            raise ValueError(
+                f"attention_mask is for {rows} queries and {keys} keys, and the layer has {query.size(2)} and {kv_len}: "
+                "give one as long as the tokens and what is cached"
+            )
         mask = attention_mask.mask
     else:
         mask = attention_mask

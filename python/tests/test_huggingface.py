@@ -196,6 +196,27 @@ def test_a_users_own_mask_of_four_axes_counts(dtype):
     same_runs(run(model, "foveate", IDS, dict(attention_mask=kept if dtype == torch.bool else added)), theirs)
 
 
+@pytest.mark.parametrize("kept", [torch.ones(2, 9, dtype=torch.long), LEFT[:, :9]], ids=["all", "some"])
+def test_positions_past_a_mask_of_padding_are_padding(kept):
+    model, logits = model_of("llama"), []
+    for implementation in ("foveate", "eager"):
+        model.set_attn_implementation(implementation)
+        logits.append(model(IDS, attention_mask=kept).logits[LEFT > 0])
+    same(*logits, "logits")
+
+
+def test_a_mask_of_padding_that_is_too_short_without_a_cache_is_refused():
+    model = model_of("llama")
+    model.set_attn_implementation("foveate")
+    with pytest.raises(ValueError, match="is for 29 queries and 5 keys, and the layer has 29 and 29: give one"):
+        model(IDS, attention_mask=LEFT[:, :5], use_cache=False)
+
+
+def test_a_mask_of_padding_has_two_axes():
+    with pytest.raises(TypeError, match=r"\[batch, positions\], got a tensor of torch.float32 \[2, 16, 16\]"):
+        attention_mask(2, 16, 16, attention_mask=torch.ones(2, 16, 16))
+
+
 def test_weights_are_not_given():
     model = model_of("llama")
     model.set_attn_implementation("foveate")
