@@ -56,7 +56,13 @@ pub(super) fn tokens(text: &str) -> Result<Vec<(usize, Token)>, ModError> {
             found.push((at, Token::Mark(mark)));
             at += mark.len();
         } else {
-            return Err(error(text, at, format!("the character {c:?} has no meaning here")));
+            // Python's and torch's sign, which a mask from there has.
+            let instead = if c == '~' { "; write `!`" } else { "" };
+            return Err(error(
+                text,
+                at,
+                format!("the character {c:?} has no meaning here{instead}"),
+            ));
         }
     }
     found.push((text.len(), Token::End));

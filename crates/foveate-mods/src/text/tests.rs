@@ -109,6 +109,7 @@ fn errors_name_the_place_and_what_was_meant() {
              99999999999.0",
         ),
         ("q ? kv", 2, "the character '?' has no meaning here"),
+        ("~causal", 0, "the character '~' has no meaning here; write `!`"),
         ("let q = 1; q > 0", 4, "`q` is a coordinate; choose another name"),
     ];
     for (text, position, message) in cases {
