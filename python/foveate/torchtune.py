@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ._arguments import shown
 from ._flex import flex_attention
 from ._masks import Mask
 
@@ -38,18 +39,38 @@ def _factory() -> Callable[..., Tensor]:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout_p: float, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | Mask | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """``[B, H, Sq, D]`` of operands of these axes. ``mask`` is of blocks, or ``[B, Sq, Skv]``: bools that say what
-    counts, or floats that are added."""
+    """``[B, H, Sq, D]`` of operands of these axes. ``mask`` is of blocks, a ``Mask``, or expands to ``[B, Sq, Skv]``:
+    bools that say what counts, or floats that are added.
+
+    Raises:
+        ValueError: It is none of these.
+    """
     score: Callable[..., Any] | None = None
     allowed: Mask | BlockMask | None = Mask.causal() if is_causal and mask is None else None
-    if isinstance(mask, BlockMask):
+    if isinstance(mask, (BlockMask, Mask)):
         allowed = mask
     elif mask is not None:
-        dense = mask.expand(q.size(0), q.size(2), k.size(2))
+        dense = _dense(mask, (q.size(0), q.size(2), k.size(2)))
         if mask.dtype == torch.bool:
             allowed = Mask(lambda b, h, i, j: dense[b, i, j])
         else:
             score = lambda x, b, h, i, j: x + dense[b, i, j]  # noqa: E731
     return flex_attention(q, k, v, score, allowed, enable_gqa=True, dropout_p=dropout_p)
+
+
+def _dense(mask: Any, extents: tuple[int, ...]) -> Tensor:
+    fits = (
+        isinstance(mask, Tensor)
+        and (mask.dtype == torch.bool or mask.is_floating_point())
+        and mask.dim() <= 3
+        and all(n in (1, most) for n, most in zip(reversed(mask.shape), reversed(extents)))
+    )
+    if not fits:
+        raise ValueError(
+            f"mask must be a block mask, a Mask, or a tensor of bools or floats that expands to {list(extents)}, got "
+            f"{shown(mask)}"
+        )
+    expanded: Tensor = mask.expand(extents)
+    return expanded

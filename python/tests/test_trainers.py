@@ -42,6 +42,23 @@ def compare(ours, theirs, alone):
     assert float((theirs - alone).abs().max()) > 5e-3, "documents make no difference"
 
 
+@pytest.mark.parametrize("mask", [
+    torch.ones(2, 5, 5, dtype=torch.bool), torch.ones(3, 8, 8, dtype=torch.bool), torch.ones(8, 8).long(),
+    torch.ones(2, 1, 8, 8), "causal",
+])
+def test_a_wrong_mask_of_torchtunes_is_one_clear_error(mask):
+    q, k, v = torch.randn(3, 2, 4, 8, 16)
+    with pytest.raises(ValueError, match=r"mask must be .* expands to \[2, 8, 8\], got") as raised:
+        foveate.torchtune._attention(q, k, v, mask, 0.0, False)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mask_without_tables_is_one_of_torchtunes():
+    q, k, v = torch.randn(3, 2, 4, 8, 16)
+    out = [foveate.torchtune._attention(q, k, v, mask, 0.0, mask is None) for mask in (foveate.Mask.causal(), None)]
+    assert torch.equal(*out)
+
+
 def test_torchtune_trains_on_packed_documents_as_with_its_own_attention(monkeypatch):
     pytest.importorskip("torchao", reason="torchtune is not installed: see scripts/python-env.sh")
     pytest.importorskip("torchtune", reason="torchtune is not installed: see scripts/python-env.sh")
