@@ -8,6 +8,7 @@ integers.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Callable
 
 import torch
@@ -19,6 +20,9 @@ from . import _blocks, _checks, _trace
 from ._compile import LAYOUT, OURS, register
 from ._higher_order import ATTENTION, CHANGED, OUTSIDE
 from ._masks import Mask
+
+#: What a float holds at most.
+_LARGEST = sys.float_info.max
 
 
 def _install() -> None:
@@ -183,7 +187,9 @@ def _attention(
     if _checks.autocasts(query):
         # Torch's operator does so itself from 2.11 on.
         query, key, value = _checks.autocast(query, key, value)
-    if scale is not None and not abs(scale) < math.inf:
+    if scale is not None and not abs(scale) <= _LARGEST:
+        if isinstance(scale, int):
+            raise ValueError("scale must be a number that a float holds, got an int")
         raise ValueError(f"scale must be a finite number, got {scale}")
     options[OURS] = True
     options["OUTPUT_LOGSUMEXP"] = wants_lse or sink is not None
