@@ -9,7 +9,8 @@ from on_cuda import exact_matmul, like, operands, pytestmark  # noqa: F401
 
 from foveate import Mask, TraceError, create_block_mask, flex_attention, paged, varlen
 
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="skipped: there is one CUDA device")
+DEVICES = torch.cuda.device_count()
+two_devices = pytest.mark.skipif(DEVICES < 2, reason=f"skipped: it takes two CUDA devices, and there are {DEVICES}")
 
 
 def _everything(device, d=0):
