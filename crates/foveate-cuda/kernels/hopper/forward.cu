@@ -454,9 +454,14 @@ struct Copies {
                 more = keys.next();
                 each(item, key, cells + bits + (first ? Step::FIRST : 0) + (more ? 0 : Step::LAST), slot);
             }
-            if constexpr (BY_WARP) barriers.item_empty(ring.stage).arrive_warp();
-            else barriers.item_empty(ring.stage).arrive();
+            arrive(barriers.item_empty(ring.stage));
         }
+    }
+
+    // Once for all that walk together.
+    __device__ static void arrive(CopyBarrier barrier) {
+        if constexpr (BY_WARP) barrier.arrive_warp();
+        else barrier.arrive();
     }
 };
 
@@ -480,10 +485,7 @@ __device__ void copy_keys(const Copies& copies, const TensorMap& map_q, const Te
     };
     copies.for_each_tile([&](const Item& item, int key, u32 kind, int slot) {
         const int live = item.sequence.k_len - key, group = item.head / FV_GROUP;
-        if (kind & Step::LAST) {
-            if constexpr (BY_WARP) barriers.item_ends().arrive_warp();
-            else barriers.item_ends().arrive();
-        }
+        if (kind & Step::LAST) copies.arrive(barriers.item_ends());
 #if FV_SCALE_BLOCKS
         if (scales.read(persistent, item, key)) kind |= Step::ODD;
 #endif

@@ -29,17 +29,6 @@ struct Place {
     column: usize,
 }
 
-/// The boxes of a tile of one head, panel by panel.
-fn panels(
-    count: usize,
-    box_bytes: usize,
-    columns: usize,
-    [batch, head, row]: [usize; 3],
-) -> Vec<Place> {
-    let place = |i: usize| Place { target: i * box_bytes, batch, head, row, column: i * columns };
-    (0..count).map(place).collect()
-}
-
 /// A tensor, a box, and the loads of it.
 struct Load {
     what: &'static str,
@@ -54,9 +43,29 @@ struct Load {
 impl Load {
     /// Of boxes of whole panels of bf16.
     fn new(what: &'static str, layout: Layout, axes: MapAxes, rows: usize, at: [usize; 3]) -> Self {
-        let count = (2 * layout.shape[3]).div_ceil(128);
-        let places = panels(count, rows * 128, 64, at);
-        Self { what, dtype: DType::BF16, layout, axes, rows, swizzle: Swizzle::Bytes128, places }
+        Self::of_panels(what, (DType::BF16, layout), axes, Swizzle::Bytes128, rows, at)
+    }
+
+    /// Of e4m3, from the first row of the second head.
+    fn of_e4m3(what: &'static str, layout: Layout, swizzle: Swizzle, rows: usize) -> Self {
+        let at = [layout.shape[0] - 1, 1, 0];
+        Self::of_panels(what, (DType::F8E4M3, layout), MapAxes::Heads, swizzle, rows, at)
+    }
+
+    /// Of a tile of one head, panel by panel.
+    fn of_panels(
+        what: &'static str,
+        (dtype, layout): (DType, Layout),
+        axes: MapAxes,
+        swizzle: Swizzle,
+        rows: usize,
+        [batch, head, row]: [usize; 3],
+    ) -> Self {
+        let span = model(swizzle).span;
+        let columns = span / dtype.bytes();
+        let panel = |i| Place { target: i * rows * span, batch, head, row, column: i * columns };
+        let places = (0..layout.shape[3].div_ceil(columns)).map(panel).collect();
+        Self { what, dtype, layout, axes, rows, swizzle, places }
     }
 
     fn mapped(&self) -> Mapped {
@@ -92,7 +101,7 @@ impl Load {
     }
 
     fn model(&self) -> layouts::Swizzle {
-        if self.swizzle == Swizzle::Bytes64 { SWIZZLE_64 } else { SWIZZLE_128 }
+        model(self.swizzle)
     }
 
     fn probe(&self, text: &Arc<str>) -> Probe {
@@ -136,6 +145,10 @@ impl Load {
             ..Probe::new(format!("TMA, {}", self.what), text, entry, SHARED)
         }
     }
+}
+
+fn model(swizzle: Swizzle) -> layouts::Swizzle {
+    if swizzle == Swizzle::Bytes64 { SWIZZLE_64 } else { SWIZZLE_128 }
 }
 
 /// Heads of a group of a packed projection, groups, and elements of a head.
@@ -217,37 +230,27 @@ fn of_sixteen_bits() -> Vec<Load> {
     all
 }
 
-fn of_eight_bits() -> Vec<Load> {
-    let of = |what, layout, swizzle, rows: usize, places| Load {
-        what,
-        dtype: DType::F8E4M3,
-        layout,
-        axes: MapAxes::Heads,
-        rows,
-        swizzle,
-        places,
-    };
-    vec![
-        of(
+fn of_eight_bits() -> [Load; 3] {
+    let (wide, narrow) = (Swizzle::Bytes128, Swizzle::Bytes64);
+    let transposed = Layout::bhsd(1, 2, 72, 256);
+    [
+        Load::of_e4m3(
             "e4m3, 160 elements, rows past the end",
             Layout::bhsd(2, 2, 50, 160),
-            Swizzle::Bytes128,
+            wide,
             64,
-            panels(2, 64 * 128, 128, [1, 1, 0]),
         ),
-        of(
+        Load::of_e4m3(
             "e4m3, transposed values by 64 keys",
             Layout::bhsd(1, 2, 96, 384),
-            Swizzle::Bytes64,
+            narrow,
             96,
-            panels(3, 96 * 64, 64, [0, 1, 0]),
         ),
-        of(
+        Load::of_e4m3(
             "e4m3, transposed values by 128 keys, 72 columns of 80",
-            Layout::bhsd(1, 2, 72, 256),
-            Swizzle::Bytes128,
+            transposed,
+            wide,
             80,
-            panels(2, 80 * 128, 128, [0, 1, 0]),
         ),
     ]
 }

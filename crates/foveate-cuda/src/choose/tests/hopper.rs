@@ -627,7 +627,8 @@ fn heads_of_a_persistent_forward_take_turns_in_even_groups() {
     {
         assert_eq!(turns(dim, heads, len, "hopper"), expected, "{dim}");
     }
-    assert_eq!(turns(128, 16, 8192, "portable"), 16usize.div_ceil(16 * 128 / (8 * 132)));
+    // Others are given to CTAs by the device.
+    assert_eq!(turns(128, 16, 8192, "portable"), 16);
 }
 
 #[test]
