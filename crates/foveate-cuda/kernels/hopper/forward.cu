@@ -25,127 +25,7 @@
 // mask has bits (FV_MASK_BITS), a load and a selection for each score take the place of its evaluation, in either
 // piece.
 //
-// Softmax as in the portable family: see portable/forward.cu.
-
-// The softmax of a thread's rows, lane / 4 and lane / 4 + 8 of its warp's 16.
-struct Softmax {
-    float row_max[2], reference_max[2], row_sum[2];        // row_max and row_sum: of this lane's columns
-    float scale;                                           // on the sums of products
-    float unit, headroom;                                  // RESCALE_THRESHOLD as a score
-    bool unscaled;              // scores are sums of products, so is row_max, but not with FV_SCALE_BLOCKS
-
-    __device__ explicit Softmax(float scale) { set_scale(scale); }
-
-    __device__ void set_scale(float of_item) {
-        unscaled = !FV_SCORE && (FV_SCALE_BLOCKS ? is_usual(of_item) : of_item > 1e-20f);
-        scale = FV_SCALE_BLOCKS && !FV_SCORE && !unscaled ? 1.f : of_item;
-        unit = unscaled && !FV_SCALE_BLOCKS ? scale * LOG2_E : LOG2_E;
-        headroom = RESCALE_THRESHOLD / unit;
-    }
-
-    // What `weigh` multiplies the scores of a block by.
-    __device__ float scale_of(const KeyScales& scales, int block) const {
-        return FV_SCORE ? 1.f : scale * scales.score[block];
-    }
-
-    __device__ void clear() {
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            row_max[half] = reference_max[half] = -infinity();
-            row_sum[half] = 0.f;
-        }
-    }
-
-    // The exponent that is subtracted from those of a row.
-    __device__ float reference(int half) const {
-        return reference_max[half] == -infinity() ? 0.f : fmaf(reference_max[half], unit, -LARGEST_EXPONENT);
-    }
-    // A score function may give -1e30 to a whole row. Then score - row_max is exact, but the difference of the
-    // products with `unit` has their rounding error.
-    __device__ static bool is_large(float highest) {
-        return FV_SCORE && fabsf(highest) > LARGE_SCORE && highest != -infinity();
-    }
-
-    // Turns scores into weights. Returns whether out is to be multiplied by `rescale` first.
-    __device__ bool weigh(float (&s)[N][4], float (&rescale)[2], const KeyScales& scales) {
-        bool needs_rescale = false;
-        float highest[2];                                  // what the reference has to reach
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if constexpr (FV_SCALE_BLOCKS) {
-                highest[half] = -infinity();
-                #pragma unroll
-                for (int block = 0; block < KEY_BLOCKS; ++block) {
-                    const float largest = largest_score(s, half, block) * scale_of(scales, block);
-                    row_max[half] = max_or_nan(row_max[half], largest);
-                    highest[half] = max_or_nan(highest[half], fmaf(scales.value[block], 1.f / LOG2_E, largest));
-                }
-            } else {
-                highest[half] = row_max[half] = max_or_nan(row_max[half], largest_score(s, half, 0));
-            }
-            needs_rescale |= highest[half] > reference_max[half];
-        }
-        needs_rescale = __any_sync(~0u, needs_rescale);
-        if (needs_rescale) {
-            #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                // Before the first visible key there is nothing to rescale.
-                const float before = reference_max[half], reference_before = reference(half);
-                reference_max[half] = max_or_nan(before, quad_max(highest[half]) + headroom);
-                const float exponent =
-                    is_large(before) ? (before - reference_max[half]) * unit : reference_before - reference(half);
-                rescale[half] = before == -infinity() ? 1.f : exp2_score(exponent);
-                row_sum[half] *= rescale[half];
-            }
-        }
-        float shift[2] = {-reference(0), -reference(1)};
-        if constexpr (FV_SCORE)
-            if (__any_sync(~0u, is_large(reference_max[0]) || is_large(reference_max[1])))
-                #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float offset = reference_max[half] == -infinity() ? 0.f : -reference_max[half];
-                    #pragma unroll
-                    for (int j = 0; j < N * 2; ++j) s[j / 2][half * 2 + j % 2] += offset;
-                    shift[half] = LARGEST_EXPONENT;
-                }
-        if constexpr (!FV_SCALE_BLOCKS) {
-            add_weights(s, 0, unit, shift, row_sum);
-            return needs_rescale;
-        }
-        #pragma unroll
-        for (int block = 0; block < KEY_BLOCKS; ++block) {
-            const float value = scales.value[block], inverse = exp2_score(-value);
-            const float of_block[2] = {shift[0] + value, shift[1] + value};
-            float sum[2] = {};
-            add_weights(s, block, unit * scale_of(scales, block), of_block, sum);
-            #pragma unroll
-            for (int half = 0; half < 2; ++half) row_sum[half] = fmaf(sum[half], inverse, row_sum[half]);
-        }
-        return needs_rescale;
-    }
-
-    // Turns the scores of a block into weights, and adds them up.
-    __device__ static void add_weights(float (&s)[N][4], int block, float unit, const float (&shift)[2],
-                                       float (&sum)[2]) {
-        #pragma unroll
-        for (int j = 0; j < N_BLOCK * 4; ++j) {
-            const int half = j % 4 / 2;
-            float& x = s[block * N_BLOCK + j / 4][j % 4];
-            x = exp2_score(fmaf(x, unit, shift[half]));
-            sum[half] += x;
-        }
-    }
-
-    // The largest of this lane's scores in a row of a block.
-    __device__ static float largest_score(const float (&all)[N][4], int half, int block) {
-        const float (*const s)[4] = all + block * N_BLOCK;
-        auto of_pair = [&](int n) { return max_or_nan(s[n][half * 2], s[n][half * 2 + 1]); };
-        float largest[2] = {of_pair(0), of_pair(1)};
-        #pragma unroll
-        for (int n = 2; n < N_BLOCK; ++n) largest[n % 2] = max_or_nan(largest[n % 2], of_pair(n));
-        return max_or_nan(largest[0], largest[1]);
-    }
-};
+// The softmax is that of softmax.cuh.
 
 // A consumer's part of its item, which stays in smem until it is finished: registers are scarce.
 struct ItemRows {
@@ -265,7 +145,8 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
                           ? fmaf(softmax.reference_max[half] - largest, softmax.unit, -LARGEST_EXPONENT)
                           : fmaf(-largest, softmax.unit, softmax.reference(half));
         float factor = highest == -infinity() ? 0.f : exp2_score(above);
-        const float sum = quad_sum(softmax.row_sum[half]) * factor;
+        float sum = quad_sum(softmax.row_sum[half]) * factor;
+        if (BY_SUMS && sum == infinity()) sum = 0.f;       // recompute_nonfinite_rows finds lse so
         if constexpr (FV_DROPOUT) factor *= fv_dropout_scale(mods);
         const int row = lane / 4 + half * 8;
         const bool exists = row < left;
@@ -567,11 +448,6 @@ __device__ void score_waiting(float (&s)[N][4], float scale, const KeyScales& sc
     else score<false>(s, scale, scales, mods, at, k_len, unscaled);
 }
 
-__device__ void multiply_rows(float (&out)[N_OUT][4], const float (&by)[2]) {
-    #pragma unroll
-    for (int i = 0; i < N_OUT * 4; ++i) out[i / 4][i % 4] *= by[i % 4 / 2];
-}
-
 // What one thread makes ready for all.
 __device__ void begin_launch(const Barriers& barriers, u32 base, const TensorMap& map_q, const TensorMap& map_k,
                              const TensorMap& map_v) {
@@ -663,10 +539,12 @@ struct Ahead {
     Step step;                          // where it has keys
 };
 
-// Behind the step of `k`.
-__device__ Ahead look_ahead(const Barriers& barriers, u32 base, Ring<FV_STAGES> k) {
+// Behind the step of `k`, and behind `weights`, a sum of which it does not look earlier than these are there: what
+// it finds is seldom there yet before.
+__device__ Ahead look_ahead(const Barriers& barriers, u32 base, Ring<FV_STAGES> k, float weights) {
     Ahead ahead = {};
     if constexpr (!LOOKS_AHEAD) return ahead;
+    keep_before(weights, base);
     ahead.has_values = barriers.v_full(k.stage).is_complete(k.round);
     k.advance();
     ahead.has_keys = barriers.k_full(k.stage).is_complete(k.round);
@@ -686,10 +564,12 @@ __device__ Step begin_step(const Barriers& barriers, u32 base, Ring<FV_STAGES> k
 }
 
 // Turns scores into weights; see Softmax::weigh.
+template <bool OVERLAPPED, typename Look>
 __device__ bool hide_and_weigh(float (&s)[N][4], float (&rescale)[2], Softmax& softmax, const KeyScales& scales,
-                               const MaskBits& bits, bool has_bits) {
+                               const MaskBits& bits, bool has_bits, const Look& look) {
     if (has_bits) bits.hide(s);
-    return softmax.weigh(s, rescale, scales);
+    if constexpr (OVERLAPPED && BY_SUMS) return softmax.weigh_by_sums(s, rescale, look);
+    else return softmax.weigh(s, rescale, scales, look);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -714,7 +594,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
     constexpr u32 STEP = 1u << 30, WEIGHTS = 1u << 31;
     int live_keys = FV_BN;                     // of the step before
     ItemRows rows = {nullptr, first_row};
-    Softmax softmax(p.scale);
+    Softmax softmax(p.scale, p.max_score.data != nullptr);
     auto scale = [&] { return FV_DTYPE == 3 ? softmax.scale : p.scale; };
     float s[N][4], out[N_OUT][4] = {};
     u32 weights[FV_BN / MMA_K][4] = {};
@@ -749,8 +629,8 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             multiply_overlapped(s, out, weights, queries, keys, values, turns);
             release_keys();
             score<false>(s, scale(), scales, mods, at, FV_BN, softmax.unscaled);
-            rescales = hide_and_weigh(s, rescale, softmax, scales, bits, has_bits);
-            ahead = look_ahead(barriers, base, k);
+            rescales = hide_and_weigh<true>(s, rescale, softmax, scales, bits, has_bits,
+                                            [&](float weights) { ahead = look_ahead(barriers, base, k, weights); });
             await_out(out, softmax, base);
         } else {
             ahead = {};
@@ -780,7 +660,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
                 if (is_odd()) complete_scores(s, persistent, *rows.item, consumer, step.key);
                 score_waiting(s, scale(), scales, mods, rows, step.key, cell & Cells::EVALUATES && !has_bits,
                               softmax.unscaled);
-                rescales = hide_and_weigh(s, rescale, softmax, scales, bits, has_bits);
+                rescales = hide_and_weigh<false>(s, rescale, softmax, scales, bits, has_bits, [](float) {});
             }
         }
         if ((step.kind & STEP) && leads) barriers.v_empty(v.stage).arrive();

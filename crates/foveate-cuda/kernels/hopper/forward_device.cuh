@@ -40,6 +40,15 @@ static_assert(FV_BN % (FV_DTYPE == 3 ? 64 : 16) == 0 && FV_BN <= 256, "keys of a
 // that is fine from 2^-6 up: a row uses what room there is.
 constexpr float LARGEST_EXPONENT = 8.f, RESCALE_THRESHOLD = FV_DTYPE == 3 ? 1.f : 8.f;
 constexpr float LARGE_SCORE = 4096.f;                      // see Softmax::is_large
+// Whether overlapped steps go by sums of weights instead of the largest score (Softmax::weigh_by_sums). Scores of a
+// function may rise by more in a step than f32 has exponents, and dropout drops weights that have overflowed.
+constexpr bool BY_SUMS = FV_OVERLAP && !FV_SCORE && !FV_DROPOUT && FV_DTYPE != 3;
+// bf16 has f32's exponents, so a sum that is too large is one for the next step; f16 holds no weight from 2^16 on.
+constexpr bool SUMS_LATE = BY_SUMS && FV_DTYPE == 1;
+constexpr float LARGEST_SUM = SUMS_LATE ? 65536.f : 16384.f, LARGEST_FLOAT = 3.4e38f;
+constexpr float LARGE_EXPONENT = 369.f;                    // a score of 256; see finish_row
+// Consumers take turns in starting their products, but for two that go by sums: these are faster without.
+constexpr bool TAKE_TURNS = CONSUMERS > 2 || (CONSUMERS == 2 && !BY_SUMS);
 // Whether a step looks at the one ahead (look_ahead): three consumers with a longer score have no registers for it.
 constexpr bool LOOKS_AHEAD = CONSUMERS < 3 || !FV_SCORE || SCORE_INSTRUCTIONS < 12;
 // A score function stands twice, in either kind of step.
@@ -286,13 +295,13 @@ struct Turns {
 
     // Nobody goes before the first turn of the first consumer.
     __device__ void begin() const {
-        if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_arrive(Named::TURN, 256);
+        if (TAKE_TURNS && consumer == CONSUMERS - 1) named_arrive(Named::TURN, 256);
     }
     __device__ void await() const {
-        if constexpr (CONSUMERS > 1) named_sync(Named::TURN + consumer, 256);
+        if constexpr (TAKE_TURNS) named_sync(Named::TURN + consumer, 256);
     }
     __device__ void pass() const {
-        if constexpr (CONSUMERS > 1) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256);
+        if constexpr (TAKE_TURNS) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256);
     }
 };
 

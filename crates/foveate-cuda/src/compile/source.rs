@@ -49,6 +49,7 @@ fn files(family: Family, kernel: Kernel) -> &'static [&'static str] {
             include_str!("../../kernels/hopper/copies.cuh"),
             include_str!("../../kernels/hopper/forward_device.cuh"),
             include_str!("../../kernels/hopper/scales.cuh"),
+            include_str!("../../kernels/hopper/softmax.cuh"),
             include_str!("../../kernels/hopper/forward.cu"),
         ],
         (Kernel::RowWeightSum, Family::Portable | Family::Hopper) => {
