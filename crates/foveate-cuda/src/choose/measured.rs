@@ -112,54 +112,73 @@ fn tiles() -> Vec<(Case, Vec<(Tiles, f64)>)> {
     let forward = |dim| Case::new(Kernel::Forward, dim, Plain);
     let serial = |tiles| Tiles { overlap: false, ..tiles };
     vec![
-        // Of forwards the ratio to 128x128 is recorded.
+        // Milliseconds of one run, of which the reciprocals are given; without the overlap the ratio is of an
+        // earlier one.
         (
             forward(128),
             vec![
-                (Tiles::hopper(2, 128, 2), 1.0),
-                (Tiles::hopper(2, 176, 2), 1.015),
-                (serial(Tiles::hopper(2, 128, 2)), 0.94),
+                (Tiles::hopper(2, 128, 2), 1e3 / 1.468),
+                (Tiles::hopper(2, 176, 2), 1e3 / 1.435),
+                (Tiles::hopper(2, 192, 2), 1e3 / 2.151),
+                (serial(Tiles::hopper(2, 128, 2)), 0.94e3 / 1.468),
             ],
         ),
         (
-            forward(128).len(2048),
-            vec![(Tiles::hopper(2, 128, 2), 1.0), (Tiles::hopper(2, 176, 2), 0.95)],
+            Case::new(Kernel::Forward, 128, Mask(CAUSAL)),
+            vec![(Tiles::hopper(2, 128, 2), 1e3 / 0.764), (Tiles::hopper(2, 176, 2), 1e3 / 0.755)],
         ),
-        // At the limit of power of an H100.
         (
-            forward(128).len(32_768),
-            vec![(Tiles::hopper(2, 128, 2), 617.6), (Tiles::hopper(2, 176, 2), 633.2)],
+            forward(128).len(2048),
+            vec![(Tiles::hopper(2, 128, 2), 1e3 / 0.395), (Tiles::hopper(2, 176, 2), 1e3 / 0.396)],
+        ),
+        (
+            Case::new(Kernel::Forward, 128, Mask(CAUSAL)).len(2048),
+            vec![(Tiles::hopper(2, 128, 2), 1e3 / 0.236), (Tiles::hopper(2, 176, 2), 1e3 / 0.250)],
         ),
         (
             Case::new(Kernel::Forward, 128, Mask(CAUSAL)).len(32_768),
-            vec![(Tiles::hopper(2, 128, 2), 585.2), (Tiles::hopper(2, 176, 2), 604.5)],
+            vec![(Tiles::hopper(2, 128, 2), 1e3 / 5.73), (Tiles::hopper(2, 176, 2), 1e3 / 5.59)],
+        ),
+        (
+            forward(64),
+            vec![
+                (Tiles::hopper(3, 128, 3), 1e3 / 1.801),
+                (Tiles::hopper(3, 144, 3), 1e3 / 2.287),
+                (Tiles::hopper(3, 160, 3), 1e3 / 2.230),
+                (Tiles::hopper(2, 192, 3), 1e3 / 2.149),
+            ],
         ),
         (
             forward(96),
             vec![
-                (Tiles::hopper(3, 96, 2), 585.8),
-                (Tiles::hopper(2, 160, 2), 528.8),
-                (Tiles::hopper(2, 128, 2), 568.1),
-                (Tiles::hopper(2, 176, 2), 528.9),
+                (Tiles::hopper(3, 96, 2), 1e3 / 1.535),
+                (Tiles::hopper(2, 160, 2), 1e3 / 1.666),
+                (Tiles::hopper(2, 192, 2), 1e3 / 1.612),
             ],
         ),
         (
             Case::new(Kernel::Forward, 96, Mask(CAUSAL)),
             vec![
-                (Tiles::hopper(3, 96, 2), 521.5),
-                (Tiles::hopper(2, 160, 2), 505.9),
-                (Tiles::hopper(2, 128, 2), 457.9),
-                (Tiles::hopper(2, 176, 2), 511.8),
+                (Tiles::hopper(3, 96, 2), 1e3 / 0.807),
+                (Tiles::hopper(2, 160, 2), 1e3 / 0.866),
+                (Tiles::hopper(2, 192, 2), 1e3 / 0.848),
             ],
         ),
-        // Microseconds of an H100, of which the reciprocals are given.
         (
             forward(192).dim_v(128),
-            vec![(Tiles::hopper(3, 64, 2), 1e6 / 2148.3), (Tiles::hopper(2, 112, 2), 1e6 / 2272.8)],
+            vec![
+                (Tiles::hopper(3, 64, 2), 1e3 / 1.742),
+                (Tiles::hopper(2, 112, 2), 1e3 / 1.733),
+                (Tiles::hopper(2, 128, 2), 1e3 / 1.696),
+            ],
         ),
         (
             Case::new(Kernel::Forward, 192, Mask(CAUSAL)).dim_v(128),
-            vec![(Tiles::hopper(3, 64, 2), 1e6 / 1173.4), (Tiles::hopper(2, 112, 2), 1e6 / 1272.9)],
+            vec![
+                (Tiles::hopper(3, 64, 2), 1e3 / 0.884),
+                (Tiles::hopper(2, 112, 2), 1e3 / 0.907),
+                (Tiles::hopper(2, 128, 2), 1e3 / 0.881),
+            ],
         ),
         (
             forward(128).e4m3(),

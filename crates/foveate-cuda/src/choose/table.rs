@@ -87,8 +87,7 @@ const HOPPER: &[Known] = &[
     (192, Tiles::hopper(2, 112, 2)),
     (256, Tiles::hopper(2, 80, 2)),
 ];
-/// Where a query sees so many keys that the device is at its limit of power ([`Sizes::LONG`]): wider tiles raise and
-/// rescale less often. With a score of [`FEW_STEPS`] from 4,096 keys on.
+/// Where a query sees 4,096 keys or more; with a score, of [`FEW_STEPS`].
 const HOPPER_LONG: Tiles = Tiles::hopper(2, 176, 2);
 /// A score that takes no longer has the wider tiles of long rows sooner: ALiBi and relative biases take 9, a soft cap
 /// 41, which lost 5 % with them.
@@ -97,7 +96,7 @@ const FEW_STEPS: usize = 16;
 /// Shorter rows were not measured, and at 80 it spills.
 const HOPPER_96: Tiles = Tiles::hopper(3, 96, 2);
 /// Of q and k of up to 192 and v of up to 128 numbers, as multi-head latent attention has them.
-const HOPPER_LATENT: &[Known] = &[(192, Tiles::hopper(3, 64, 2))];
+const HOPPER_LATENT: &[Known] = &[(192, Tiles::hopper(2, 128, 2))];
 /// Of fewer queries, where the usual tiles leave SMs idle: measured at head dims 64 and 128 without a score.
 const HOPPER_FEW: &[Tiles] = &[Tiles::hopper(2, 64, 2), Tiles::hopper(1, 64, 2)];
 /// With a score or dropout, which take registers of their own.
@@ -198,7 +197,7 @@ pub fn of_few_queries(class: &Class, kernel: Kernel) -> &'static [Tiles] {
 
 /// Whether [`HOPPER_LONG`] was measured to be the faster one.
 fn is_long(class: &Class, sizes: &Sizes) -> bool {
-    (97..=128).contains(&class.dim.max(class.dim_v)) && sizes.are_long()
+    (97..=128).contains(&class.dim.max(class.dim_v)) && sizes.mean_kv_len >= 4096
 }
 
 /// The same with a score; with dropout beside it they were not measured.

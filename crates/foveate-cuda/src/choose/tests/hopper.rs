@@ -257,7 +257,7 @@ fn what_runs_in_place_of_a_hopper_kernel_is_what_was_measured_to_lose_least() {
         let mut class = Class::new(Elem::Bf16, dim, dim, 4);
         change(&mut class);
         let options = KernelOptions::default();
-        let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 8192), true, &options);
+        let plan = KernelPlan::new(&profile, &class, &sizes(2, 32, 8, 2048), true, &options);
         let choice = plan.unwrap().choice(kernel).clone();
         assert!(choice.chosen.config.family == Family::Hopper && choice.chosen.config.overlap);
         let tiles = |c: &Candidate| Tiles::of(&c.config);
@@ -278,7 +278,7 @@ fn what_runs_in_place_of_a_hopper_kernel_is_what_was_measured_to_lose_least() {
 }
 
 #[test]
-fn long_rows_of_short_scores_have_wide_tiles_and_the_usual_ones_if_those_spill() {
+fn long_rows_have_wide_tiles_and_the_usual_ones_if_those_spill() {
     let profile = Profile::named("h200").unwrap();
     let keys_of = |class: &Class, len: usize| {
         let (sizes, options) = (sizes(2, 16, 16, len), KernelOptions::default());
@@ -287,12 +287,14 @@ fn long_rows_of_short_scores_have_wide_tiles_and_the_usual_ones_if_those_spill()
         choice.ranked().take(2).map(keys).collect::<Vec<_>>()
     };
     let plain = Class::new(Elem::Bf16, 128, 128, 1);
-    let alibi = Class { score: true, score_steps: 9, ..plain };
+    let alibi = Class { score: true, score_steps: 9, ..plain.clone() };
     let soft_cap = Class { score_steps: 41, ..alibi.clone() };
     let dropped = Class { dropout: true, ..alibi.clone() };
     let [wide, usual] = [176, 128].map(|keys| (Family::Hopper, keys));
-    assert_eq!(keys_of(&alibi, 4096), [wide, usual]);
-    for (class, len) in [(&alibi, 2048), (&soft_cap, 8192), (&dropped, 8192)] {
+    for class in [&plain, &alibi] {
+        assert_eq!(keys_of(class, 4096), [wide, usual], "{class:?}");
+    }
+    for (class, len) in [(&plain, 2048), (&alibi, 2048), (&soft_cap, 8192), (&dropped, 8192)] {
         assert_eq!(keys_of(class, len)[0], usual, "{class:?}");
     }
 }
@@ -722,9 +724,9 @@ fn masks_that_take_long_have_bits_and_others_are_evaluated() {
         KernelPlan::new(&profile, &class, &sizes, true, &KernelOptions::default()).unwrap()
     };
     let wide = |plan: &KernelPlan| plan.config(Kernel::Forward).unwrap().tile_kv == 176;
-    for (keys, is_long) in [(2048, false), (16_383, false), (16_384, true), (32_768, true)] {
+    for keys in [2048, 4095, 4096, 16_383, 16_384, 32_768] {
         let found = long(keys);
-        assert_eq!((bits(&found), wide(&found)), ([!is_long; 2], is_long), "{keys}");
+        assert_eq!((bits(&found), wide(&found)), ([keys < 16_384; 2], keys >= 4096), "{keys}");
     }
     let said = long(32_768).to_string();
     assert!(said.contains("partial by evaluation: a query sees 16384 keys or more"), "{said}");
