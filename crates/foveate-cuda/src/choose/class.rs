@@ -236,9 +236,11 @@ impl Class {
 
     /// Instructions of a mask for a pair from which on partial tiles of `kernel` on Hopper read its bits, made
     /// beforehand; `None` where they evaluate every mask. A plain backward of head dims up to 64 has no registers for
-    /// them, and one above 128 does not read them. Measured at head dim 128.
+    /// them, and one above 128 does not read them. Measured at head dim 128, of plain forwards at 64 too: a window
+    /// takes 4 to 7, a causal mask and a prefix up to 3.
     pub(crate) fn mask_bits_from(&self, kernel: Kernel) -> Option<usize> {
         match self.dim.max(self.dim_v) {
+            ..=128 if kernel == Kernel::Forward && self.is_plain_forward() => Some(4),
             ..=64 if kernel.shares_keys() => Some(32),
             65..=Tiles::MOST_DIM_OF_BOTH if kernel.owns_keys() => Some(8),
             65.. if kernel.shares_keys() => Some(8),
@@ -247,10 +249,17 @@ impl Class {
     }
 
     /// Whether partial tiles of `kernel` on Hopper read bits of the mask. Not in rows where a query sees many keys:
-    /// where few tiles are partial they take no time, and bits of many have no room.
+    /// where few tiles are partial they take no time, and bits of many have no room. Nor of documents at head dims up
+    /// to 64, where they were slower.
     pub(crate) fn has_mask_bits(&self, kernel: Kernel, sizes: &Sizes) -> bool {
-        let from = self.mask_bits_from(kernel).filter(|_| !sizes.are_long());
+        let small = self.dim.max(self.dim_v) <= 64 && self.is_sparse(kernel, sizes);
+        let from = self.mask_bits_from(kernel).filter(|_| !sizes.are_long() && !small);
         self.mask && from.is_some_and(|from| self.mask_steps >= from)
+    }
+
+    /// Whether the forward's scores are products and their weights all kept, of 16 bits.
+    pub(crate) fn is_plain_forward(&self) -> bool {
+        !self.score && !self.dropout && matches!(self.dtype, Elem::Bf16 | Elem::F16)
     }
 
     /// Whether the mask is as sparse as documents along the loop of `kernel`.

@@ -278,7 +278,7 @@ fn families() -> Vec<(Case, [f64; 2])> {
         (forward(128, mask(WINDOW)), [463.0, 298.0]),
         (forward(64, mask(WINDOW)), [312.0, 270.0]),
         (forward(128, mask(DOCUMENTS)), [254.0, 199.0]),
-        (forward(64, mask(DOCUMENTS)), [131.0, 173.0]),
+        (forward(64, mask(DOCUMENTS)), [201.0, 181.0]),
         (forward(128, mask(PREFIX)), [593.0, 373.0]),
         (forward(64, mask(PREFIX)), [465.0, 342.0]),
         (forward(128, Bias(None)), [510.0, 347.0]),

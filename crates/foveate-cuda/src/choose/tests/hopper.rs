@@ -578,8 +578,12 @@ fn what_was_measured_slower_on_the_hopper_family_is_said() {
     assert_eq!(refused(&class, &long, record(None)), preferred);
     let measured = said("hopper: the portable kernel was measured faster");
     let masked = Class { mask: true, ..Class::new(Elem::Bf16, 64, 64, 1) };
-    let documents = Sizes { mean_kv_len: 256, ..sizes(2, 32, 32, 8192) };
+    let documents = Sizes { mean_kv_len: 128, ..sizes(2, 32, 32, 8192) };
     assert_eq!(refused(&masked, &documents, None), measured);
+    // Where it is plain and of longer documents it was measured to be the faster one.
+    let longer = Sizes { mean_kv_len: 256, ..documents };
+    assert_eq!(refused(&masked, &longer, None), (Family::Hopper, None));
+    assert_eq!(refused(&Class { score: true, ..masked.clone() }, &longer, None), measured);
     // A record's two times are not of the family where it was not what ran before.
     let both =
         Some(Record { tiles: Tiles::portable(64, 64, 2, 2), us: 9.0, planned_us: Some(10.0) });
@@ -708,12 +712,22 @@ fn masks_that_take_long_have_bits_and_others_are_evaluated() {
             let alike = |c: &Candidate| c.config.mask_bits || c.config.family == Family::Portable;
             assert!(choice.worth_timing(12).all(alike));
         }
-        let window = masks::sliding_window(1024).unwrap();
-        assert_eq!(bits(&plan(masks::causal() & window, dim, &[]).unwrap()), [false; 2]);
+        // A window has bits in a plain forward alone, a causal mask and a prefix nowhere.
+        let window = masks::causal() & masks::sliding_window(1024).unwrap();
+        assert_eq!(bits(&plan(window, dim, &[]).unwrap()), [true, false]);
+        for mask in [masks::causal(), masks::prefix_lm(1024).unwrap()] {
+            assert_eq!(bits(&plan(mask, dim, &[]).unwrap()), [false; 2]);
+        }
     }
     assert_eq!(bits(&plan(neighbours(), 192, &[]).unwrap()), [true, false]);
     let documents = || masks::causal() & masks::document_lengths(&[4096; 2]).unwrap();
-    assert_eq!(bits(&plan(documents(), 64, &[]).unwrap()), [false; 2]);
+    assert_eq!(bits(&plan(documents(), 64, &[]).unwrap()), [true, false]);
+    // Not of documents so short that their tiles are few, at head dim 64.
+    let short = Class { mask: true, mask_steps: 11, ..Class::new(Elem::Bf16, 64, 64, 1) };
+    let few = Sizes { mean_kv_len: 256, ..sizes(2, 32, 32, 8192) };
+    let found = KernelPlan::new(&profile, &short, &few, true, &KernelOptions::default()).unwrap();
+    let config = found.config(Kernel::Forward).unwrap();
+    assert!(config.family == Family::Hopper && !config.mask_bits, "{config}");
     assert_eq!(bits(&plan(documents(), 128, &[]).unwrap()), [true; 2]);
     let said = plan(neighbours(), 128, &[]).unwrap().to_string();
     assert!(said.contains("  mask       partial by mask bits: the mask takes "), "{said}");
