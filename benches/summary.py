@@ -68,9 +68,13 @@ def gpu():
 
 
 def hopper():
-    """Columns are peers, rows sizes and cases: a bar spans the head dims 64 and 128 at length 8192."""
-    found = {}
+    """Columns are peers, rows sizes and cases: a bar spans the head dims 64 and 128 at length 8192.
+
+    A cell of an earlier table counts where a later one has none.
+    """
+    found, seen = {}, set()
     for which, heading in (
+        ("forward", "### The forward by sums, beside every peer"),
         ("forward", "### The forward beside every peer"),
         ("backward", "### The backward beside every peer"),
     ):
@@ -81,8 +85,9 @@ def hopper():
             if size not in ("64", "128") or "," in name:
                 continue
             for column, cell in zip(head[1:], cells, strict=True):
-                if column in ("before", "Foveate") or not cell:
+                if column in ("before", "Foveate") or not cell or (which, case, column) in seen:
                     continue
+                seen.add((which, case, column))
                 row = found.setdefault(f"{name}, to {column}", {"forward": [], "backward": []})
                 row[which] += [float(ratio) for ratio in re.findall(r"\(([\d.]+)\)", cell)]
     plain = {"full": 0, "causal": 1}
