@@ -194,8 +194,8 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
 
 /// Tiles of fewer queries for a forward, the most queries first.
 pub fn of_few_queries(class: &Class, kernel: Kernel) -> &'static [Tiles] {
-    let plain = !class.score && !class.dropout && class.dtype != Elem::E4m3;
-    let is_measured = kernel == Kernel::Forward && plain && class.dim.max(class.dim_v) <= 128;
+    let plain = kernel == Kernel::Forward && class.is_plain_forward();
+    let is_measured = plain && class.dim.max(class.dim_v) <= 128;
     if is_measured { HOPPER_FEW } else { &[] }
 }
 
