@@ -1,0 +1,547 @@
+//! The softmax of the Hopper forward, `kernels/hopper/softmax.cuh`, compiled for the host: 32 threads are a warp, and
+//! weigh scores of many steps as a consumer does. `out`, `lse` and `max_score` are compared with f64, and where the
+//! largest score is looked for and where weights overflow is as the file says.
+
+#[path = "../src/compile/on_host.rs"]
+mod on_host;
+
+use foveate_tensor::random::Random;
+
+const DEVICE: &str = include_str!("../kernels/device.cuh");
+const PARAMS: &str = include_str!("../kernels/params.cuh");
+const ROWS: &str = include_str!("../kernels/rows.cuh");
+const FORWARD_DEVICE: &str = include_str!("../kernels/hopper/forward_device.cuh");
+const SCALES: &str = include_str!("../kernels/hopper/scales.cuh");
+const SOFTMAX: &str = include_str!("../kernels/hopper/softmax.cuh");
+const FORWARD: &str = include_str!("../kernels/hopper/forward.cu");
+
+/// A warp: a thread for each lane, which meet in every vote and every shuffle. Numbers of one meeting may be read
+/// until the next but one. Powers of 2 below f32's normal numbers are 0, as those of the device.
+const AROUND: &str = r#"
+#include <atomic>
+#include <cfloat>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+#define __device__
+#define __log2f log2f
+#define __fdividef(x, y) ((x) / (y))
+#define FV_OVERLAP 1
+#define FV_SCORE 0
+#define FV_DROPOUT 0
+#define FV_SCALE_BLOCKS 0
+#define FV_SINK 0
+#define FV_GROUP 1
+#define FV_OUT_DTYPE 2
+enum Meeting { VOTE, SHUFFLE, WEIGHTS };
+static thread_local int lane, largest_found;
+static thread_local unsigned met;
+static std::atomic<int> arrived, rounds;
+static float given[2][32];
+static Meeting meetings[2][32];
+static const float* meet(Meeting meeting, float x) {
+    const int half = met++ % 2, now = rounds;
+    given[half][lane] = x;
+    meetings[half][lane] = meeting;
+    if (++arrived == 32) {
+        arrived = 0;
+        ++rounds;
+    }
+    for (long turns = 0; rounds == now; std::this_thread::yield())
+        if (++turns == 50000000) std::fprintf(stderr, "a lane does not come\n"), std::abort();
+    for (Meeting other : meetings[half])
+        if (other != meeting) std::fprintf(stderr, "lanes part\n"), std::abort();
+    return given[half];
+}
+static bool __any_sync(unsigned, bool x) {
+    const float* all = meet(VOTE, x);
+    float sum = 0;
+    for (int i = 0; i < 32; ++i) sum += all[i];
+    return sum > 0;
+}
+static bool __all_sync(unsigned mask, bool x) { return !__any_sync(mask, !x); }
+static float __shfl_xor_sync(unsigned, float x, int distance) { return meet(SHUFFLE, x)[lane ^ distance]; }
+static float infinity() { return INFINITY; }
+static float __ldg(const float* at) { return *at; }
+static float max_or_nan(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }
+static float exp2_score(float x) {
+    const float y = exp2f(x);
+    return y < FLT_MIN ? 0.f : y;
+}
+struct KeyScales { float score[4], value[4]; };
+"#;
+
+/// Reads items, each as 32-bit words: steps, whether the largest scores are wanted, the scale, which steps wait, then
+/// products and values of each step. Goes through the steps as a consumer of fv_forward does, and writes of each row
+/// out, lse, max_score, the sum of its weights and the largest of them, and of each step whether it looked for the
+/// largest scores. Weights stay in f32, but for those that f16 has no number for.
+const MAIN: &str = r#"
+constexpr int COLUMNS = 8, OF_ROW = COLUMNS + 4;
+static std::vector<float> weights;
+static float max_score[16], lse[16];
+struct Work {
+    int steps, wants_max;
+    float scale;
+    const int* waits;
+    const float *products, *values;
+    float* results;
+};
+static int row_of(int half) { return lane / 4 + half * 8; }
+
+static void multiply_values(float (&out)[1][4], const Work& work, int step) {
+    meet(WEIGHTS, 0.f);
+    for (int i = 0; i < 4; ++i)
+        for (int key = 0; key < FV_BN; ++key)
+            out[0][i] = fmaf(weights[(step * 16 + row_of(i / 2)) * FV_BN + key],
+                             work.values[(step * FV_BN + key) * COLUMNS + lane % 4 * 2 + i % 2], out[0][i]);
+}
+
+static void take_step(const Work& work, int step, Softmax& softmax, float (&out)[1][4], float (&heaviest)[2]) {
+    float s[N][4], rescale[2] = {1.f, 1.f};
+    auto at = [&](int j) { return (step * 16 + row_of(j % 4 / 2)) * FV_BN + j / 4 * 8 + lane % 4 * 2 + j % 2; };
+    for (int j = 0; j < N * 4; ++j) {
+        float& x = s[j / 4][j % 4] = work.products[at(j)];
+        if (!softmax.unscaled && x != -infinity()) x *= work.scale;
+    }
+    auto look = [](float) {};
+    const bool rescales = work.waits[step] ? softmax.weigh(s, rescale, KeyScales{}, look)
+                                           : softmax.weigh_by_sums(s, rescale, look);
+    if (step > 0) multiply_values(out, work, step - 1);
+    if (rescales) multiply_rows(out, rescale);
+    for (int j = 0; j < N * 4; ++j) {
+        const float x = s[j / 4][j % 4];
+        heaviest[j % 4 / 2] = fmaxf(heaviest[j % 4 / 2], x);
+        weights[at(j)] = FV_DTYPE == 0 && x >= 65520.f ? infinity() : x;
+    }
+}
+
+static void finish(const ForwardParams& p, const Work& work, const Softmax& softmax, const float (&out)[1][4],
+                   const float (&heaviest)[2]) {
+    const float scale = p.scale;
+    for (int half = 0; half < 2; ++half) {
+        FINISH
+        const float total = quad_sum(softmax.row_sum[half]), largest_weight = quad_max(heaviest[half]);
+        const int row = row_of(half);
+        const Row target = finish_row(p, Sequence{}, 0, row, highest, sum, lane % 4 == 0);
+        float* const of_row = work.results + row * OF_ROW;
+        for (int i = 0; i < 2; ++i) of_row[lane % 4 * 2 + i] = out[0][half * 2 + i] * (target.factor * factor);
+        if (lane % 4 != 0) continue;
+        of_row[COLUMNS] = lse[row];
+        of_row[COLUMNS + 1] = max_score[row];
+        of_row[COLUMNS + 2] = total;
+        of_row[COLUMNS + 3] = largest_weight;
+    }
+}
+
+static void consume(const std::vector<Work>& all, int number) {
+    lane = number;
+    Softmax softmax(0.f, false);        // of one item after the other
+    for (const Work& work : all) {
+        ForwardParams p = {};
+        p.scale = work.scale;
+        p.lse = {lse, 0, 0, 1};
+        if (work.wants_max) p.max_score = {max_score, 0, 0, 1};
+        if (softmax.wants_max != work.wants_max || softmax.scale != work.scale)
+            softmax = Softmax(work.scale, work.wants_max);
+        softmax.clear();
+        float out[1][4] = {}, heaviest[2] = {};
+        for (int step = 0; step < work.steps; ++step) {
+            largest_found = 0;
+            take_step(work, step, softmax, out, heaviest);
+            if (lane == 0) work.results[16 * OF_ROW + step] = largest_found;
+        }
+        multiply_values(out, work, work.steps - 1);
+        finish(p, work, softmax, out, heaviest);
+    }
+}
+
+int main() {
+    std::vector<char> input;
+    for (int c; (c = std::getchar()) != EOF;) input.push_back(c);
+    std::vector<float> words(input.size() / 4), results;
+    std::memcpy(words.data(), input.data(), words.size() * 4);
+    std::vector<Work> all;
+    std::vector<size_t> places;
+    for (const float *at = words.data(), *end = at + words.size(); at < end;) {
+        const int* const numbers = reinterpret_cast<const int*>(at);
+        Work work = {numbers[0], numbers[1], at[2], numbers + 3};
+        work.products = at + 3 + work.steps;
+        work.values = work.products + work.steps * 16 * FV_BN;
+        at = work.values + work.steps * FV_BN * COLUMNS;
+        places.push_back(results.size());
+        results.resize(results.size() + 16 * OF_ROW + work.steps);
+        if (weights.size() < size_t(work.steps * 16 * FV_BN)) weights.resize(work.steps * 16 * FV_BN);
+        all.push_back(work);
+    }
+    for (size_t i = 0; i < all.size(); ++i) all[i].results = results.data() + places[i];
+    std::vector<std::thread> lanes;
+    for (int i = 0; i < 32; ++i) lanes.emplace_back(consume, std::cref(all), i);
+    for (std::thread& thread : lanes) thread.join();
+    std::fwrite(results.data(), 4, results.size(), stdout);
+}
+"#;
+
+const STEPS: usize = 10;
+const COLUMNS: usize = 8;
+/// A score of 256, and what a reference may be off it: a weight of 2^16 and the rescale threshold.
+const LARGE: f64 = 256.0 + 8.0;
+const LOG2_E: f64 = std::f64::consts::LOG2_E;
+
+/// The score of a step, a row and a key; minus infinity where a mask hides it.
+type Score = Box<dyn Fn(&mut Random, usize, usize, usize) -> f64>;
+
+/// Scores of one kind.
+struct Case {
+    name: String,
+    scale: f32,
+    score: Score,
+    /// Whether all steps but the first do without the largest scores, unless these are wanted.
+    only_first_looks: bool,
+    /// Whether lse is the largest score to the last bit: it is far above the others, and large.
+    is_exact: bool,
+}
+
+fn case(
+    name: &str,
+    scale: f32,
+    score: impl Fn(&mut Random, usize, usize, usize) -> f64 + 'static,
+) -> Case {
+    let score = Box::new(score);
+    Case { name: name.into(), scale, score, only_first_looks: false, is_exact: false }
+}
+
+/// Rows of a lane are eight apart: they are of two kinds where a kind is every third row.
+fn cases() -> Vec<Case> {
+    const HIDDEN: f64 = f64::NEG_INFINITY;
+    let usual = 0.0721688;
+    let mut all = Vec::new();
+    for scale in [usual, 1.0, -0.5, 0.0] {
+        let random = case(&format!("random, scale {scale}"), scale, |r, _, _, _| r.normal());
+        all.push(Case { only_first_looks: scale > 0.0, ..random });
+    }
+    for by in [5.0, 20.0, 60.0, 100.0, 1000.0] {
+        let rising = case(&format!("rising by {by}"), usual, move |r, step, row, _| {
+            r.normal() + by * step as f64 * [1.0, -1.0, 0.0][row % 3]
+        });
+        all.push(Case { only_first_looks: by < 21.0, ..rising });
+        all.push(case(&format!("rising by {by} once"), usual, move |r, step, row, _| {
+            r.normal() + if step > row % 3 + 2 { by } else { 0.0 }
+        }));
+    }
+    // Weights beside the largest one that f16 has.
+    all.push(case("rising by 8 to 13 once", usual, |r, step, row, _| {
+        r.normal() + if step > 1 { 8.0 + row as f64 / 3.0 } else { 0.0 }
+    }));
+    all.push(case("one row rising by 60", usual, |r, step, row, _| {
+        r.normal() + if row == 11 { 60.0 * step as f64 } else { 0.0 }
+    }));
+    for by in [20.0, 100.0, 1000.0] {
+        let falling = case(&format!("falling by {by}"), usual, move |r, step, row, _| {
+            r.normal() - by * (step * (row % 4)) as f64
+        });
+        all.push(Case { only_first_looks: true, ..falling });
+    }
+    all.push(case("hidden at first", usual, |r, step, row, _| match step < row % 4 {
+        true => HIDDEN,
+        false => 3.0 * r.normal(),
+    }));
+    all.push(case("all hidden at first", usual, |r, step, row, _| match step <= row % 3 {
+        true => HIDDEN,
+        false => 20.0 + r.normal(),
+    }));
+    all.push(case("hidden, rows and keys", usual, |r, step, row, key| {
+        let visible = row % 5 != 1 && key % 7 < row % 9 && (step + row) % 3 > 0;
+        if visible { 3.0 * r.normal() + 9.0 * step as f64 } else { HIDDEN }
+    }));
+    for (name, odd) in [("NaN", f64::NAN), ("infinity", f64::INFINITY)] {
+        all.push(case(name, usual, move |r, step, row, key| {
+            let is_odd = row % 3 == 1 && step == row / 3 && key == 5 * row % 64;
+            if is_odd { odd } else { r.normal() }
+        }));
+    }
+    for at in [30.0, -30.0, 1000.0, -1000.0] {
+        let lone = case(
+            &format!("one key far above others, around {at}"),
+            1.0,
+            move |r, step, row, key| {
+                let is_lone = step == row / 2 && key == 3 * row;
+                at + r.normal() + if is_lone { 40.0 } else { 0.0 }
+            },
+        );
+        all.push(Case { is_exact: at.abs() > LARGE, ..lone });
+    }
+    all
+}
+
+/// A kernel's macros.
+#[derive(Clone, Copy, Debug)]
+struct Kernel {
+    is_bf16: bool,
+    tile_kv: usize,
+}
+
+/// What a consumer gets: `products[step][row][key]` and `values[step][key][column]`.
+struct Item {
+    wants_max: bool,
+    scale: f32,
+    waits: Vec<bool>,
+    products: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Item {
+    fn new(
+        case: &Case,
+        kernel: Kernel,
+        wants_max: bool,
+        some_wait: bool,
+        random: &mut Random,
+    ) -> Self {
+        let waits =
+            (0..STEPS).map(|step| step == 0 || (some_wait && random.below(4) == 0)).collect();
+        let mut products = Vec::new();
+        for step in 0..STEPS {
+            for row in 0..16 {
+                for key in 0..kernel.tile_kv {
+                    let score = (case.score)(random, step, row, key);
+                    let scale = if case.scale == 0.0 { 1.0 } else { f64::from(case.scale) };
+                    products.push(if score == f64::NEG_INFINITY { score } else { score / scale } as f32);
+                }
+            }
+        }
+        let values =
+            (0..STEPS * kernel.tile_kv * COLUMNS).map(|_| random.normal() as f32).collect();
+        Self { wants_max, scale: case.scale, waits, products, values }
+    }
+
+    fn write(&self, input: &mut Vec<u8>) {
+        let mut word = |bits: u32| input.extend(bits.to_ne_bytes());
+        word(STEPS as u32);
+        word(self.wants_max.into());
+        word(self.scale.to_bits());
+        self.waits.iter().for_each(|&waits| word(waits.into()));
+        self.products.iter().chain(&self.values).for_each(|x| word(x.to_bits()));
+    }
+
+    /// The scores of a row in a step.
+    fn scores(&self, kernel: Kernel, step: usize, row: usize) -> Vec<f64> {
+        let of_row = &self.products[(step * 16 + row) * kernel.tile_kv..][..kernel.tile_kv];
+        let score = |&x: &f32| {
+            if x == f32::NEG_INFINITY { x.into() } else { f64::from(x) * f64::from(self.scale) }
+        };
+        of_row.iter().map(score).collect()
+    }
+
+    /// The largest score of a row in each step.
+    fn largest(&self, kernel: Kernel, row: usize) -> Vec<f64> {
+        let of_step =
+            |step| self.scores(kernel, step, row).into_iter().fold(f64::NEG_INFINITY, f64::max);
+        (0..STEPS).map(of_step).collect()
+    }
+
+    /// Whether weights of the row overflow, if `looks` are the steps that find the largest scores first. In the
+    /// others a weight is 2^(its score above the largest so far) times that one's. This is at most 2^16 in bf16
+    /// and 2^14 in f16, the largest sum of a lane that is left alone; where a sum was larger, 2^5 is that of at
+    /// most STEPS * tile_kv / 4 weights.
+    fn overflows(&self, kernel: Kernel, row: usize, looks: &[bool], at: &str) -> bool {
+        let largest_sum = if kernel.is_bf16 { 16.0 } else { 14.0 };
+        let never = 128.0 - largest_sum - (kernel.tile_kv as f64).log2();
+        let always = 128.0 - 5.0 + ((STEPS * kernel.tile_kv / 4) as f64).log2();
+        let mut before = f64::NEG_INFINITY;
+        for (step, (&looks, largest)) in looks.iter().zip(self.largest(kernel, row)).enumerate() {
+            let rise = (largest - before) * LOG2_E;
+            if !looks && rise > never {
+                assert!(rise > always, "{at}, step {step}: a rise of 2^{rise} says nothing");
+                return true;
+            }
+            before = before.max(largest);
+        }
+        false
+    }
+}
+
+/// What the program says of a row.
+struct Row<'a> {
+    out: &'a [f32],
+    lse: f32,
+    max_score: f32,
+    sum: f32,
+    largest_weight: f32,
+}
+
+impl<'a> Row<'a> {
+    fn new(words: &'a [f32]) -> Self {
+        let [lse, max_score, sum, largest_weight] = words[COLUMNS..] else {
+            panic!("four beside out")
+        };
+        Self { out: &words[..COLUMNS], lse, max_score, sum, largest_weight }
+    }
+}
+
+/// Compares a row with f64. A power of 2 is off by the rounding of its exponent, which is below 2^7: by
+/// 2^-18 ln 2. Sums are chains of at most STEPS * 32 numbers in a lane: 320 times 2^-24 more. Both are below
+/// 2^-15, and out is off by as much of its own sum and of the weights'. Lse is rounded as f32 twice besides, with
+/// the scale and with the logarithm.
+fn check_row(
+    row: &Row,
+    case: &Case,
+    kernel: Kernel,
+    item: &Item,
+    number: usize,
+    looks: &[bool],
+    at: &str,
+) {
+    let scores: Vec<f64> = (0..STEPS).flat_map(|step| item.scores(kernel, step, number)).collect();
+    let is_finite = row.out.iter().all(|x| x.is_finite());
+    if scores.iter().any(|x| x.is_nan()) {
+        assert!(
+            row.out.iter().all(|x| x.is_nan()) && row.lse.is_nan(),
+            "{at}: {:?}, lse {}",
+            row.out,
+            row.lse
+        );
+        assert!(!item.wants_max || row.max_score.is_nan(), "{at}: max_score {}", row.max_score);
+        return;
+    }
+    let overflows = item.overflows(kernel, number, looks, at);
+    assert_eq!(row.sum == f32::INFINITY, overflows, "{at}: the sum is {}", row.sum);
+    if overflows {
+        // So recompute_nonfinite_rows finds it.
+        assert!(!is_finite && row.lse == f32::NEG_INFINITY, "{at}: {:?}, lse {}", row.out, row.lse);
+        return;
+    }
+    let mut before = f64::NEG_INFINITY;
+    for (step, largest) in item.largest(kernel, number).iter().enumerate() {
+        let is_large = before.is_finite() && before.abs() > LARGE;
+        assert!(
+            looks[step] || !is_large,
+            "{at}: step {step} does not look, {before} is the largest score"
+        );
+        before = before.max(*largest);
+    }
+    let largest = before;
+    if largest == f64::INFINITY {
+        assert!(
+            row.lse.is_nan() && row.out.iter().all(|x| x.is_nan()),
+            "{at}: {:?}, lse {}",
+            row.out,
+            row.lse
+        );
+        return;
+    }
+    assert!(
+        !item.wants_max || row.max_score == largest as f32,
+        "{at}: {}, not {largest}",
+        row.max_score
+    );
+    assert!(
+        kernel.is_bf16 || row.largest_weight <= 65504.0,
+        "{at}: a weight of {}",
+        row.largest_weight
+    );
+    if largest == f64::NEG_INFINITY {
+        assert!(
+            row.out.iter().all(|&x| x == 0.0) && row.lse == f32::NEG_INFINITY,
+            "{at}: {:?}",
+            row.out
+        );
+        return;
+    }
+    let weights: Vec<f64> = scores.iter().map(|x| (x - largest).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    let lse = largest + sum.ln();
+    let off = (f64::from(row.lse) - lse).abs();
+    assert!(off <= 2f64.powi(-15) + lse.abs() * 2f64.powi(-23), "{at}: lse {}, not {lse}", row.lse);
+    if case.is_exact {
+        assert_eq!(row.lse, largest as f32, "{at}: lse is the largest score");
+    }
+    for (column, &out) in row.out.iter().enumerate() {
+        let (mut wanted, mut absolute) = (0.0, 0.0);
+        for (weight, values) in weights.iter().zip(item.values.chunks(COLUMNS)) {
+            wanted += weight * f64::from(values[column]) / sum;
+            absolute += weight * f64::from(values[column]).abs() / sum;
+        }
+        let off = (f64::from(out) - wanted).abs();
+        assert!(off <= 2.0 * 2f64.powi(-15) * absolute, "{at}: out {out}, not {wanted}");
+    }
+}
+
+/// The text from `from` to before `to`.
+fn part<'a>(file: &'a str, from: &str, to: &str) -> &'a str {
+    let at = file.find(from).expect("the file has it");
+    let end = file[at..].find(to).expect("and what follows");
+    &file[at..at + end]
+}
+
+/// The program of a kernel: the softmax with a count of the searches for the largest scores, and what it takes of other
+/// files.
+fn program(kernel: Kernel) -> String {
+    let macros = format!(
+        "#define FV_DTYPE {}\n#define FV_BN {}\n",
+        u8::from(kernel.is_bf16),
+        kernel.tile_kv
+    );
+    let finds = "void find_largest(const float (&s)[N][4]) {";
+    assert_eq!(SOFTMAX.matches(finds).count(), 1, "find_largest is declared once");
+    let finish =
+        part(FORWARD, "const float largest = quad_max", "if constexpr (FV_DROPOUT) factor");
+    [
+        &macros,
+        AROUND,
+        PARAMS,
+        part(DEVICE, "[[maybe_unused]] constexpr float LOG2_E", "\n"),
+        part(DEVICE, "// Over the four lanes (a quad)", "// ---- copies into shared memory"),
+        part(ROWS, "#if FV_OUT_DTYPE == 2", "// A column of a row."),
+        part(FORWARD_DEVICE, "constexpr int N = FV_BN / 8;", "//"),
+        part(FORWARD_DEVICE, "constexpr int BLOCK_UNIT", "\n"),
+        part(FORWARD_DEVICE, "constexpr float LARGEST_EXPONENT", "// Consumers take turns"),
+        part(SCALES, "__device__ inline bool is_usual", "\n"),
+        &SOFTMAX.replace(finds, &format!("{finds} ++largest_found;")),
+        &MAIN.replace("FINISH", finish),
+    ]
+    .join("\n")
+}
+
+fn check(kernel: Kernel) {
+    let mut random = Random::new(kernel.tile_kv as u64 + u64::from(kernel.is_bf16));
+    let (cases, mut items, mut input) = (cases(), Vec::new(), Vec::new());
+    for case in &cases {
+        for [wants_max, some_wait] in [[false, false], [false, true], [true, false]] {
+            let item = Item::new(case, kernel, wants_max, some_wait, &mut random);
+            item.write(&mut input);
+            items.push((case, some_wait, item));
+        }
+    }
+    let Some(bytes) = on_host::output(&program(kernel), &["-pthread"], input) else { return };
+    let words: Vec<f32> =
+        bytes.chunks_exact(4).map(|x| f32::from_ne_bytes(x.try_into().unwrap())).collect();
+    let of_rows = 16 * (COLUMNS + 4);
+    assert_eq!(words.len(), items.len() * (of_rows + STEPS));
+    for ((case, some_wait, item), words) in items.iter().zip(words.chunks(of_rows + STEPS)) {
+        let wants_max = item.wants_max;
+        let at = format!("{kernel:?}, {}, wants_max {wants_max}, some wait {some_wait}", case.name);
+        let looks: Vec<bool> = words[of_rows..].iter().map(|&count| count > 0.0).collect();
+        if wants_max {
+            assert!(looks.iter().all(|looks| *looks), "{at}: {looks:?}");
+        } else if case.only_first_looks {
+            assert_eq!(looks, item.waits, "{at}: the steps that look for the largest scores");
+        }
+        for (number, words) in words[..of_rows].chunks(COLUMNS + 4).enumerate() {
+            let at = format!("{at}, row {number}");
+            check_row(&Row::new(words), case, kernel, item, number, &looks, &at);
+        }
+    }
+}
+
+#[test]
+fn weights_by_sums_of_f16_give_what_f64_gives() {
+    [64, 128].into_iter().for_each(|tile_kv| check(Kernel { is_bf16: false, tile_kv }));
+}
+
+#[test]
+fn weights_by_sums_of_bf16_give_what_f64_gives() {
+    [64, 128].into_iter().for_each(|tile_kv| check(Kernel { is_bf16: true, tile_kv }));
+}
