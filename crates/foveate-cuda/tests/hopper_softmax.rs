@@ -231,12 +231,15 @@ fn cases() -> Vec<Case> {
             r.normal() + if step > row % 3 + 2 { by } else { 0.0 }
         }));
     }
-    // Weights beside the largest one that f16 has.
-    all.push(case("rising by 8 to 13 once", usual, |r, step, row, _| {
-        r.normal() + if step > 1 { 8.0 + row as f64 / 3.0 } else { 0.0 }
+    // A weight between 2^15 and 2^18: f16 ends at 2^16.
+    all.push(case("one key rising by 11 to 12", usual, |r, step, row, key| {
+        if step > 1 && key == row { 14.0 } else { r.normal() }
     }));
     all.push(case("one row rising by 60", usual, |r, step, row, _| {
         r.normal() + if row == 11 { 60.0 * step as f64 } else { 0.0 }
+    }));
+    all.push(case("one row around -1000", usual, |r, _, row, _| {
+        r.normal() - if row == 3 { 1000.0 } else { 0.0 }
     }));
     for by in [20.0, 100.0, 1000.0] {
         let falling = case(&format!("falling by {by}"), usual, move |r, step, row, _| {
