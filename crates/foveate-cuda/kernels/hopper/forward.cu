@@ -130,13 +130,15 @@ __device__ void drop(float (&s)[N][4], const Mods& mods, const ItemRows& rows, i
     }
 }
 
-// Writes the rows of a finished item: out, lse and max_score. Returns whether out has a non-finite element.
+// Writes the rows of a finished item: out, lse and max_score. Returns whether one of the warp is to be looked at by
+// recompute_nonfinite_rows.
 __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows& rows, const Softmax& softmax,
                        const float (&out)[N_OUT][4]) {
     const int lane = threadIdx.x % 32, query0 = rows.query0(), head = rows.item->head;
     const Sequence& sequence = rows.item->sequence;
     const int left = sequence.q_len - query0;
     const float scale = FV_DTYPE == 3 ? softmax.scale : p.scale;
+    bool any_lost = false;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float largest = quad_max(softmax.row_max[half]);
@@ -146,12 +148,15 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
                           : fmaf(-largest, softmax.unit, softmax.reference(half));
         float factor = highest == -infinity() ? 0.f : exp2_score(above);
         float sum = quad_sum(softmax.row_sum[half]) * factor;
-        if (BY_SUMS && sum == infinity()) sum = 0.f;       // recompute_nonfinite_rows finds lse so
+        // Weights that overflow, or their sum. Out may be finite all the same, so one that is not is written.
+        const bool is_lost = BY_SUMS && sum > LOST_SUM;
+        any_lost |= is_lost;
+        if (is_lost) sum = 0.f;
         if constexpr (FV_DROPOUT) factor *= fv_dropout_scale(mods);
         const int row = lane / 4 + half * 8;
         const bool exists = row < left;
         Row target = finish_row(p, sequence, head, query0 + row, highest, sum, exists && lane % 4 == 0);
-        target.factor *= factor;
+        target.factor = is_lost ? __int_as_float(0x7fffffff) : target.factor * factor;
         if constexpr (FV_DTYPE == 3) target.factor *= rows.value_scale();
         if constexpr (FV_OUT_DTYPE != 2 && FV_DV % 8 == 0 && FV_ALIGN == 16) {
             #pragma unroll
@@ -173,7 +178,7 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
                 store_out(target, n * 8 + lane % 4 * 2, out[n][half * 2], out[n][half * 2 + 1]);
         }
     }
-    return __any_sync(~0u, nonfinite_probe(out) != 0.f);
+    return __any_sync(~0u, any_lost || nonfinite_probe(out) != 0.f);
 }
 
 // A row once more, key by key.

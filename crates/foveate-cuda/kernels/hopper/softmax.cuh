@@ -2,11 +2,10 @@
 //
 // There a tile's largest scores come before its weights, so that the reference can be raised first. Overlapped steps
 // of scores that no function makes (BY_SUMS) do without: they weigh by the references of the steps before, and what
-// tells that these are too low is that sums of weights become large. Weights are then as large as f32's exponents allow,
-// 2^127, or e^82 times that of the largest score so far; a row with more overflows, and is computed again, key by key.
-// So a step has a quarter fewer instructions, and its powers wait for nothing. The largest score itself is found where
-// somebody asks for it, where a row has no reference yet, and where scores are so large that lse would be rounded
-// differently: see finish_row.
+// tells that these are too low is that sums of weights become large. A row whose scores rise in a step by so much that
+// weights or their sum leave f32, by 77 at the least, is computed again, key by key. So a step has a quarter fewer
+// instructions, and its powers wait for nothing. The largest score itself is found where somebody asks for it, where a
+// row has no reference yet, and from where a reference is 256, since lse is rounded as the scores then: see finish_row.
 
 template <int COUNT>
 __device__ void multiply_rows(float (&all)[COUNT][4], const float (&by)[2]) {
