@@ -4,9 +4,9 @@
 // would reach every row of the tile, also rows whose mask hides that key. The main loop does not guard
 // against that. A warp whose out has a non-finite element recomputes here, without weights of 0, its rows
 // whose row_sum is finite: in the portable family after the epilogue of its tile, in the hopper family once
-// the CTA has no item left, the rows of all items. That also covers two overflows: sums that leave f32
-// because the P of a tile is up to 2^RESCALE_THRESHOLD, and f32 rows that see infinity, where the split
-// into two tf32 makes infinity times any weight NaN.
+// the CTA has no item left, the rows of all items. That also covers three overflows: sums that leave f32
+// because the P of a tile is up to 2^RESCALE_THRESHOLD, or above f32 where the hopper family goes by sums;
+// and f32 rows that see infinity, where the split into two tf32 makes infinity times any weight NaN.
 //
 // Roles: a warp owns its rows of fv_forward, a lane every 32nd key and every 32nd column of out.
 // No barriers beyond the warp, no shared memory.

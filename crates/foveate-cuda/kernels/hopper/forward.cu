@@ -12,11 +12,12 @@
 //
 //     start S = Q K^T of this step     start O += P V of the step before
 //     S has come: release K            S = score(scale S), -inf where the mask is false
-//     new row_max and reference        P = 2^(unit S - reference)     row_sum += P
+//     new row_max and reference,       P = 2^(unit S - reference)     row_sum += P
+//     but BY_SUMS
 //     O has come: release V            rescale O if the reference has changed
 //
 // The softmax of a step so runs beside P V of the step before, and beside both products of the other
-// consumers, which take turns in starting theirs. Nothing that ptxas cannot follow may stand between the start
+// consumers, which may take turns in starting theirs. Nothing that ptxas cannot follow may stand between the start
 // of a product and the wait for it: a call or a divergent branch there, and it waits for every single
 // instruction. So a step is one of two pieces of code. `overlapped`: the score function runs beside P V, if it
 // is plain arithmetic (FV_OVERLAP). `waiting`: both products come first. It evaluates the mask, may
@@ -191,7 +192,7 @@ __device__ void recompute_by_keys(const ForwardParams& p, const PersistentParams
 #endif
 }
 
-// Recomputes the rows of a warp whose out is not finite though their row_sum is, of all items of the CTA. At the
+// Recomputes the rows of a warp whose out is not finite though their lse is, or is -inf, of all items of the CTA. At the
 // end, because a call within the main loop would cost every product the uniform registers of its operands.
 // `number` is the CTA's last item.
 __device__ __noinline__ void recompute_nonfinite_rows(const ForwardParams& p, const PersistentParams& persistent,

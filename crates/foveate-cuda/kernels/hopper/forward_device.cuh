@@ -36,8 +36,8 @@ static_assert(FV_DTYPE != 2, "wgmma sums 16-bit and e4m3 operands in f32; f32 op
 static_assert(FV_BM == 64 * CONSUMERS && FV_WARPS % 4 == 0, "a consumer owns 64 rows");
 static_assert(FV_BN % (FV_DTYPE == 3 ? 64 : 16) == 0 && FV_BN <= 256, "keys of a product");
 
-// As exponents of 2: P is at most 2^8, and 2^(8 - RESCALE_THRESHOLD) or more is the largest of a row so far. Of e4m3
-// that is fine from 2^-6 up: a row uses what room there is.
+// As exponents of 2: P is at most 2^8, but BY_SUMS, and 2^(8 - RESCALE_THRESHOLD) or more is the largest of a row so
+// far. Of e4m3 that is fine from 2^-6 up: a row uses what room there is.
 constexpr float LARGEST_EXPONENT = 8.f, RESCALE_THRESHOLD = FV_DTYPE == 3 ? 1.f : 8.f;
 constexpr float LARGE_SCORE = 4096.f;                      // see Softmax::is_large
 // Whether overlapped steps go by sums of weights instead of the largest score (Softmax::weigh_by_sums). Scores of a
@@ -45,9 +45,9 @@ constexpr float LARGE_SCORE = 4096.f;                      // see Softmax::is_la
 constexpr bool BY_SUMS = FV_OVERLAP && !FV_SCORE && !FV_DROPOUT && FV_DTYPE != 3;
 // bf16 has f32's exponents, so a sum that is too large is one for the next step; f16 holds no weight from 2^16 on.
 constexpr bool SUMS_LATE = BY_SUMS && FV_DTYPE == 1;
-constexpr float LARGEST_SUM = SUMS_LATE ? 65536.f : 16384.f, LARGEST_FLOAT = 3.4e38f;
+constexpr float LARGEST_SUM = SUMS_LATE ? 65536.f : 20000.f, LARGEST_FLOAT = 3.4e38f;
 constexpr float LOST_SUM = 1.3e36f;                        // 2^120; `ratio` divides by numbers up to 2^126
-constexpr float LARGE_EXPONENT = 369.f;                    // a score of 256; see finish_row
+constexpr float LARGE_EXPONENT = 58.f;                     // a score of 40
 // Consumers take turns in starting their products, but for two that go by sums: these are faster without.
 constexpr bool TAKE_TURNS = CONSUMERS > 2 || (CONSUMERS == 2 && !BY_SUMS);
 // Whether a step looks at the one ahead (look_ahead): three consumers with a longer score have no registers for it.

@@ -2,10 +2,11 @@
 //
 // There a tile's largest scores come before its weights, so that the reference can be raised first. Overlapped steps
 // of scores that no function makes (BY_SUMS) do without: they weigh by the references of the steps before, and what
-// tells that these are too low is that sums of weights become large. A row whose scores rise in a step by so much that
-// weights or their sum leave f32, by 77 at the least, is computed again, key by key. So a step has a quarter fewer
-// instructions, and its powers wait for nothing. The largest score itself is found where somebody asks for it, where a
-// row has no reference yet, and from where a reference is 256, since lse is rounded as the scores then: see finish_row.
+// tells that these are too low is that sums of weights become large. So a step has a quarter fewer instructions, and its
+// powers wait for nothing. A row whose scores rise in a step by so much that weights or their sum leave f32, by 65 at
+// the least, is computed again, key by key, which takes long. Scores that do are not 40 at first, so the largest score
+// goes before the weights in the first two steps of an item, where a row has no reference yet, from where one is 40
+// or more, and where somebody asks for max_score.
 
 template <int COUNT>
 __device__ void multiply_rows(float (&all)[COUNT][4], const float (&by)[2]) {
@@ -71,11 +72,11 @@ struct Softmax {
             rescale[half] *= by;
             if (!BY_SUMS || row_sum[half] != infinity()) row_sum[half] *= by;
         }
-        fits = BY_SUMS && takes_sums() && sums_fit();
+        fits = fits && takes_sums();
         return true;
     }
 
-    // Whether every row of the warp has a reference, and needs no largest score to the last bit.
+    // Whether every row of the warp has a reference, and none so large that scores may rise by more than f32 has.
     __device__ bool takes_sums() const {
         return __all_sync(~0u, !wants_max & (fabsf(reference_max[0]) * unit < LARGE_EXPONENT) &
                                    (fabsf(reference_max[1]) * unit < LARGE_EXPONENT));
@@ -104,13 +105,14 @@ struct Softmax {
     __device__ bool weigh_by_sums(float (&s)[N][4], float (&rescale)[2], const Look& look) {
         bool rescales = false;
         if (!fits) {
-            if (SUMS_LATE && takes_sums()) {
+            if (!sums_fit() && takes_sums()) {
                 raise_by_sums(row_sum, rescale);
                 rescales = true;
             }
             if (!fits) {
                 find_largest(s);
                 rescales |= raise(row_max, rescale);
+                fits = takes_sums();
             }
         }
         const float shift[2] = {-reference(0), -reference(1)};

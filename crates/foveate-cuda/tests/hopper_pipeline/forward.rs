@@ -47,6 +47,8 @@ fn scales(k: Ring) -> Buffer {
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     consumers: usize,
+    /// Consumers take turns in starting their products; two may, and more do.
+    takes_turns: bool,
     stages: usize,
     q_stages: usize,
     /// Warps copy Q, K and V row by row (`FV_COPIED`): stages fill when all of their lanes' copies have
@@ -202,7 +204,7 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<Live>]) -> Vec<Op> {
     let mut place = Ring::new(PLACES).before();
     let mut before: Option<(Content, bool)> = None;
     let mut ops = Vec::new();
-    if shape.consumers > 1 && c + 1 == shape.consumers {
+    if shape.takes_turns && c + 1 == shape.consumers {
         ops.push(GiveTurn(0));
     }
     for (content, sees, first, last) in steps.chain([(STOP, false, false, false)]) {
@@ -223,11 +225,11 @@ fn consumer(shape: Shape, c: usize, items: &[Vec<Live>]) -> Vec<Op> {
         }
         let weighted = before.filter(|&(_, seen)| seen);
         let reads_values = weighted.map(|(content, _)| Read(Buffer::V(v.stage()), content));
-        if shape.consumers > 1 {
+        if shape.takes_turns {
             ops.push(TakeTurn(c));
         }
         ops.extend(reads.iter().chain(&reads_values).copied());
-        if shape.consumers > 1 {
+        if shape.takes_turns {
             ops.push(GiveTurn((c + 1) % shape.consumers));
         }
         ops.append(&mut reads);
@@ -297,9 +299,16 @@ fn random_runs(random: &mut Random) -> Vec<Vec<(usize, usize)>> {
 }
 
 fn shapes() -> impl Iterator<Item = Shape> {
-    let all = (1..4).flat_map(|consumers| (2..5).map(move |stages| (consumers, stages)));
-    all.flat_map(|(consumers, stages)| {
-        (1..3).map(move |q_stages| Shape { consumers, stages, q_stages, copied: false })
+    let consumers = [(1, false), (2, false), (2, true), (3, true)].into_iter();
+    let all = consumers.flat_map(|consumers| (2..5).map(move |stages| (consumers, stages)));
+    all.flat_map(|((consumers, takes_turns), stages)| {
+        (1..3).map(move |q_stages| Shape {
+            consumers,
+            takes_turns,
+            stages,
+            q_stages,
+            copied: false,
+        })
     })
     .flat_map(|shape| [shape, Shape { copied: true, ..shape }])
 }
@@ -337,7 +346,7 @@ fn no_order_of_the_roles_stops_them_or_lets_them_read_another_tile() {
 #[test]
 fn the_model_sees_a_release_too_early_and_one_that_is_missing() {
     for copied in [false, true] {
-        sees_faults(Shape { consumers: 2, stages: 2, q_stages: 1, copied });
+        sees_faults(Shape { consumers: 2, takes_turns: true, stages: 2, q_stages: 1, copied });
     }
 }
 
