@@ -7,7 +7,7 @@ use foveate_problem::{Dims, Spec};
 
 use foveate_gpu::tma::MapRefusal;
 
-use crate::compile::codegen::{is_one, mask_steps, score_steps};
+use crate::compile::codegen::{is_one, mask_reads, mask_steps, score_steps};
 use crate::compile::config::{Config, Copied, Count, Elem, Family, Kernel, Tiles};
 
 /// Rows of a box of a tensor map are a multiple of so many, those of the swizzle.
@@ -38,6 +38,8 @@ pub struct Class {
     pub mask: bool,
     /// About how many instructions its evaluation takes for one pair.
     pub mask_steps: usize,
+    /// Its evaluation reads a captured buffer.
+    pub mask_reads: bool,
     /// Scores are modified.
     pub score: bool,
     /// About how many instructions that takes for one of them, an elementary function counted as a polynomial.
@@ -144,6 +146,7 @@ impl Class {
             align: 16,
             mask: false,
             mask_steps: 0,
+            mask_reads: false,
             score: false,
             score_steps: 0,
             dscore: false,
@@ -166,6 +169,7 @@ impl Class {
         Self {
             mask: spec.mask.is_some(),
             mask_steps: spec.mask.as_ref().map_or(0, mask_steps),
+            mask_reads: spec.mask.as_ref().is_some_and(mask_reads),
             by_head: spec.mask.as_ref().is_some_and(|mask| Varies::of(mask).by_head),
             score: spec.score.is_some(),
             score_steps: spec.score.as_ref().map_or(0, score_steps),
@@ -237,10 +241,13 @@ impl Class {
     /// Instructions of a mask for a pair from which on partial tiles of `kernel` on Hopper read its bits, made
     /// beforehand; `None` where they evaluate every mask. A plain backward of head dims up to 64 has no registers for
     /// them, and one above 128 does not read them. Measured at head dim 128, of plain forwards at 64 too: a window
-    /// takes 4 to 7, a causal mask and a prefix up to 3.
+    /// takes 4 to 7, a causal mask and a prefix up to 3. What reads a buffer may be another mask in every step, of
+    /// which bits are made anew.
     pub(crate) fn mask_bits_from(&self, kernel: Kernel) -> Option<usize> {
         match self.dim.max(self.dim_v) {
-            ..=128 if kernel == Kernel::Forward && self.is_plain_forward() => Some(4),
+            ..=128 if kernel == Kernel::Forward && self.is_plain_forward() && !self.mask_reads => {
+                Some(4)
+            }
             ..=64 if kernel.shares_keys() => Some(32),
             65..=Tiles::MOST_DIM_OF_BOTH if kernel.owns_keys() => Some(8),
             65.. if kernel.shares_keys() => Some(8),
@@ -249,11 +256,9 @@ impl Class {
     }
 
     /// Whether partial tiles of `kernel` on Hopper read bits of the mask. Not in rows where a query sees many keys:
-    /// where few tiles are partial they take no time, and bits of many have no room. Nor of documents at head dims up
-    /// to 64, where they were slower.
+    /// where few tiles are partial they take no time, and bits of many have no room.
     pub(crate) fn has_mask_bits(&self, kernel: Kernel, sizes: &Sizes) -> bool {
-        let small = self.dim.max(self.dim_v) <= 64 && self.is_sparse(kernel, sizes);
-        let from = self.mask_bits_from(kernel).filter(|_| !sizes.are_long() && !small);
+        let from = self.mask_bits_from(kernel).filter(|_| !sizes.are_long());
         self.mask && from.is_some_and(|from| self.mask_steps >= from)
     }
 

@@ -153,9 +153,9 @@ const HOPPER_DQ_SCORED: &[Known] = &[
     (256, Tiles::hopper_dq(48, 2)),
 ];
 
-/// Keys of a query below which a plain forward of head dim 64 was not measured under a mask; of 16 documents in rows
-/// of 8,192 it is 256, and the Hopper family 1.11 times as fast as the portable one.
-const FEW_OF_64: f64 = 200.0;
+/// Keys of a query and queries of a row from which on a plain forward of head dim 64 was measured under a sparse mask:
+/// of 16 documents in rows of 8,192 the Hopper family is 1.11 times as fast as the portable one.
+const SPARSE_OF_64: (f64, usize) = (200.0, 4096);
 
 /// The measured choice of the Hopper family, where it was faster than the portable one: not at head
 /// dims up to 64 under a mask as sparse as documents, of which the forward's tile of 192 queries covers
@@ -165,10 +165,9 @@ pub fn of_hopper(class: &Class, sizes: &Sizes, kernel: Kernel) -> Option<Tiles> 
     let table = match kernel {
         Kernel::Forward if class.dtype == Elem::E4m3 => HOPPER_E4M3,
         Kernel::Forward if dim <= 64 && is_sparse_for_64(class, sizes) => return None,
-        Kernel::Forward if scores_long(class, sizes) => return Some(HOPPER_LONG),
+        Kernel::Forward if has_wide_tiles(class, sizes) => return Some(HOPPER_LONG),
         Kernel::Forward if class.score || class.dropout => HOPPER_SCORED,
         Kernel::Forward if (129..=192).contains(&class.dim) && class.dim_v <= 128 => HOPPER_LATENT,
-        Kernel::Forward if is_long(class, sizes) => return Some(HOPPER_LONG),
         Kernel::Forward if (81..=96).contains(&dim) && sizes.mean_kv_len >= 4096 => {
             return Some(HOPPER_96);
         }
@@ -202,20 +201,17 @@ pub fn of_few_queries(class: &Class, kernel: Kernel) -> &'static [Tiles] {
 /// Whether the forward of a head dim of up to 64 is the portable family's.
 fn is_sparse_for_64(class: &Class, sizes: &Sizes) -> bool {
     let is_measured = class.is_plain_forward() && class.dim.max(class.dim_v) > 48;
-    let loop_len = sizes.mean_loop_len(Kernel::Forward);
-    class.is_sparse(Kernel::Forward, sizes) && !(is_measured && loop_len >= FEW_OF_64)
+    let (keys, queries) = SPARSE_OF_64;
+    let are_measured = sizes.mean_loop_len(Kernel::Forward) >= keys && sizes.queries >= queries;
+    class.is_sparse(Kernel::Forward, sizes) && !(is_measured && are_measured)
 }
 
-/// Whether [`HOPPER_LONG`] was measured to be the faster one.
-fn is_long(class: &Class, sizes: &Sizes) -> bool {
-    (97..=128).contains(&class.dim.max(class.dim_v)) && sizes.mean_kv_len >= 4096
-}
-
-/// The same with a score; with dropout beside it they were not measured.
-fn scores_long(class: &Class, sizes: &Sizes) -> bool {
+/// Whether [`HOPPER_LONG`] was measured to be the faster one: not of pages, whose boxes divide a tile of 128 keys and
+/// not one of 176.
+fn has_wide_tiles(class: &Class, sizes: &Sizes) -> bool {
     let dims = (97..=128).contains(&class.dim.max(class.dim_v));
-    let short = class.score && class.score_steps <= FEW_STEPS && !class.dropout;
-    dims && short && sizes.mean_kv_len >= 4096
+    let of_score = !class.score || class.score_steps <= FEW_STEPS;
+    dims && sizes.mean_kv_len >= 4096 && of_score && !class.dropout && !class.paged
 }
 
 /// What runs where a forward of [`HOPPER_LONG`] is not as planned: the usual tiles, which need fewer registers.

@@ -1,7 +1,7 @@
 //! Where the Hopper family runs, with which tiles, and what is said where it does not.
 
 use super::*;
-use crate::compile::codegen::mask_steps;
+use crate::compile::codegen::{mask_reads, mask_steps};
 use crate::compile::config::Config;
 use foveate_gpu::hopper;
 use foveate_mods::{MaskMod, masks};
@@ -294,7 +294,9 @@ fn long_rows_have_wide_tiles_and_the_usual_ones_if_those_spill() {
     for class in [&plain, &alibi] {
         assert_eq!(keys_of(class, 4096), [wide, usual], "{class:?}");
     }
-    for (class, len) in [(&plain, 2048), (&alibi, 2048), (&soft_cap, 8192), (&dropped, 8192)] {
+    let paged = Class { paged: true, ..plain.clone() };
+    let few = [(&plain, 2048), (&alibi, 2048)];
+    for (class, len) in few.into_iter().chain([&soft_cap, &dropped, &paged].map(|c| (c, 8192))) {
         assert_eq!(keys_of(class, len)[0], usual, "{class:?}");
     }
 }
@@ -583,6 +585,8 @@ fn what_was_measured_slower_on_the_hopper_family_is_said() {
     // Where it is plain and of longer documents it was measured to be the faster one.
     let longer = Sizes { mean_kv_len: 256, ..documents };
     assert_eq!(refused(&masked, &longer, None), (Family::Hopper, None));
+    let short_rows = Sizes { mean_kv_len: 256, ..sizes(32, 32, 32, 512) };
+    assert_eq!(refused(&masked, &short_rows, None), measured);
     assert_eq!(refused(&Class { score: true, ..masked.clone() }, &longer, None), measured);
     // A record's two times are not of the family where it was not what ran before.
     let both =
@@ -692,6 +696,7 @@ fn masks_that_take_long_have_bits_and_others_are_evaluated() {
         let class = Class {
             mask: true,
             mask_steps: mask_steps(&mask),
+            mask_reads: mask_reads(&mask),
             ..Class::new(Elem::Bf16, dim, dim, 1)
         };
         KernelPlan::new(&profile, &class, &sizes(2, 16, 16, 8192), true, &options)
@@ -721,13 +726,7 @@ fn masks_that_take_long_have_bits_and_others_are_evaluated() {
     }
     assert_eq!(bits(&plan(neighbours(), 192, &[]).unwrap()), [true, false]);
     let documents = || masks::causal() & masks::document_lengths(&[4096; 2]).unwrap();
-    assert_eq!(bits(&plan(documents(), 64, &[]).unwrap()), [true, false]);
-    // Not of documents so short that their tiles are few, at head dim 64.
-    let short = Class { mask: true, mask_steps: 11, ..Class::new(Elem::Bf16, 64, 64, 1) };
-    let few = Sizes { mean_kv_len: 256, ..sizes(2, 32, 32, 8192) };
-    let found = KernelPlan::new(&profile, &short, &few, true, &KernelOptions::default()).unwrap();
-    let config = found.config(Kernel::Forward).unwrap();
-    assert!(config.family == Family::Hopper && !config.mask_bits, "{config}");
+    assert_eq!(bits(&plan(documents(), 64, &[]).unwrap()), [false; 2]);
     assert_eq!(bits(&plan(documents(), 128, &[]).unwrap()), [true; 2]);
     let said = plan(neighbours(), 128, &[]).unwrap().to_string();
     assert!(said.contains("  mask       partial by mask bits: the mask takes "), "{said}");

@@ -63,7 +63,7 @@ pub use ranges::range_table_bytes;
 pub(crate) use ranges::range_table_params;
 use sharing::{Shared, shared};
 use steps::steps;
-pub(crate) use steps::{mask_steps, score_steps};
+pub(crate) use steps::{mask_reads, mask_steps, score_steps};
 
 /// The types that printed mods are made of: values, and ranges of them. Stands before
 /// [`ModsSource::text`].

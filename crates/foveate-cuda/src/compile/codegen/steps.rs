@@ -38,17 +38,24 @@ pub(crate) fn mask_steps(mask: &MaskMod) -> usize {
     evaluation_steps(mask.program())
 }
 
-/// The same of a score, whose elementary functions count as if they were polynomials.
+/// Whether a mask's evaluation reads a captured buffer.
+pub(crate) fn mask_reads(mask: &MaskMod) -> bool {
+    loads(mask.program()) > 0
+}
+
+/// [`mask_steps`] of a score, whose elementary functions count as if they were polynomials.
 pub(crate) fn score_steps(score: &ScoreMod) -> usize {
     evaluation_steps(score.program())
 }
 
 fn evaluation_steps(program: &Program) -> usize {
     const ADDRESS: usize = 3;
-    let needed = needed(program, program.roots());
-    let nodes = program.graph().nodes().iter().zip(needed);
-    let loads = nodes.filter(|(node, needed)| *needed && matches!(node, Node::Load { .. })).count();
-    steps(program, program.roots(), false) + ADDRESS * loads
+    steps(program, program.roots(), false) + ADDRESS * loads(program)
+}
+
+fn loads(program: &Program) -> usize {
+    let nodes = program.graph().nodes().iter().zip(needed(program, program.roots()));
+    nodes.filter(|(node, needed)| *needed && matches!(node, Node::Load { .. })).count()
 }
 
 fn unary_steps(op: UnaryOp) -> usize {
