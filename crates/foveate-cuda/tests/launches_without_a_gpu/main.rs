@@ -440,7 +440,7 @@ fn a_tensor_map_that_the_driver_refuses_is_told_by_operand_and_axis() {
     let tensors = Tensors::new(&dims);
     let said = plan.forward_on(&queue, &tensors.forward).unwrap_err().to_string();
     let k = tensors.forward.operands.k.address;
-    let axes = "element axis: 128 every 2 B, 64 in a tile; row axis: 4095 every 256 B, 128 in a \
+    let axes = "element axis: 128 every 2 B, 64 in a tile; row axis: 4095 every 256 B, 176 in a \
                 tile; head axis: 2 every 1048320 B, 1 in a tile; batch axis: 2 every 2096640 B, 1 in a \
                 tile";
     assert!(
