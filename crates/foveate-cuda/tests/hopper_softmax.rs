@@ -376,10 +376,10 @@ impl Item {
 
     /// Whether weights of the row or their sum overflow, if `looks` are the steps that find the largest scores
     /// first; nothing where their number decides it. In the others a weight is 2^(its score above the largest so
-    /// far) times that one's. This is at most 2^16 in bf16 and 2^14 in f16, the largest sum of a lane that is left
+    /// far) times that one's. This is at most 2^16 in bf16 and 20,000 in f16, the largest sum of a lane that is left
     /// alone; where a sum was larger, 2^5 is that of at most STEPS * tile_kv / 4 weights.
     fn overflows(&self, kernel: Kernel, row: usize, looks: &[bool]) -> Option<bool> {
-        let largest_sum = if kernel.is_bf16 { 16.0 } else { 14.0 };
+        let largest_sum = if kernel.is_bf16 { 16.0 } else { 20_000f64.log2() };
         let never = 128.0 - largest_sum - (kernel.tile_kv as f64).log2();
         let always = 128.0 - 5.0 + ((STEPS * kernel.tile_kv / 4) as f64).log2();
         let mut before = f64::NEG_INFINITY;
