@@ -82,8 +82,9 @@ struct KeyScales { float score[4], value[4]; };
 
 /// Reads items, each as 32-bit words: steps, whether the largest scores are wanted, the scale, which steps wait, then
 /// products and values of each step. Goes through the steps as a consumer of fv_forward does, and writes of each row
-/// out, lse, max_score, whether its weights are lost, the largest of them, and whether its warp is looked at again; and
-/// of each step whether it looked for the largest scores. Weights stay in f32, but for those that f16 has no number for.
+/// out, lse, max_score, whether its weights are lost, the largest of them, and whether its warp is looked at again;
+/// and of each step whether it looked for the largest scores. Weights stay in f32, but for those that f16 has no
+/// number for.
 const MAIN: &str = r#"
 constexpr int COLUMNS = 8, OF_ROW = COLUMNS + 5;
 static std::vector<float> weights;
