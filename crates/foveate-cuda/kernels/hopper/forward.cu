@@ -644,7 +644,7 @@ fv_forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Mods
             if (sees && has_weights) multiply_both(s, out, weights, queries, keys, values, turns);
             else if (sees) multiply_keys(s, queries, keys, turns);
             else if (has_weights) multiply_values(out, weights, values, turns);
-            else turns.pass();
+            else turns.pass_over();
             release_keys();
             if (step.kind & (Step::FIRST | Step::STOP)) {
                 if (step.kind & STEP) {

@@ -304,6 +304,12 @@ struct Turns {
     __device__ void pass() const {
         if constexpr (TAKE_TURNS) named_arrive(Named::TURN + (consumer + 1 == CONSUMERS ? 0 : consumer + 1), 256);
     }
+    // In a step without a product, for which the warps of a consumer would not have to meet: the first of them would
+    // give back keys of which the others have not seen yet that they are there.
+    __device__ void pass_over() const {
+        if constexpr (!TAKE_TURNS) named_sync(Named::OWN + consumer, 128);
+        pass();
+    }
 };
 
 // Awaits the consumer's turn; neither accumulator is touched before.
