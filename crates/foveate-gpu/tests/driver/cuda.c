@@ -5,6 +5,7 @@
  * ends are not in memory that the driver has given, of the device or pinned; a launch with an address among
  * its parameters, tensor maps included, that is not in memory of a device. A copy that is carried out when
  * its memory is gone ends the process.
+ * RUNS, when it is compiled with LOADS: launches run, by the emulator beside this folder, when they are queued.
  * LOADS, when it is compiled: kernels load, and their launches are listed; of a thread whose name begins
  * with `rank-` in a file of its own, with the number of the stream among those of the thread, copies on
  * the device and waits for events.
@@ -20,7 +21,7 @@
  * listed as one line. To allocate memory, or to ask about an event, fails with 900 then and spoils the graph.
  * PIN_MS: how long it takes to pin memory of the host; each call is a line in the file `pins` there. PIN_FAILS: which of them
  * fails. HANGS: no event is ever done. TOTAL: bytes of each of the two devices. INIT: what cuInit says.
- * MAP_ROWS: of so many entries of its second axis no tensor map is encoded. NAME: that of the devices. CUDA: its version.
+ * MAP_ROWS: of so many entries of its second axis no tensor map is encoded. SMS: how many there are. NAME: that of the devices. CUDA: its version.
  * CAPABILITY: that of the devices, times 10. */
 #define _GNU_SOURCE
 #ifdef ZEROS /* what is read before it was written */
@@ -84,7 +85,7 @@ int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; return *n = total(), 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) {
     (void)d;
     switch (a) { /* those of an H200; numbers of CUdevice_attribute in cuda.h */
-    case 16: *v = 132; break;
+    case 16: *v = (int)number("SMS", 132); break;
     case 38: *v = 60 << 20; break;
     case 75: *v = (int)number("CAPABILITY", 90) / 10; break;
     case 76: *v = (int)number("CAPABILITY", 90) % 10; break;
@@ -347,10 +348,9 @@ int cuModuleUnload(void *m) { (void)m; return 0; }
 int cuFuncSetAttribute(void *f, int a, int v) { (void)f; (void)a; (void)v; return 0; }
 #ifdef LOADS
 /* A module is its cubin, which its owner keeps; a function the sizes of its parameters, read out of
- * the cubin's section `.nv.info.NAME`. Nothing runs: a launch is a line in the file `launches` of
- * the home folder. */
+ * the cubin's section `.nv.info.NAME`. A launch is a line in the file `launches` of the home folder. */
 int cuGetExportTable(const void **t, const void *id) { (void)id; return *t = 0, 1; } /* NVRTC asks */
-struct function { char name[64]; size_t count, bytes[16]; };
+struct function { char name[64]; size_t count, bytes[16]; const void *cubin; };
 static size_t at(const char *p, int width) {
     size_t n = 0;
     return memcpy(&n, p, width), n;
@@ -364,7 +364,7 @@ int cuModuleGetFunction(void **f, void *m, const char *name) {
         const char *section = sections + i * each, *is = names + at(section, 4);
         if (strncmp(is, ".nv.info.", 9) || strcmp(is + 9, name)) continue;
         struct function *found = calloc(1, sizeof *found);
-        strcpy(found->name, name);
+        strcpy(found->name, name), found->cubin = m;
         const char *p = file + at(section + 24, 8), *end = p + at(section + 32, 8);
         while (p < end) { /* format, attribute, length or value, what a format of 4 has more */
             size_t more = p[0] == 4 ? at(p + 2, 2) : 0;
@@ -407,6 +407,20 @@ static void record_kernel(struct function *f, void **p) {
     node->function = f, node->parameters = malloc(bytes + 1), recorded->kernels++;
     for (size_t i = 0, at = 0; i < f->count; at += f->bytes[i++]) memcpy(node->parameters + at, p[i], f->bytes[i]);
 }
+#ifdef RUNS
+void run_kernel(const void *cubin, const char *name, const unsigned *grid, unsigned threads, unsigned shared, void **p);
+static void run(struct function *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared, void **p) {
+    unsigned grid[] = {x, y, z};
+    pthread_mutex_lock(&lock);
+    carry_out(queued); /* copies queued before */
+    run_kernel(f->cubin, f->name, grid, threads, shared, p);
+    pthread_mutex_unlock(&lock);
+}
+#else
+static void run(struct function *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared, void **p) {
+    (void)f, (void)x, (void)y, (void)z, (void)threads, (void)shared, (void)p;
+}
+#endif
 static int finds_memory_again(const struct node *kernel) {
     struct function *f = kernel->function;
     void *p[16];
@@ -419,6 +433,7 @@ int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned threads
     if (!log) return 999;
     if (faults() || !finds_memory(f, p)) return fclose(log), 700;
     record_kernel(f, p);
+    if (!recorded) run(f, x, y, z, threads, shared, p);
     fprintf(log, "%s [%u, %u, %u] x %u\n", ((struct function *)f)->name, x, y, z, threads);
     return (void)e, (void)g, (void)shared, (void)more, fclose(log);
 }
@@ -431,6 +446,7 @@ int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
     if (!log) return 999;
     if (faults() || !finds_memory(f, p)) return fclose(log), 700;
     record_kernel(f, p);
+    if (!recorded) run(f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->shared, p);
     fprintf(log, "%s [%u, %u, %u] x %u", ((struct function *)f)->name, c->grid[0], c->grid[1], c->grid[2], c->block[0]);
     for (unsigned i = 0; i < c->count; i++) {
         const unsigned *v = c->attributes[i].value;

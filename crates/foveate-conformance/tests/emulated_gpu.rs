@@ -1,0 +1,84 @@
+//! Whole kernels of the Hopper family on an emulated GPU, `scripts/emulated-gpu.sh`, through the engine as it is: threads
+//! go on in an order drawn from a seed, and what is asynchronous is done late, or at once.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// What a case is run with: a part of its name, the backends, and variables of the emulator.
+struct Run<'a> {
+    case: &'a str,
+    backends: &'a str,
+    variables: &'a [(&'a str, &'a str)],
+}
+
+impl Run<'_> {
+    /// What the command says; nothing, and a line that says so, where a compiler is missing.
+    fn output(&self) -> Option<Output> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let mut command = Command::new("bash");
+        command
+            .arg(root.join("scripts/emulated-gpu.sh"))
+            .arg(env!("CARGO_BIN_EXE_foveate-conformance"));
+        command.args(["run", "--workers", "0", "--on", "gpu", "--only", self.case]);
+        command
+            .args(["--backend", self.backends])
+            .arg("--cases")
+            .arg(root.join("conformance/cases"));
+        let output = command.envs(self.variables.iter().copied()).output();
+        let output = output.map_err(|e| println!("skipped: no bash: {e}")).ok()?;
+        if output.status.code() == Some(77) {
+            println!("skipped: {}", String::from_utf8_lossy(&output.stderr).trim());
+            return None;
+        }
+        Some(output)
+    }
+}
+
+/// Whether all backends passed, of which there were so many, and what was said.
+fn passed(output: &Output) -> (bool, String) {
+    let said = [&output.stdout, &output.stderr].map(|s| String::from_utf8_lossy(s).into_owned());
+    (output.status.success(), said.concat())
+}
+
+const STEPS: &str = "steps that run into each other: ";
+/// The second 64 queries of most of its tiles are of no sequence, and a consumer of the forward passes them over.
+const SHORT: &str = "wide packed sequences: bottom-right causal: dim 192/128";
+const EAGER: (&str, &str) = ("EAGER", "1");
+
+#[test]
+fn hopper_kernels_have_the_numbers_of_the_oracle_in_any_order_of_threads() {
+    let plain = &format!("{STEPS}without a mask");
+    let causal = &format!("{STEPS}head dim of 128, causal in f16");
+    let runs = [
+        (plain.as_str(), "cuda, hopper", &[("SEED", "1")][..]),
+        (causal, "cuda, dq in order", &[("SEED", "2"), EAGER]),
+        (SHORT, "cuda, hopper backward", &[("SEED", "3")]),
+    ];
+    for (case, backends, variables) in runs {
+        let Some(output) = (Run { case, backends, variables }).output() else { return };
+        let (passed, said) = passed(&output);
+        assert!(passed && said.starts_with("1 cases"), "{case}, {backends}, {variables:?}: {said}");
+    }
+}
+
+/// A wait that is left out, of which only the order of threads tells.
+#[test]
+fn what_is_not_waited_for_is_noticed() {
+    let causal = &format!("{STEPS}head dim of 128, causal in f16");
+    let mutants = [
+        (causal.as_str(), "cuda, dq in order", "barriers.ds_full(parity).wait((number - 1) >> 1);"),
+        (
+            causal,
+            "cuda, hopper",
+            "keep_before(softmax.row_sum[0] + softmax.row_sum[1], base);\n    product_wait<0>();",
+        ),
+        (SHORT, "cuda, hopper backward by query heads", "else turns.pass_over();"),
+    ];
+    for (case, backends, replaced) in mutants {
+        let variables = &[("SEED", "1"), ("REPLACE", replaced), ("WITH", "{}")];
+        let Some(output) = (Run { case, backends, variables }).output() else { return };
+        let (passed, said) = passed(&output);
+        assert!(!passed, "nobody noticed that `{replaced}` is missing: {said}");
+        assert!(!said.contains("does not compile"), "{said}");
+    }
+}

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Runs a command with an emulated H200 in place of a GPU: kernels are compiled by NVRTC as ever, and when they are
+# launched their sources run on this machine's processor, every thread of the GPU a fiber (docs/hopper.md, "On the
+# host"). Times that are seen mean nothing.
+#
+#     scripts/emulated-gpu.sh target/debug/foveate doctor
+#     scripts/emulated-gpu.sh target/debug/foveate-conformance run --cases conformance/cases --only causal \
+#         --backend "cuda, hopper" --dtype bf16 --workers 0
+#
+# Variables: SEED (1) orders threads; EAGER=1 has copies and products done as soon as they are started, and not as late as
+# somebody waits for them; SMS (2) is how many there are.
+# What is built is kept under target/. Where a compiler or NVRTC is missing it says so and ends with 77.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+sources=$root/crates/foveate-gpu/tests
+
+for compiler in cc c++; do
+    command -v $compiler >/dev/null || { echo "no emulated GPU: there is no compiler \`$compiler\`" >&2; exit 77; }
+done
+nvrtc=$("$root/scripts/nvrtc.sh")
+REAL_NVRTC=$(ls "$nvrtc"/libnvrtc.so.* 2>/dev/null | head -n 1 || true)
+[ -n "$REAL_NVRTC" ] || { echo "no emulated GPU: there is no libnvrtc.so in '$nvrtc'" >&2; exit 77; }
+
+built=$root/target/emulated-gpu/$(cat "$0" "$sources"/driver/cuda.c "$sources"/emulator/* | sha256sum | cut -c 1-16)
+if ! [ -e "$built" ]; then
+    # In a folder of its own: others may be building the same.
+    own=$built.$$
+    mkdir -p "$own"/{lib,kernels,home,cache}
+    cc -c -fPIC -O1 -pthread -DLOADS -DRUNS -o "$own/cuda.o" "$sources/driver/cuda.c"
+    c++ -c -fPIC -O1 -std=c++17 -o "$own/emulator.o" "$sources/emulator/emulator.cpp"
+    c++ -shared -pthread -Wl,-soname,libcuda.so.1 -o "$own/lib/libcuda.so.1" "$own"/*.o -ldl
+    cc -shared -fPIC -O1 -Wl,-soname,libnvrtc.so.13 -o "$own/lib/libnvrtc.so.13" "$sources/emulator/nvrtc.c" -ldl
+    mv -T "$own" "$built" 2>/dev/null || rm -rf "$own"
+fi
+
+# A driver made for tests lists launches there.
+rm -f "$built"/home/*
+export REAL_NVRTC KERNELS=$built/kernels EMULATOR=$sources/emulator
+export FOVEATE_CUDA_LIBRARIES=$built/lib FOVEATE_CACHE_DIR=$built/cache HOME=$built/home
+# NVRTC looks for its other half beside itself.
+export LD_LIBRARY_PATH=$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export SMS=${SMS:-2} TOTAL=${TOTAL:-4000000000}
+exec "$@"
