@@ -153,8 +153,10 @@ static int release(Address a, int pinned) {
 struct node {
     char *to; const char *from; size_t bytes; unsigned word; /* a copy or a fill; of a call its data are `to` */
     void (*call)(void *);
-    void *function; char *parameters; /* of a kernel, one after the other */
+    void *function; char *parameters; /* of a kernel, each as aligned as tensor maps are */
+    unsigned grid[3], threads, shared;
 };
+#define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
 struct graph { int users, spoilt; size_t count, kernels, room; struct node *nodes; };
 static _Thread_local struct graph *recorded; /* while this thread records one */
 static int spoils(void) { return recorded ? recorded->spoilt = 1 : 0; }
@@ -280,7 +282,7 @@ int cuGraphDestroy(void *g) {
 }
 int cuGraphExecDestroy(void *r) { return cuGraphDestroy(r); }
 #ifdef LOADS
-static int finds_memory_again(const struct node *kernel);
+static int launches_again(const struct node *kernel);
 #endif
 int cuGraphLaunch(void *r, void *s) {
     struct graph *of = r;
@@ -292,7 +294,7 @@ int cuGraphLaunch(void *r, void *s) {
         const struct node *node = &of->nodes[i];
         if (node->call) node->call(node->to);
 #ifdef LOADS
-        else if (node->function && !finds_memory_again(node)) return 700;
+        else if (node->function && !launches_again(node)) return 700;
 #endif
         else if (!node->function) {
             int code = later(node->to, is_given(node->to, node->bytes, 1), node->from, is_given(node->from, node->bytes, 1), node->bytes, node->word);
@@ -399,43 +401,44 @@ static int finds_memory(struct function *f, void **p) {
     return pthread_mutex_unlock(&lock), found;
 }
 /* Makes a launch part of a graph where one is recorded. */
-static void record_kernel(struct function *f, void **p) {
-    if (!recorded) return;
+static void record_kernel(struct function *f, const unsigned *grid, unsigned threads, unsigned shared, void **p) {
     struct node *node = new_node();
-    size_t bytes = 0;
-    for (size_t i = 0; i < f->count; i++) bytes += f->bytes[i];
-    node->function = f, node->parameters = malloc(bytes + 1), recorded->kernels++;
-    for (size_t i = 0, at = 0; i < f->count; at += f->bytes[i++]) memcpy(node->parameters + at, p[i], f->bytes[i]);
+    size_t bytes = 64;
+    for (size_t i = 0; i < f->count; i++) bytes += ALIGNED(f->bytes[i]);
+    node->function = f, node->parameters = aligned_alloc(64, bytes), recorded->kernels++;
+    memcpy(node->grid, grid, sizeof node->grid), node->threads = threads, node->shared = shared;
+    for (size_t i = 0, at = 0; i < f->count; at += ALIGNED(f->bytes[i++])) memcpy(node->parameters + at, p[i], f->bytes[i]);
 }
 #ifdef RUNS
 void run_kernel(const void *cubin, const char *name, const unsigned *grid, unsigned threads, unsigned shared, void **p);
-static void run(struct function *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared, void **p) {
-    unsigned grid[] = {x, y, z};
+#endif
+static void run(struct function *f, const unsigned *grid, unsigned threads, unsigned shared, void **p) {
+#ifdef RUNS
     pthread_mutex_lock(&lock);
     carry_out(queued); /* copies queued before */
     run_kernel(f->cubin, f->name, grid, threads, shared, p);
     pthread_mutex_unlock(&lock);
-}
 #else
-static void run(struct function *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared, void **p) {
-    (void)f, (void)x, (void)y, (void)z, (void)threads, (void)shared, (void)p;
-}
+    (void)f, (void)grid, (void)threads, (void)shared, (void)p;
 #endif
-static int finds_memory_again(const struct node *kernel) {
+}
+static int launches_again(const struct node *kernel) {
     struct function *f = kernel->function;
     void *p[16];
-    for (size_t i = 0, at = 0; i < f->count; at += f->bytes[i++]) p[i] = kernel->parameters + at;
-    return finds_memory(f, p);
+    for (size_t i = 0, at = 0; i < f->count; at += ALIGNED(f->bytes[i++])) p[i] = kernel->parameters + at;
+    if (!finds_memory(f, p)) return 0;
+    return run(f, kernel->grid, kernel->threads, kernel->shared, p), 1;
 }
 int cuLaunchKernel(void *f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned e,
                    unsigned g, unsigned shared, void *s, void **p, void **more) {
     FILE *log = launches(s);
     if (!log) return 999;
     if (faults() || !finds_memory(f, p)) return fclose(log), 700;
-    record_kernel(f, p);
-    if (!recorded) run(f, x, y, z, threads, shared, p);
+    const unsigned grid[] = {x, y, z};
+    if (recorded) record_kernel(f, grid, threads, shared, p);
+    else run(f, grid, threads, shared, p);
     fprintf(log, "%s [%u, %u, %u] x %u\n", ((struct function *)f)->name, x, y, z, threads);
-    return (void)e, (void)g, (void)shared, (void)more, fclose(log);
+    return (void)e, (void)g, (void)more, fclose(log);
 }
 #ifndef WITHOUT_OPTIONAL
 /* Attributes by their numbers in CUlaunchAttributeID. */
@@ -445,8 +448,8 @@ int cuLaunchKernelEx(const struct config *c, void *f, void **p, void **more) {
     FILE *log = launches(c->stream);
     if (!log) return 999;
     if (faults() || !finds_memory(f, p)) return fclose(log), 700;
-    record_kernel(f, p);
-    if (!recorded) run(f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->shared, p);
+    if (recorded) record_kernel(f, c->grid, c->block[0], c->shared, p);
+    else run(f, c->grid, c->block[0], c->shared, p);
     fprintf(log, "%s [%u, %u, %u] x %u", ((struct function *)f)->name, c->grid[0], c->grid[1], c->grid[2], c->block[0]);
     for (unsigned i = 0; i < c->count; i++) {
         const unsigned *v = c->attributes[i].value;

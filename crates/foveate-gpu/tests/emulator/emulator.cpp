@@ -68,6 +68,7 @@ std::string operand(const std::string& text, bool is_output) {
 std::string translated(const std::string& source) {
     std::string to;
     size_t at = 0;
+    int depth = 0;                         // of braces
     auto is_word = [&](size_t i, const char* word) {
         return source.compare(i, std::strlen(word), word) == 0 &&
                (i == 0 || !(std::isalnum((unsigned char)source[i - 1]) || source[i - 1] == '_'));
@@ -100,9 +101,13 @@ std::string translated(const std::string& source) {
             declared = declared.substr(0, declared.find('['));
             const size_t name = declared.find_last_of(" *") + 1;
             const std::string type = declared.substr(0, name);
-            to += type + "* const " + declared.substr(name) + " = (" + type + "*)emulated::self->cta->shared";
-            at = end;
+            const std::string memory = "((" + type + "*)emulated::self->cta->shared)";
+            // Of a whole file it is another CTA's at every look.
+            if (depth == 0) to += "\n#define " + declared.substr(name) + " " + memory + "\n";
+            else to += type + "* const " + declared.substr(name) + " = " + memory;
+            at = end + (depth == 0);
         } else {
+            depth += source[at] == '{' ? 1 : source[at] == '}' ? -1 : 0;
             to += source[at++];
         }
     }

@@ -381,7 +381,7 @@ inline void run_braced(const char* text, Args args) {
         return give(args, 0, u32(lane() == u32(__builtin_ctz(came))));
     }
     if (std::strstr(text, "never")) {
-        if (f(args, 0) < 0) fail("a store that never happens");
+        if (f(args, 0) < 0) std::memcpy(shared_at(u32(args[1].in), 4), &args[0].in, 4);
         return;
     }
     if (std::strstr(text, "is_weight")) {
