@@ -103,7 +103,8 @@ impl Tokenizer {
         let bytes = whole::read(path)
             .map_err(|e| TrainError::data(path, None, format!("could not be read: {e}")))?;
         let (empty, fingerprint) = (bytes.trim_ascii().is_empty(), xxh3_64(&bytes));
-        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| {
+        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes).and_then(whole_texts);
+        let tokenizer = tokenizer.map_err(|e| {
             let is = match empty {
                 true => "is empty".to_owned(),
                 false => {
@@ -301,6 +302,14 @@ impl Tokenizer {
     }
 }
 
+/// A tokenizer that gives all tokens of a text and no others: files keep to what length texts were cut and padded where
+/// they were last used.
+fn whole_texts(mut tokenizer: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::Tokenizer> {
+    tokenizer.with_truncation(None)?;
+    tokenizer.with_padding(None);
+    Ok(tokenizer)
+}
+
 /// A message of the reader, which names types of its own for a part of a kind that is not known.
 fn of_unknown_kind(message: &str) -> String {
     let place = message.find(" at line ").map_or("", |at| &message[at..]);
@@ -362,6 +371,26 @@ mod tests {
         });
         std::fs::write(&path, file.to_string()).unwrap();
         (dir, path)
+    }
+
+    #[test]
+    fn texts_are_neither_cut_nor_padded_to_the_length_that_a_file_was_last_used_with() {
+        let (_dir, path) = words(serde_json::Value::Null);
+        let mut file: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let (strategy, direction) = ("LongestFirst", "Right");
+        file["truncation"] = serde_json::json!({
+            "max_length": 4, "stride": 0, "strategy": strategy, "direction": direction
+        });
+        file["padding"] = serde_json::json!({
+            "strategy": { "Fixed": 4 }, "direction": direction, "pad_to_multiple_of": null,
+            "pad_id": 1, "pad_type_id": 0, "pad_token": "b"
+        });
+        std::fs::write(&path, file.to_string()).unwrap();
+        let tokenizer = Tokenizer::from_file(&path, None, None).unwrap();
+        let tokens = |text: &str| tokenizer.encode(text).unwrap().ids;
+        assert_eq!((tokens("a b a b a b"), tokens("b")), (vec![0, 1, 0, 1, 0, 1], vec![1]));
+        assert_eq!((tokenizer.opening(), tokenizer.closing()), (&[][..], &[][..]));
     }
 
     #[test]
