@@ -399,7 +399,8 @@ impl<'a> Packer<'a> {
         let mut all = self.counts.is_none().then(|| Packed::with_rows(rows, self.options.len));
         let lengths = self.rows_of_pass(rows, pass, all.as_mut())?;
         let (used, longest) = (lengths.len(), longest(&lengths));
-        if used == 0 {
+        // A row ends without a token where no document that is left of the pass has one.
+        if longest == 0 {
             return Ok(None);
         }
         let own = own(used);
@@ -450,11 +451,19 @@ impl<'a> Packer<'a> {
     ) -> Result<Vec<usize>, TrainError> {
         let (len, split) = (self.options.len, self.options.split);
         let (mut at, mut lengths) = (0, Vec::new());
+        // Documents one after another that have no token. Twice as many as there are hold all of a pass.
+        let mut empty = 0;
         while at < len && self.cursor.epoch <= last_pass {
             let from = self.cursor.token;
             let (index, all) = self.next_len()?;
             if !split && at > 0 && all > len - at {
                 break;
+            }
+            empty = if all == 0 { empty + 1 } else { 0 };
+            if empty > 2 * self.documents.len() {
+                let message = "no document has a token: the tokenizer knows nothing of what they say; give \
+                               one of their language by data.tokenizer";
+                return Err(TrainError::recipe("data.files", message));
             }
             let count = (all - from).min(len - at);
             if let Some((packed, row)) = &mut into {

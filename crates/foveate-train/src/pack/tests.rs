@@ -156,6 +156,34 @@ fn passes_differ_in_order_and_seeds_decide_it() {
     assert_ne!(tokens(1, 0), tokens(2, 0));
 }
 
+/// Documents of which a tokenizer without an unknown token knows the letter `a` alone.
+#[test]
+fn documents_without_a_token_end_a_pass_and_are_an_error_where_there_is_no_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = serde_json::json!({ "type": "BPE", "vocab": { "a": 0 }, "merges": [] });
+    let file = dir.path().join("tokenizer.json");
+    std::fs::write(&file, serde_json::json!({ "version": "1.0", "model": model }).to_string())
+        .unwrap();
+    for (i, text) in ["好好", "aaa", "好"].iter().enumerate() {
+        std::fs::write(dir.path().join(format!("{i}.txt")), text).unwrap();
+    }
+    let root = dir.path().to_path_buf();
+    let sources = Sources { root, files: vec!["*.txt".to_owned()], ..Default::default() };
+    let tokenizer = Tokenizer::from_file(&file, None, None).unwrap();
+    let corpus = Corpus::scan(&sources, tokenizer, None, &mut || false).unwrap();
+    let stream = |documents: &[usize]| {
+        Packer::new(&corpus, documents.to_vec(), options(true, Some(1)), Cursor::default())
+    };
+    let packed = stream(&[0, 1, 2]).batch(2).unwrap();
+    assert_eq!((packed.padding(), packed.labelled()), (0, 18));
+    let mut pass = stream(&[0, 1, 2]);
+    assert_eq!(pass.batch_of_pass(4, 0).unwrap().unwrap().len, 3);
+    assert_eq!(pass.batch_of_pass(4, 0).unwrap(), None);
+    assert_eq!(stream(&[0, 2]).batch_of_pass(4, 0).unwrap(), None);
+    let told = stream(&[0, 2]).batch(1).unwrap_err().to_string();
+    assert!(told.starts_with("data.files: no document has a token: the tokenizer"), "{told}");
+}
+
 #[test]
 fn documents_that_may_not_split_start_rows_and_are_cut_at_their_length() {
     let (_dir, corpus) = corpus(&["a".repeat(9), "b".repeat(4), "c".repeat(30)]);

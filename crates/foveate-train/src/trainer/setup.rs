@@ -573,7 +573,8 @@ fn steps(recipe: &Recipe, counts: Option<&TokenCounts>, train: &[usize]) -> u64 
     };
     let lengths: Vec<usize> = train.iter().map(|&document| counts.of(document)).collect();
     let rows_a_step = (recipe.train.batch_rows * recipe.train.accumulate) as u64;
-    packing(recipe).rows(&lengths, epochs).div_ceil(rows_a_step)
+    // Of documents without a token the first step tells.
+    packing(recipe).rows(&lengths, epochs).div_ceil(rows_a_step).max(1)
 }
 
 /// How the training documents are packed.
