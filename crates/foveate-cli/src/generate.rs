@@ -103,7 +103,7 @@ fn generate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
         config.model.dry_run_on(&blocks, &config.attention, &|_| false, 1, 1, StepKind::Loss)?;
     let help = "choose a smaller checkpoint, or a larger machine";
     memory::fits(account.memory().weights, blocks.free_bytes()?, help)?;
-    let template = config.template()?.isolated(RENDERER);
+    let template = config.template()?.of_today().isolated(RENDERER);
     let ends = Ends { bos: args.add_bos_token, eos: None };
     let tokenizer = config.tokenizer.adding(ends)?;
     let mut model = Model::unfilled_on(blocks, config.model, &config.attention)?;

@@ -9,21 +9,25 @@
 //! with an error and not with the machine's memory. What it computes with in between, such as a text that it
 //! doubles, is bounded where it renders in a process of its own: see [`ChatTemplate::isolated`].
 
+mod date;
 #[cfg(unix)]
 mod process;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
 #[cfg(unix)]
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
+use date::Moment;
 
 /// A plain template, used where neither the recipe nor the checkpoint gives one.
 pub const DEFAULT_TEMPLATE: &str = "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n\
@@ -37,6 +41,9 @@ const TIMES_WRITTEN: usize = 8;
 /// Instructions that a template may run for a conversation, and more for each of its messages.
 const STEPS: u64 = 500_000;
 const STEPS_A_MESSAGE: u64 = 10_000;
+
+/// What templates of transformers call for the date.
+const NOW: &str = "strftime_now";
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -130,6 +137,14 @@ impl ChatTemplate {
         }
     }
 
+    /// The same template, which may ask for the date of today. One whose texts are to be the same on every day, as
+    /// those of a run are, is refused where it asks, and has no such function where it looks for one first.
+    #[must_use]
+    pub fn of_today(self) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        Self { program: self.program.at(now), ..self }
+    }
+
     /// The conversation with the spans to learn from. `interrupted` is asked while another process renders.
     ///
     /// # Errors
@@ -144,7 +159,7 @@ impl ChatTemplate {
         if let Some(process) = &self.process {
             return process.ask(&self.program, messages, None, interrupted);
         }
-        self.program.render(messages).map_err(RenderError::Document)
+        self.program.render(messages)
     }
 
     /// The conversation as a prompt that the model is to continue. `interrupted` is asked while another process
@@ -164,7 +179,7 @@ impl ChatTemplate {
                 process.ask(&self.program, messages, Some(add_generation_prompt), interrupted);
             return asked.map(|rendered| rendered.text);
         }
-        self.program.text(messages, add_generation_prompt).map_err(RenderError::Document)
+        self.program.text(messages, add_generation_prompt)
     }
 }
 
@@ -175,6 +190,8 @@ struct Program {
     source: String,
     bos: String,
     eos: String,
+    /// When it renders, in seconds since 1970, where it may ask.
+    now: Option<u64>,
 }
 
 impl Program {
@@ -197,49 +214,66 @@ impl Program {
                 Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
             },
         );
-        environment.add_template_owned("chat", source.to_owned()).map_err(|e| {
+        environment.add_template_owned("chat", plain(source).into_owned()).map_err(|e| {
             TrainError::data(place, e.line(), format!("the chat template is not valid: {e}"))
         })?;
         let (source, bos, eos) = (source.to_owned(), bos.to_owned(), eos.to_owned());
-        Ok(Self { environment, source, bos, eos })
+        Ok(Self { environment, source, bos, eos, now: None })
     }
 
-    fn render(&self, messages: &[Message]) -> Result<Rendered, String> {
+    /// The same, rendered at `now`.
+    fn at(mut self, now: u64) -> Self {
+        let written = move |format: String| {
+            let failed = |wrong| minijinja::Error::new(ErrorKind::InvalidOperation, wrong);
+            Moment(now).written(&format).map_err(failed)
+        };
+        self.environment.add_function(NOW, written);
+        Self { now: Some(now), ..self }
+    }
+
+    fn render(&self, messages: &[Message]) -> Result<Rendered, RenderError> {
         let text = self.text(messages, false)?;
         let mut learned = Vec::new();
         for (turn, _) in
             messages.iter().enumerate().filter(|(_, message)| message.role == "assistant")
         {
-            let first = |why: &str| {
-                format!(
+            let first = |why: &dyn fmt::Display| {
+                RenderError::Document(format!(
                     "the conversation begins with the assistant, which the chat template does not \
                      allow ({why}); put a user's turn first, or use another chat template"
-                )
+                ))
             };
             let start = self.text(&messages[..turn], true);
-            let start = if turn == 0 { start.map_err(|e| first(&e))? } else { start? };
+            let start = match start {
+                Err(RenderError::Document(why)) if turn == 0 => return Err(first(&why)),
+                start => start?,
+            };
             let end = self.text(&messages[..=turn], false)?;
             if !end.starts_with(&start) || !text.starts_with(&end) {
                 if turn == 0 {
-                    return Err(first("it writes something else before a first turn"));
+                    return Err(first(&"it writes something else before a first turn"));
                 }
                 return Err(format!(
                     "the chat template rewrites earlier turns, so turn {} cannot be labelled; \
                      split the conversation or use a template that only appends",
                     turn + 1
-                ));
+                )
+                .into());
             }
             learned.push(start.len()..end.len());
         }
         if learned.is_empty() {
-            return Err(
-                "no message has the role `assistant`, so there is nothing to learn".to_owned()
-            );
+            let why = "no message has the role `assistant`, so there is nothing to learn";
+            return Err(why.to_owned().into());
         }
         Ok(Rendered { text, learned })
     }
 
-    fn text(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, String> {
+    fn text(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+    ) -> Result<String, RenderError> {
         let said: usize = messages.iter().map(|m| m.role.len() + m.content.len()).sum();
         let left = WRITTEN_BYTES.saturating_add(said.saturating_mul(TIMES_WRITTEN));
         let mut text = Bounded { text: Vec::new(), left };
@@ -250,12 +284,16 @@ impl Program {
             .collect();
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(steps));
-        let template = environment.get_template("chat").map_err(|e| e.to_string())?;
-        let given = context! { messages, add_generation_prompt, bos_token => self.bos.as_str(), eos_token => self.eos.as_str() };
+        let template = environment.get_template("chat").expect("it was added");
+        let (bos_token, eos_token) = (self.bos.as_str(), self.eos.as_str());
+        // As transformers has it, what is not given is none, and not undefined.
+        let (tools, documents) = ((), ());
+        let given =
+            context! { messages, add_generation_prompt, bos_token, eos_token, tools, documents };
         let unbounded = |what: String| {
             format!("the chat template {what}, which no conversation needs; correct its loops")
         };
-        match template.render_captured_to(given, &mut text) {
+        let text = match template.render_captured_to(given, &mut text) {
             Ok(_) => Ok(String::from_utf8(text.text).expect("a template writes text")),
             Err(e) if e.kind() == ErrorKind::OutOfFuel => {
                 Err(unbounded(format!("runs more than {steps} instructions")))
@@ -264,9 +302,37 @@ impl Program {
                 let most = text.text.len() + text.left;
                 Err(unbounded(format!("writes more than {most} bytes")))
             }
+            Err(e) if e.kind() == ErrorKind::UnknownFunction && e.to_string().contains(NOW) => {
+                return Err(RenderError::Template(format!(
+                    "the chat template asks for today's date ({NOW}), and documents are to be the same on \
+                     every day; write a date in its place, in a copy that data.chat_template names"
+                )));
+            }
             Err(e) => Err(format!("the chat template failed: {e}")),
-        }
+        };
+        text.map_err(RenderError::Document)
     }
+}
+
+/// A template without the marks of transformers around what an assistant writes, `{% generation %}` and
+/// `{% endgeneration %}`: they print nothing, and become a condition that always holds.
+fn plain(source: &str) -> Cow<'_, str> {
+    let mut pieces = source.split("{%");
+    let mut text = pieces.next().unwrap_or_default().to_owned();
+    let mut is_same = true;
+    for piece in pieces {
+        let statement = piece.split("%}").next().unwrap_or_default();
+        let word = statement.trim_matches(|c: char| c.is_whitespace() || "+-".contains(c));
+        let instead = match word {
+            "generation" => "if true",
+            "endgeneration" => "endif",
+            _ => word,
+        };
+        is_same &= instead == word;
+        text.push_str("{%");
+        text.push_str(&piece.replacen(word, instead, usize::from(instead != word)));
+    }
+    if is_same { Cow::Borrowed(source) } else { Cow::Owned(text) }
 }
 
 /// Text that ends with an error where it would have more than `left` bytes more.
@@ -324,9 +390,38 @@ mod tests {
         assert_eq!(&rendered.text[rendered.learned[0].clone()], "b</s>");
     }
 
+    /// What of SmolLM3's template others have not: marks around turns, a date, a test of a message that is not there.
+    #[test]
+    fn marks_of_an_assistants_turns_and_the_date_of_published_templates_work() {
+        let source = "{%- if '/x' in system_message -%}x{%- endif -%}\n\
+                      {%- if tools is not none %}tools {% endif -%}\n\
+                      {{- strftime_now('%Y') | length ~ '\n' -}}\n\
+                      {%- for m in messages -%}\n    {%- if m.role == 'assistant' -%}\n\
+                      {% generation %}\n    {{- '[A]' + m.content.lstrip('\n') }}\n  {%- endgeneration -%}\n\
+                      {%- else -%}{{ '[U]' + m.content }}{%- endif -%}{%- endfor -%}\n\
+                      {%- if add_generation_prompt -%}{{ '[A]' }}{%- endif -%}";
+        let messages = [says("user", "a"), says("assistant", "b")];
+        let rendered = template(source).at(0).render(&messages).unwrap();
+        assert_eq!(rendered.text, "4\n[U]a[A]b");
+        assert_eq!(&rendered.text[rendered.learned[0].clone()], "b");
+        // Texts of a run are the same on every day.
+        let told = template(source).render(&messages).unwrap_err();
+        assert!(matches!(&told, RenderError::Template(why) if why.contains("data.chat_template")));
+        let guarded = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}";
+        assert_eq!(template(guarded).text(&messages, true).unwrap(), "26 Jul 2024");
+        assert_eq!(template(guarded).at(0).text(&messages, true).unwrap(), "01 Jan 1970");
+        assert_eq!(
+            plain("{% raw %}{% generation_ %}{{ 'generation' }}"),
+            "{% raw %}{% generation_ %}{{ 'generation' }}"
+        );
+    }
+
     #[test]
     fn what_a_template_writes_and_how_long_it_runs_is_bounded() {
-        let said = |source: &str| template(source).text(&[says("user", "Hi")], true).unwrap_err();
+        let said = |source: &str| {
+            let told = template(source).text(&[says("user", "Hi")], true).unwrap_err();
+            told.to_string()
+        };
         let loops = |text: &str| {
             format!(
                 "{{% for i in range(9999) %}}{{% for j in range(9999) %}}{text}{{% endfor %}}{{% endfor %}}"
@@ -360,7 +455,7 @@ mod tests {
         let source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}";
         let error =
             template(source).render(&[says("user", "a"), says("assistant", "b")]).unwrap_err();
-        assert!(error.contains("rewrites earlier turns"), "{error}");
+        assert!(error.to_string().contains("rewrites earlier turns"), "{error}");
     }
 
     #[test]
@@ -371,7 +466,7 @@ mod tests {
             "{% if messages[0]['role'] == 'system' %}s{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
             "{% if not messages %}new{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
         ] {
-            let told = template(source).render(&turns).unwrap_err();
+            let told = template(source).render(&turns).unwrap_err().to_string();
             assert!(told.starts_with("the conversation begins with the assistant"), "{told}");
             assert!(told.contains("put a user's turn first"), "{told}");
         }
@@ -391,6 +486,7 @@ mod tests {
             template(DEFAULT_TEMPLATE)
                 .render(&[says("user", "a")])
                 .unwrap_err()
+                .to_string()
                 .contains("assistant")
         );
     }

@@ -50,6 +50,7 @@ struct Template {
     source: String,
     bos: String,
     eos: String,
+    now: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -74,9 +75,10 @@ pub fn serve() -> io::Result<()> {
     let (mut input, mut output) = (io::stdin().lock(), io::stdout().lock());
     limit(Resource::Core, 0)?;
     let bytes = length(&mut input)?;
-    let Template { source, bos, eos } = parse(&body(&mut input, bytes)?)?;
+    let Template { source, bos, eos, now } = parse(&body(&mut input, bytes)?)?;
     let program = Program::new(&source, Path::new("chat template"), &bos, &eos);
     let program = program.map_err(|e| io::Error::other(e.to_string()))?;
+    let program = now.into_iter().fold(program, Program::at);
     loop {
         let bytes = match length(&mut input) {
             Err(e) if e.kind() == ErrorKind::UnexpectedEof => return Ok(()),
@@ -148,7 +150,7 @@ impl Renderer {
         match process.answer(&question, interrupted) {
             Ok(answer) => {
                 *running = Some(process);
-                answer.map_err(RenderError::Document)
+                answer
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => Err(RenderError::Interrupted),
             Err(e) => {
@@ -193,8 +195,8 @@ impl Running {
         command.args(arguments).stdin(input).stdout(output).stderr(Stdio::null());
         let child = command.spawn()?;
         let mut running = Self { child, stream };
-        let Program { source, bos, eos, .. } = program.clone();
-        write_frame(&mut running.stream, &to_json(&Template { source, bos, eos }))?;
+        let Program { source, bos, eos, now, .. } = program.clone();
+        write_frame(&mut running.stream, &to_json(&Template { source, bos, eos, now }))?;
         Ok(running)
     }
 
@@ -206,7 +208,7 @@ impl Running {
         &mut self,
         question: &[u8],
         interrupted: &mut dyn FnMut() -> bool,
-    ) -> io::Result<Result<Rendered, String>> {
+    ) -> io::Result<Result<Rendered, RenderError>> {
         write_frame(&mut self.stream, question)?;
         let mut bytes = [0; 8];
         self.read(&mut bytes, interrupted)?;
