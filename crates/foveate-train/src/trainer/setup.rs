@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use foveate::tensor::count::Count;
 use foveate_nn::{
     AttentionConfig, Blocks, Carrier, Model, ModelConfig, Moments, NnError, Parameter,
     ParameterState, Recomputation, Recording,
@@ -653,10 +654,10 @@ fn share_tensor<B: Blocks>(
     {
         let message = format!(
             "is \"int8_moments\", and with mesh.tensor = {} a block of 256 elements holds key/value heads that \
-             several ranks have beside query heads that one has; leave it out, or use at most {} ranks \
+             several ranks have beside query heads that one has; leave it out, or use at most {} \
              of tensor",
             part.parts,
-            model.config().kv_heads()
+            Count(model.config().kv_heads(), "rank")
         );
         return Err(TrainError::recipe("precision.state", message));
     }

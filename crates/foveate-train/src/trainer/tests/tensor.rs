@@ -166,6 +166,9 @@ fn what_tensor_cannot_cut_is_refused_on_all_ranks_with_what_it_can() {
     let int8 = said(4, &["mesh.tensor=4", "precision.state=int8_moments"]);
     assert!(int8.starts_with("precision.state: is \"int8_moments\", and with"), "{int8}");
     assert!(int8.contains("mesh.tensor = 4") && int8.contains("at most 2 ranks"), "{int8}");
+    let sets = ["mesh.tensor=2", "precision.state=int8_moments", "model.num_key_value_heads=1"];
+    let one = said(2, &sets);
+    assert!(one.ends_with("leave it out, or use at most 1 rank of tensor"), "{one}");
     let swap = "mesh={ tensor = 4, context = 2, strategy = \"heads\" }";
     let swap = said(8, &[swap]);
     assert!(swap.contains("fewer key/value heads than ranks of tensor; use exchange"), "{swap}");
