@@ -125,10 +125,15 @@ impl Recipe {
         for group in &self.optimizer.groups {
             let wrong = [("rate", Some(group.rate)), ("weight_decay", group.weight_decay)]
                 .into_iter()
-                .find(|(_, value)| value.is_some_and(|value| !(value >= 0.0 && value.is_finite())));
+                .find(|(_, value)| {
+                    value.is_some_and(|value| !(value >= 0.0 && (value as f32).is_finite()))
+                });
             if let Some((key, value)) = wrong {
-                let value = value.unwrap_or_default();
-                let why = format!("of `{}` is {value}; it must be at least 0", group.names);
+                let (value, most) = (value.unwrap_or_default(), f32::MAX);
+                let why = format!(
+                    "of `{}` is {value:?}; it must be at least 0, and at most {most:e}",
+                    group.names
+                );
                 return fail(&format!("optimizer.groups.{key}"), why);
             }
             // What a group does not say is a rate of 1 and no decay of its own.

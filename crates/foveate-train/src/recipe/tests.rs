@@ -81,6 +81,10 @@ fn what_does_not_go_together_is_refused_with_the_reason() {
             "optimizer.groups.rate of `*` is -1",
         ),
         (
+            &["optimizer.groups=[{ match = \"*\", rate = 1e39 }]"],
+            "optimizer.groups.rate of `*` is 1e39; it must be at least 0, and at most 3.4028235e38",
+        ),
+        (
             &["optimizer.groups=[{ match = \"a\", frozen = true, rate = 0.5 }]"],
             "optimizer.groups.rate of `a` is given, but its parameters are frozen; leave it or frozen out",
         ),
