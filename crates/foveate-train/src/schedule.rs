@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 pub enum ScheduleKind {
     /// Stays at the peak.
     Constant,
-    /// Falls in a straight line to the floor at the last step.
+    /// Falls in a straight line to the floor, which the step behind the last would have.
     Linear,
-    /// Falls along half a cosine to the floor at the last step.
+    /// Falls along half a cosine to the floor, which the step behind the last would have.
     #[default]
     Cosine,
     /// Stays at the peak, then falls in a straight line over the last `decay_steps` steps.
