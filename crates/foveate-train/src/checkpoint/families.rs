@@ -82,6 +82,8 @@ const FAMILIES: [Family; 8] = [
         activation: ("hidden_activation", "gelu_pytorch_tanh"),
         fields: &[
             "sliding_window",
+            // Published files have it beside that, and transformers reads that alone.
+            "sliding_window_size",
             "layer_types",
             "query_pre_attn_scalar",
             "attn_logit_softcapping",
@@ -139,7 +141,7 @@ const READ: [&str; 20] = [
 ];
 
 /// Fields that say nothing about what a model computes from its weights. Others begin with `_`.
-const SILENT: [&str; 20] = [
+const SILENT: [&str; 23] = [
     "torch_dtype",
     "dtype",
     "transformers_version",
@@ -160,10 +162,13 @@ const SILENT: [&str; 20] = [
     "is_llama_config",
     "id2label",
     "label2id",
+    "max_sequence_length",
+    "unsloth_fixed",
+    "unsloth_version",
 ];
 
 /// Fields that must have the value of a plain decoder, or none.
-fn plain() -> [(&'static str, Value); 9] {
+fn plain() -> [(&'static str, Value); 12] {
     [
         ("attention_bias", json!(false)),
         ("mlp_bias", json!(false)),
@@ -174,6 +179,9 @@ fn plain() -> [(&'static str, Value); 9] {
         ("use_bidirectional_attention", json!(false)),
         ("rope_interleaved", json!(false)),
         ("is_encoder_decoder", json!(false)),
+        ("lm_head_bias", json!(false)),
+        ("full_attn_mod", json!(1)),
+        ("interpolate_factor", json!(1)),
     ]
 }
 
@@ -383,7 +391,7 @@ fn layer_types(family: &Family, field: &Fields<'_>, layers: usize) -> Result<Vec
         _ => Vec::new(),
     };
     let slides = |layer: usize| match family.kind {
-        "mistral" | "phi3" => field.get("sliding_window").is_some(),
+        "mistral" | "phi3" => window(family, field).is_ok_and(|window| window.is_some()),
         "qwen2" | "qwen3" => uses && layer >= first,
         "smollm3" => uses && !turns[layer],
         "gemma2" => layer.is_multiple_of(2),
@@ -391,6 +399,17 @@ fn layer_types(family: &Family, field: &Fields<'_>, layers: usize) -> Result<Vec
         _ => false,
     };
     Ok((0..layers).map(|layer| if slides(layer) { SLIDING } else { FULL }.to_owned()).collect())
+}
+
+/// The window of layers that have one. Where a file says nothing of it, transformers has one all the same; null is none.
+fn window(family: &Family, field: &Fields<'_>) -> Result<Option<usize>, String> {
+    const KEY: &str = "sliding_window";
+    let usual = match family.kind {
+        "mistral" if !field.fields.contains_key(KEY) => Some(4096),
+        "gemma2" | "gemma3_text" => Some(4096),
+        _ => None,
+    };
+    Ok(field.count(KEY)?.or(usual))
 }
 
 fn attention(
@@ -424,8 +443,7 @@ fn attention(
     }
     score.extend(cap.map(|cap| format!("softcap({:?})", cap as f32)));
     let score = (!score.is_empty()).then(|| score.join(" then "));
-    let usual = gemma.then_some(4096);
-    let window = field.count("sliding_window")?.or(usual);
+    let window = window(family, field)?;
     let program = |kind: &str| match (kind, window) {
         (SLIDING, Some(window)) => Ok(ProgramConfig {
             mask: format!("causal & document & window({}, 0)", window - 1),
@@ -532,4 +550,43 @@ pub(super) fn written(model: &ModelConfig) -> Map<String, Value> {
         put("no_rope_layers", json!(turns));
     }
     map
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a file of a family with these fields besides its sizes is read as.
+    fn of(family: &str, fields: Value) -> Result<(ModelConfig, String), String> {
+        let mut all = json!({
+            "model_type": family, "vocab_size": 9, "hidden_size": 16, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 2
+        });
+        all.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let (model, attention) = read(&all)?;
+        Ok((model, attention.of_layer(0).1.mask.clone()))
+    }
+
+    /// Of microsoft/Phi-4-mini-instruct, google/gemma-2-9b-it, huggyllama/llama-7b and mirrors of unsloth.
+    #[test]
+    fn fields_that_published_files_have_beside_others_are_known() {
+        let phi = json!({ "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": false,
+            "partial_rotary_factor": 0.75, "sliding_window": 262_144 });
+        let (model, mask) = of("phi3", phi).unwrap();
+        assert_eq!((model.rotated(), &*mask), (6, "causal & document & window(262143, 0)"));
+        let told = of("phi3", json!({ "full_attn_mod": 2 })).unwrap_err();
+        assert_eq!(told, "full_attn_mod is 2, which is not supported; it must be 1");
+        let gemma = json!({ "sliding_window": 64, "sliding_window_size": 64 });
+        assert_eq!(of("gemma2", gemma).unwrap().1, "causal & document & window(63, 0)");
+        let llama = json!({ "unsloth_fixed": true, "unsloth_version": "2025.1", "max_sequence_length": 2048 });
+        assert_eq!(of("llama", llama).unwrap(), of("llama", json!({})).unwrap());
+    }
+
+    #[test]
+    fn a_window_that_a_file_does_not_name_is_that_of_transformers() {
+        let mask = |fields: Value| of("mistral", fields).unwrap().1;
+        assert_eq!(mask(json!({})), "causal & document & window(4095, 0)");
+        assert_eq!(mask(json!({ "sliding_window": null })), "causal & document");
+        assert_eq!(of("phi3", json!({})).unwrap().1, "causal & document");
+    }
 }
