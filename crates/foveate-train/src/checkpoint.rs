@@ -5,8 +5,8 @@
 //!   config.json                    sizes, and under `foveate` the attention program
 //!   model.safetensors              weights in the saved dtype (or shards and an index)
 //!   tokenizer.json                 where the tokenizer is a file
-//!   tokenizer_config.json, …       the rest of the tokenizer, of the checkpoint it started from
-//!   chat_template.jinja            where the recipe gave one
+//!   tokenizer_config.json, …       the rest of the tokenizer, from beside it, or of the checkpoint it started from
+//!   chat_template.jinja            where the recipe gave one, or a tokenizer with one
 //!   masters.safetensors            f32 weights and the optimiser's moments (or several such files)
 //!   state.json                     step, data cursor, fingerprint of the data
 //!   checksums.json                 of every tensor, of config.json and of state.json
@@ -63,8 +63,7 @@ mod store;
 pub use checksums::Checksums;
 pub(crate) use checksums::FILE as CHECKSUMS;
 pub use config::{
-    CheckpointConfig, CheckpointSizes, SpecialTexts, read_config, read_sizes, read_tokenizer,
-    special_texts,
+    CheckpointConfig, CheckpointSizes, SpecialTexts, chat, read_config, read_sizes, read_tokenizer,
 };
 pub(crate) use content::{Content, HostCopy};
 pub use export::{Contents, ElsewhereContents, RangeContents, TensorContents, contents, export};

@@ -16,7 +16,7 @@ use crate::error::TrainError;
 use crate::tokens::{Ends, Tokenizer};
 use crate::whole;
 
-const GENERATION: &str = "generation_config.json";
+pub(super) const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
@@ -103,6 +103,12 @@ impl SpecialTexts {
             text.unwrap_or_default().to_owned()
         };
         Self { bos: text("bos_token"), eos: text("eos_token") }
+    }
+
+    /// These, with `others` in the place of those that are empty.
+    pub(crate) fn or(self, others: Self) -> Self {
+        let first = |own: String, other| if own.is_empty() { other } else { own };
+        Self { bos: first(self.bos, others.bos), eos: first(self.eos, others.eos) }
     }
 }
 
@@ -265,17 +271,11 @@ pub fn read_tokenizer(
     Tokenizer::from_file(path, bos, eos)?.or_ends(&special.bos, &special.eos).adding(ends)
 }
 
-/// Texts of the tokens that begin and end a text, as named beside a `tokenizer.json`.
+/// The source of the chat template in a tokenizer's folder, where one is there, and the texts that it may print.
 ///
 /// # Errors
-/// When the `tokenizer_config.json` there is damaged.
-pub fn special_texts(tokenizer: &Path) -> Result<SpecialTexts, TrainError> {
-    let beside = tokenizer.with_file_name(TOKENIZER_CONFIG);
-    Ok(SpecialTexts::of(&read_json_if_there(&beside)?))
-}
-
-/// The source of the chat template and what it may print.
-fn chat(folder: &Path) -> Result<(Option<String>, SpecialTexts), TrainError> {
+/// When the template cannot be read, or the `tokenizer_config.json` there is damaged.
+pub fn chat(folder: &Path) -> Result<(Option<String>, SpecialTexts), TrainError> {
     let config = read_json_if_there(&folder.join(TOKENIZER_CONFIG))?;
     let alone = folder.join(CHAT_TEMPLATE);
     let template = match (alone.exists(), config.get("chat_template")) {

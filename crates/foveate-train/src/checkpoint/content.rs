@@ -4,14 +4,14 @@
 //! reads a [`HostCopy`] of the elements that this rank writes, on another thread.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use foveate_nn::{Array, Blocks, Moment, Parameter, StateCopy, StateMemory};
 use serde_json::Value;
 
-use super::config::config_json;
+use super::config::{GENERATION, config_json};
 use super::{CHAT_TEMPLATE, COMPANIONS, Snapshot, State, name_of};
 use crate::error::{TrainError, TrainErrorKind};
 use crate::recipe::SaveDtype;
@@ -81,8 +81,12 @@ impl Content {
         if let Some(path) = tokenizer.path() {
             files.push(("tokenizer.json".to_owned(), Carried::Copy(path.to_path_buf())));
         }
+        let of_tokenizer = tokenizer.path().and_then(Path::parent);
         for name in COMPANIONS {
-            let found = origin.map(|folder| folder.join(name)).filter(|path| path.is_file());
+            // What goes with a tokenizer that is not the checkpoint's lies beside that.
+            let beside = of_tokenizer.filter(|_| name != GENERATION);
+            let folders = beside.into_iter().chain(*origin);
+            let found = folders.map(|folder| folder.join(name)).find(|path| path.is_file());
             match (found, chat_template) {
                 (_, Some(source)) if name == CHAT_TEMPLATE => {
                     files.push((name.to_owned(), Carried::Text((*source).to_owned())));

@@ -743,29 +743,31 @@ fn begun<B: Blocks>(
     Ok((moments, State { fingerprint, ..Default::default() }, fresh_buffers))
 }
 
-/// The template conversations are rendered with, and its source where the recipe gives it.
+/// The template conversations are rendered with, and its source where it is not that of the checkpoint that the run
+/// starts from: the recipe's, or one beside a tokenizer that the recipe gives.
 fn chat_template(
     recipe: &Recipe,
     place: &Path,
     from: Option<&CheckpointConfig>,
 ) -> Result<(ChatTemplate, Option<String>), TrainError> {
-    let special = match (from, &recipe.data.tokenizer) {
-        (Some(from), _) => from.special.clone(),
-        (None, Some(file)) => checkpoint::special_texts(&place.join(file))?,
-        (None, None) => Default::default(),
-    };
-    match (&recipe.data.chat_template, from) {
-        (Some(file), _) => {
+    let tokenizer = recipe.data.tokenizer.as_ref().map(|file| place.join(file));
+    let beside = tokenizer.as_deref().and_then(Path::parent).map(checkpoint::chat).transpose()?;
+    let (of_tokenizer, special) = beside.unwrap_or_default();
+    let of_checkpoint = from.and_then(|from| from.chat_template.clone());
+    let special = special.or(from.map(|from| from.special.clone()).unwrap_or_default());
+    let (source, of) = match (&recipe.data.chat_template, from, &tokenizer) {
+        (Some(file), ..) => {
             let path = place.join(file);
             let source = whole::read_text(&path)
                 .map_err(|e| TrainError::data(&path, None, format!("could not be read: {e}")))?;
-            let template = ChatTemplate::new(&source, &path, &special.bos, &special.eos)?;
-            Ok((template, Some(source)))
+            (Some(source), path)
         }
-        (None, Some(from)) => Ok((from.template()?, None)),
-        (None, None) => {
-            let place = Path::new("chat template");
-            Ok((ChatTemplate::new(DEFAULT_TEMPLATE, place, &special.bos, &special.eos)?, None))
-        }
-    }
+        (None, Some(from), _) if of_checkpoint.is_some() => (of_checkpoint, from.folder.clone()),
+        (None, _, Some(file)) => (of_tokenizer, file.clone()),
+        (None, ..) => (None, PathBuf::from("chat template")),
+    };
+    let text = source.as_deref().unwrap_or(DEFAULT_TEMPLATE);
+    let template = ChatTemplate::new(text, &of, &special.bos, &special.eos)?;
+    let is_own = recipe.data.chat_template.is_some() || tokenizer.is_some();
+    Ok((template, source.filter(|_| is_own)))
 }

@@ -7,6 +7,7 @@ use crate::error::TrainErrorKind;
 use crate::metrics::JsonlLog;
 use crate::pack::Packed;
 
+mod conversations;
 mod folder;
 mod meshes;
 mod probe;

@@ -1,0 +1,59 @@
+//! Conversations of a run, and with the checkpoint that it saves.
+
+use super::*;
+use crate::chat::Message;
+use crate::checkpoint::SpecialTexts;
+
+/// A token that a tokenizer has beside its words.
+fn special(id: u32, text: &str) -> serde_json::Value {
+    serde_json::json!({ "id": id, "content": text, "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": false, "special": true })
+}
+
+/// A tokenizer of words in a folder of its own, with a template for conversations beside it.
+fn tokenizer_in(folder: &Path) {
+    let vocab = serde_json::json!({ "say": 0, "yes": 1, "<s>": 2, "</s>": 3, "?": 4 });
+    let file = serde_json::json!({
+        "version": "1.0", "added_tokens": [special(2, "<s>"), special(3, "</s>")],
+        "pre_tokenizer": { "type": "Whitespace" },
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "?" },
+    });
+    let template =
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}";
+    let beside = serde_json::json!({
+        "bos_token": "<s>", "eos_token": { "content": "</s>" }, "chat_template": template
+    });
+    std::fs::create_dir(folder).unwrap();
+    std::fs::write(folder.join("tokenizer.json"), file.to_string()).unwrap();
+    std::fs::write(folder.join("tokenizer_config.json"), beside.to_string()).unwrap();
+}
+
+/// Of a checkpoint without it, others and `foveate generate` would write conversations without the tokens that a run
+/// learned to end turns with.
+#[test]
+fn what_lies_beside_a_tokenizer_of_the_recipe_is_used_and_goes_along_with_the_checkpoint() {
+    let place = Place::new();
+    tokenizer_in(&place.0.path().join("words"));
+    let sets = ["data.files=['chat.jsonl']", "data.tokenizer='words/tokenizer.json'"];
+    let (summary, log) = place.run(&place.recipe(&sets), Start::New).unwrap();
+    // `yes yes` and what ends that turn, of `<s>say ?</s>yes yes</s>`.
+    assert_eq!(log.tokens, 6 * 3 * 24 * 3 / 7);
+    let saved = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
+    assert_eq!(saved.special, SpecialTexts { bos: "<s>".to_owned(), eos: "</s>".to_owned() });
+    let says = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+    let talk = [says("user", "say"), says("assistant", "yes"), says("user", "say")];
+    let text = saved.template().unwrap().text(&talk, true, &mut || false).unwrap();
+    assert_eq!(text, "<s>say</s>yes</s>say</s>");
+    assert_eq!(saved.tokenizer.encode(&text).unwrap().ids, [2, 0, 3, 1, 3, 0, 3]);
+    // A run from there keeps both.
+    let run = place.0.path().join("tuned");
+    let sets = [
+        format!("model={{ checkpoint = {:?} }}", summary.checkpoint),
+        format!("run.dir={}", run.display()),
+        "data.files=['chat.jsonl']".to_owned(),
+    ];
+    let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+    let (summary, _) = place.run(&place.recipe(&sets), Start::New).unwrap();
+    let tuned = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
+    assert_eq!((tuned.special, tuned.chat_template), (saved.special, saved.chat_template));
+}
