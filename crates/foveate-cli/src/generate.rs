@@ -187,7 +187,9 @@ impl<B: Blocks> Writer<'_, B> {
         }
         let shown = (!args.json).then_some(&mut *out);
         let most = capacity - read.len();
-        let (written, answer) = self.write(&mut generator, most, shown)?;
+        // An answer stands by itself, other text goes on from the prompt.
+        let before = if args.chat { &[][..] } else { &read };
+        let (written, answer) = self.write(&mut generator, before, most, shown)?;
         if written.len() == most && most < args.max_tokens {
             crate::output::tell!("it ends here: the model takes {limit} tokens in all");
         }
@@ -203,10 +205,11 @@ impl<B: Blocks> Writer<'_, B> {
         Ok(answer)
     }
 
-    /// At most `most` tokens and their text, shown as it comes.
+    /// At most `most` tokens and their text behind `before`, shown as it comes.
     fn write(
         &self,
         generator: &mut Generator<'_, B>,
+        before: &[u32],
         most: usize,
         mut out: Option<&mut Output>,
     ) -> Result<(Vec<u32>, String), Failure> {
@@ -220,7 +223,7 @@ impl<B: Blocks> Writer<'_, B> {
             }
             written.push(token);
             let Some(out) = out.as_mut() else { continue };
-            let text = self.tokenizer.decode(&written)?;
+            let text = self.tokenizer.decode_behind(before, &written)?;
             // A character may need more tokens: its replacement mark is held back.
             let whole = text.trim_end_matches('\u{FFFD}').len();
             if whole > shown {
@@ -229,7 +232,7 @@ impl<B: Blocks> Writer<'_, B> {
                 shown = whole;
             }
         }
-        let text = self.tokenizer.decode(&written)?;
+        let text = self.tokenizer.decode_behind(before, &written)?;
         if let Some(out) = out {
             out.line(text.get(shown..).unwrap_or_default())?;
             // Before what is told of the end.

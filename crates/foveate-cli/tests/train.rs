@@ -647,3 +647,26 @@ fn a_checkpoint_is_fine_tuned_on_conversations() {
         assert_eq!(line.contains("--chat"), talks, "{line}");
     }
 }
+
+/// A tokenizer of SentencePiece's kind leaves out the space that a text would begin with.
+#[test]
+fn a_text_goes_on_behind_its_prompt_with_the_space_between_words() {
+    let place = Place::new();
+    let space = serde_json::json!({
+        "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": true
+    });
+    let vocab = serde_json::json!({ "▁fox": 0 });
+    let file = serde_json::json!({
+        "version": "1.0", "pre_tokenizer": space, "decoder": space,
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "▁fox" },
+    });
+    std::fs::write(place.path("tokenizer.json"), file.to_string()).unwrap();
+    let sets = ["--set", "train.steps=1", "--set", "data.tokenizer=tokenizer.json"];
+    let run = place.json(&[&["train", "recipe.toml", "--json"][..], &sets].concat());
+    let checkpoint = run["checkpoint"].as_str().unwrap();
+    let generate = ["generate", checkpoint, "--prompt", "fox", "--max-tokens", "2"];
+    assert_eq!(place.run(&generate).stdout, b"fox fox fox\n");
+    assert_eq!(place.json(&[&generate[..], &["--json"]].concat())["text"], " fox fox");
+    // An answer stands by itself.
+    assert_eq!(place.json(&[&generate[..], &["--json", "--chat"]].concat())["text"], "fox fox");
+}

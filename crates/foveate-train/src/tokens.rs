@@ -302,6 +302,22 @@ impl Tokenizer {
     }
 }
 
+impl Tokenizer {
+    /// The text of `ids` behind that of `before`, as [`Self::decode`]: with the space that it begins with there, which
+    /// some tokenizers leave out at the beginning of a text.
+    ///
+    /// # Errors
+    /// Those of [`Self::decode`].
+    pub fn decode_behind(&self, before: &[u32], ids: &[u32]) -> Result<String, TrainError> {
+        let (first, all) = (self.decode(before)?, self.decode(&[before, ids].concat())?);
+        match all.strip_prefix(&first) {
+            Some(text) => Ok(text.to_owned()),
+            // Tokens of one character stand on both sides.
+            None => self.decode(ids),
+        }
+    }
+}
+
 /// A tokenizer that gives all tokens of a text and no others: files keep to what length texts were cut and padded where
 /// they were last used.
 fn whole_texts(mut tokenizer: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::Tokenizer> {
@@ -371,6 +387,34 @@ mod tests {
         });
         std::fs::write(&path, file.to_string()).unwrap();
         (dir, path)
+    }
+
+    #[test]
+    fn a_text_goes_on_with_the_space_that_its_first_word_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokenizer.json");
+        let vocab = serde_json::json!({ "<unk>": 0, "▁the": 1, "▁fox": 2, "es": 3, "<s>": 4 });
+        let model =
+            serde_json::json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "<unk>" });
+        let space = serde_json::json!({
+            "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": true
+        });
+        let special = serde_json::json!([{ "id": 4, "content": "<s>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true }]);
+        let file = serde_json::json!({ "version": "1.0", "model": model, "pre_tokenizer": space,
+            "decoder": space, "added_tokens": special });
+        std::fs::write(&path, file.to_string()).unwrap();
+        let tokenizer = Tokenizer::from_file(&path, None, None).unwrap();
+        assert_eq!(tokenizer.decode(&[2, 1]).unwrap(), "fox the");
+        for (before, text) in
+            [(&[][..], "fox"), (&[4], "fox"), (&[1], " fox"), (&[4, 1, 2], " fox")]
+        {
+            assert_eq!(tokenizer.decode_behind(before, &[2]).unwrap(), text, "{before:?}");
+        }
+        assert_eq!(tokenizer.decode_behind(&[1, 2], &[3]).unwrap(), "es");
+        // Half of a character, and its other half.
+        let half = Tokenizer::bytes().decode_behind(&[0xc3], &[0xa9, 0x61]).unwrap();
+        assert_eq!(half, "\u{fffd}a");
     }
 
     #[test]
