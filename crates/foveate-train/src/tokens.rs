@@ -240,6 +240,15 @@ impl Tokenizer {
         }
     }
 
+    /// The number of ids without added tokens, of which a tokenizer may have more than its model: one that several
+    /// models share has those of all.
+    pub fn own_vocab_size(&self) -> usize {
+        match &self.kind {
+            Kind::Bytes => BYTE_VOCAB,
+            Kind::Json { tokenizer, .. } => tokenizer.get_vocab_size(false),
+        }
+    }
+
     /// The token that begins a text, as the model has it, whether it is added or not.
     pub fn bos(&self) -> Option<u32> {
         self.bos

@@ -118,8 +118,8 @@ fn sizes(
     from: Option<&CheckpointConfig>,
     tokenizer: &Tokenizer,
 ) -> Result<(ModelConfig, AttentionConfig), String> {
-    let vocab = tokenizer.vocab_size();
-    let config = match (from, recipe.model_config(vocab)?) {
+    let vocab = tokenizer.own_vocab_size();
+    let config = match (from, recipe.model_config(tokenizer.vocab_size())?) {
         (Some(from), _) => {
             recipe.check_layers(from.model.num_hidden_layers)?;
             from.model.clone()

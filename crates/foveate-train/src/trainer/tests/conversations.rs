@@ -57,3 +57,26 @@ fn what_lies_beside_a_tokenizer_of_the_recipe_is_used_and_goes_along_with_the_ch
     let tuned = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
     assert_eq!((tuned.special, tuned.chat_template), (saved.special, saved.chat_template));
 }
+
+/// As that of Gemma 3, whose models without vision have no row for what stands for an image.
+#[test]
+fn a_tokenizer_may_have_added_tokens_that_its_model_does_not_know() {
+    let place = Place::new();
+    tokenizer_in(&place.0.path().join("words"));
+    let sets = ["data.files=['chat.jsonl']", "data.tokenizer='words/tokenizer.json'"];
+    let (base, _) = place.run(&place.recipe(&sets), Start::New).unwrap();
+    let file = base.checkpoint.join("tokenizer.json");
+    let whole: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let model = format!("model={{ checkpoint = {:?} }}", base.checkpoint);
+    let dir = format!("run.dir={}", place.0.path().join("tuned").display());
+    let recipe = place.recipe(&["data.files=['chat.jsonl']", &model, &dir]);
+    let mut more = whole.clone();
+    more["added_tokens"].as_array_mut().unwrap().push(special(5, "<image>"));
+    std::fs::write(&file, more.to_string()).unwrap();
+    place.run(&recipe, Start::Over).unwrap();
+    let mut other = whole;
+    other["model"]["vocab"]["no"] = 5.into();
+    std::fs::write(&file, other.to_string()).unwrap();
+    let told = place.run(&recipe, Start::Over).unwrap_err().to_string();
+    assert!(told.contains("the tokenizer has 6 tokens, but the model knows 5"), "{told}");
+}
