@@ -57,7 +57,7 @@ pub enum TrainErrorKind {
         /// The system's reason.
         source: io::Error,
         /// The checkpoint that the run can be resumed from, where it has saved one.
-        earlier: Option<PathBuf>,
+        earlier: Option<Earlier>,
     },
     /// The loss or the gradient stopped being a finite number.
     Diverged {
@@ -66,7 +66,7 @@ pub enum TrainErrorKind {
         /// What is not finite, with its value.
         message: String,
         /// The checkpoint that the run can be resumed from, where it has saved one.
-        earlier: Option<PathBuf>,
+        earlier: Option<Earlier>,
     },
     /// A step or a save of a run that has begun could not be done: its device failed, or memory ended.
     Step {
@@ -75,7 +75,7 @@ pub enum TrainErrorKind {
         /// What failed.
         message: String,
         /// The checkpoint that the run can be resumed from, where it has saved one.
-        earlier: Option<PathBuf>,
+        earlier: Option<Earlier>,
     },
     /// The loss or the gradient of the first step is not a finite number: no update made it so.
     NotFinite {
@@ -103,6 +103,15 @@ pub enum TrainErrorKind {
         /// The model's own words.
         message: String,
     },
+}
+
+/// A checkpoint that a run can be resumed from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Earlier {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Whether its checksums were to be read: not of one that a run went on from without them.
+    pub verified: bool,
 }
 
 /// The override that gave the field which `message` begins with; of several the last.
@@ -157,7 +166,7 @@ impl TrainError {
     }
 
     /// The same error, of a run whose newest checkpoint is `last`.
-    pub(crate) fn of_run(mut self, last: Option<PathBuf>) -> Self {
+    pub(crate) fn of_run(mut self, last: Option<Earlier>) -> Self {
         if let TrainErrorKind::Write { earlier, .. }
         | TrainErrorKind::Diverged { earlier, .. }
         | TrainErrorKind::Step { earlier, .. } = self.kind.as_mut()
@@ -237,7 +246,7 @@ impl fmt::Display for TrainErrorKind {
                 }
                 let Some(remedy) = to_write(source.kind()) else { return Ok(()) };
                 write!(f, "; {remedy} and ")?;
-                goes_on(f, earlier.as_deref())
+                goes_on(f, earlier.as_ref())
             }
             Self::Diverged { step, message, earlier } => {
                 write!(
@@ -245,7 +254,7 @@ impl fmt::Display for TrainErrorKind {
                     "step {step}: {message}; training stopped. Lower optimizer.lr, lengthen \
                      schedule.warmup_steps or tighten optimizer.clip_norm, then "
                 )?;
-                goes_on(f, earlier.as_deref())
+                goes_on(f, earlier.as_ref())
             }
             Self::Step { done, message, earlier } => {
                 match done {
@@ -253,7 +262,7 @@ impl fmt::Display for TrainErrorKind {
                     _ => write!(f, "after step {done}: ")?,
                 }
                 write!(f, "{message}; then ")?;
-                goes_on(f, earlier.as_deref())
+                goes_on(f, earlier.as_ref())
             }
             Self::NotFinite { message } => write!(
                 f,
@@ -285,9 +294,17 @@ fn to_write(kind: io::ErrorKind) -> Option<&'static str> {
 }
 
 /// How a run goes on, whose newest checkpoint is `earlier`.
-fn goes_on(f: &mut fmt::Formatter<'_>, earlier: Option<&Path>) -> fmt::Result {
+fn goes_on(f: &mut fmt::Formatter<'_>, earlier: Option<&Earlier>) -> fmt::Result {
     match earlier {
-        Some(last) => write!(f, "continue with --resume: {} is intact", last.display()),
+        Some(Earlier { path, verified: true }) => {
+            write!(f, "continue with --resume: {} is intact", path.display())
+        }
+        Some(Earlier { path, verified: false }) => write!(
+            f,
+            "continue with --resume --skip-checksums: {} is the newest checkpoint, and nobody knows whether it \
+             is intact, as its checksums were not read",
+            path.display()
+        ),
         None => f.write_str("start again with --start-over: no checkpoint of this run was saved"),
     }
 }

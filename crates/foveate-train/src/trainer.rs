@@ -28,7 +28,7 @@ use foveate_shard::collectives::{Collectives, OneRank};
 use crate::checkpoint::{self, Checksums};
 use crate::context::RunContext;
 use crate::device::OnDevice;
-use crate::error::TrainError;
+use crate::error::{Earlier, TrainError};
 use crate::loader::{Loader, Wanted};
 use crate::metrics::{EvalMetrics, Record, SaveMetrics, StepMetrics, Tflops, curve, unix_time};
 use crate::pack::PackOptions;
@@ -286,14 +286,19 @@ pub fn train_on(
 ) -> Result<Summary, TrainError> {
     let options = options.into();
     let mut begun = false;
+    let folder = Folder::new(&recipe.run.dir);
+    let newest = || checkpoint::latest(&folder.checkpoints());
+    let unread = options.checksums == Checksums::Skip && options.start == Start::Resume;
+    let unread = if unread { newest() } else { None };
     let run = Training { group, recipe, file, options, observer, begun: &mut begun };
     // Where a rank has no such device, all know of it.
     let ran = recipe.device().run(run);
     let ran = ran.unwrap_or_else(|e| Ranks::unplaced(group).together(Err(e)));
-    let folder = Folder::new(&recipe.run.dir);
     let transfers = begun.then(|| folder.transfers());
-    end_with(group, ran, transfers.as_deref())
-        .map_err(|e| e.of_run(checkpoint::latest(&folder.checkpoints())))
+    end_with(group, ran, transfers.as_deref()).map_err(|e| {
+        let earlier = |path| Earlier { verified: unread.as_ref() != Some(&path), path };
+        e.of_run(newest().map(earlier))
+    })
 }
 
 /// A run before it has a device.

@@ -10,6 +10,7 @@ use serde_json::json;
 
 use super::save::{Durable, SHARD_BYTES, create, save_with};
 use super::*;
+use crate::error::Earlier;
 
 mod sharded;
 
@@ -81,6 +82,11 @@ impl SavedRun {
             chat_template: None,
         }
     }
+}
+
+/// The newest checkpoint under `folder`, as an error of a run tells of it.
+fn verified(folder: &Path) -> Option<Earlier> {
+    latest(folder).map(|path| Earlier { path, verified: true })
 }
 
 #[test]
@@ -237,7 +243,7 @@ fn a_disk_that_fills_up_leaves_the_earlier_checkpoint() {
         let later = SavedRun::new(2, 2);
         let snapshot = later.snapshot(SaveDtype::F32);
         let told = save_with(dir.path(), &snapshot, 2, &full, SHARD_BYTES).unwrap_err();
-        let resumable = told.of_run(latest(dir.path())).to_string();
+        let resumable = told.of_run(verified(dir.path())).to_string();
         let wanted = format!("continue with --resume: {} is intact", first.display());
         assert!(resumable.contains(&wanted), "{resumable}");
         assert_eq!(latest(dir.path()), Some(first.clone()));
@@ -253,7 +259,7 @@ fn a_disk_that_is_full_at_the_first_save_advises_no_resume() {
     let full =
         |_: &Path| -> io::Result<Box<dyn Durable>> { Err(io::ErrorKind::StorageFull.into()) };
     let told = save_with(dir.path(), &run.snapshot(SaveDtype::F32), 2, &full, SHARD_BYTES);
-    let told = told.unwrap_err().of_run(latest(dir.path())).to_string();
+    let told = told.unwrap_err().of_run(verified(dir.path())).to_string();
     assert!(told.contains("start again with --start-over") && !told.contains("resume"), "{told}");
 }
 
@@ -266,7 +272,7 @@ fn a_save_without_memory_says_how_the_run_goes_on_with_and_without_a_checkpoint_
         |_: &Path| -> io::Result<Box<dyn Durable>> { Err(io::ErrorKind::OutOfMemory.into()) };
     let told = || {
         let saved = save_with(dir.path(), &later.snapshot(SaveDtype::F32), 2, &none, SHARD_BYTES);
-        saved.unwrap_err().of_run(latest(dir.path())).to_string()
+        saved.unwrap_err().of_run(verified(dir.path())).to_string()
     };
     let unseen = "; give this process more memory and continue with --resume if a checkpoint was saved, else \
                   start again with --start-over";

@@ -408,7 +408,7 @@ fn a_disk_that_fills_up_under_any_rank_leaves_the_earlier_checkpoint() {
         assert!(save.begin().unwrap());
         let sizes = (SHARD_BYTES, SMALL);
         let failed = save.write_part_with(&content, &snapshot, &owned[rank], rank, &full, sizes);
-        let told = save.abandon(failed.unwrap_err()).of_run(latest(dir.path())).to_string();
+        let told = save.abandon(failed.unwrap_err()).of_run(verified(dir.path())).to_string();
         let wanted = format!("continue with --resume: {} is intact", first.display());
         assert!(told.contains(&wanted), "{told}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing half-written stays");

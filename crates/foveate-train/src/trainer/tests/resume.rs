@@ -181,3 +181,33 @@ fn a_log_that_is_gone_cut_or_has_other_lines_is_told_of_and_nothing_of_it_is_los
     );
     assert!(std::fs::read_to_string(&log).unwrap().starts_with(&few), "nothing is lost");
 }
+
+/// A checkpoint that nobody has read whole is not called intact.
+#[test]
+fn a_run_that_ends_behind_a_checkpoint_without_its_checksums_does_not_vouch_for_it() {
+    let place = Place::new();
+    place.run(&place.recipe(&["train.steps=2"]), Start::New).unwrap();
+    let recipe = place.recipe(&["optimizer.lr=1e30", "schedule.warmup_steps=0"]);
+    for (checksums, advice) in [
+        (Checksums::Skip, "then continue with --resume --skip-checksums: "),
+        (Checksums::Verify, "then continue with --resume: "),
+    ] {
+        let options = Options { checksums, ..Start::Resume.into() };
+        let error = place.run(&recipe, options).unwrap_err().to_string();
+        assert!(error.contains(advice), "{error}");
+        let end = match checksums {
+            Checksums::Skip => {
+                "step-000002 is the newest checkpoint, and nobody knows whether it is intact, as its \
+                 checksums were not read"
+            }
+            Checksums::Verify => "step-000002 is intact",
+        };
+        assert!(error.ends_with(end), "{error}");
+    }
+    // What a run saves itself it knows.
+    let saves =
+        place.recipe(&["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.save_every=1"]);
+    let options = Options { checksums: Checksums::Skip, ..Start::Resume.into() };
+    let error = place.run(&saves, options).unwrap_err().to_string();
+    assert!(error.ends_with("step-000003 is intact"), "{error}");
+}
