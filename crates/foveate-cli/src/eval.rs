@@ -141,6 +141,12 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
         held_out_loss(&model, &corpus, &all, options, args.batch_rows, usize::MAX, &mut watch)?
             .ok_or(Failure::Interrupted)?
     };
+    if total.tokens == 0 {
+        return Err(Failure::new(
+            "no token of these documents has a target, so there is no loss: each has one token at most, or \
+             the chat template prints nothing of what assistants say",
+        ));
+    }
     let bits_per_byte = bytes.map(|n| total.nats / n.max(1) as f64 / std::f64::consts::LN_2);
     if args.json {
         out.json(&json!({

@@ -244,6 +244,7 @@ fn rank(
             "packed_tokens_per_s": summary.packed_tokens_per_s,
             "padding_share": summary.padding_share,
             "data_share": summary.data_share,
+            "cut_tokens": summary.cut_tokens,
             "tflops": summary.tflops,
             "mfu": summary.peak_tflops.map(|peak| summary.tflops.mfu(peak)),
             "peak_memory_bytes": summary.peak_memory_bytes,
@@ -283,8 +284,16 @@ fn report(recipe: &Recipe, summary: &Summary, out: &mut Output) -> Result<(), Fa
         ))?,
         None => {
             let steps = Count(summary.steps as usize, "step");
-            out.line(format!("{steps} done; no document is held out"))?;
+            let why = match summary.held_out_documents {
+                0 => "no document is held out",
+                _ => "no token that is held out has a target",
+            };
+            out.line(format!("{steps} done; {why}"))?;
         }
+    }
+    if summary.cut_tokens > 0 {
+        let tokens = count(summary.cut_tokens as f64);
+        out.line(format!("{tokens} tokens behind data.len of longer documents were left out"))?;
     }
     out.line(format!(
         "{} labelled tokens/s, {} packed tokens/s ({:.1} % padding), {:.0} s of training, {:.1} % of it \
@@ -543,6 +552,15 @@ impl Observer for View<'_> {
     fn saved(&mut self, path: &Path, m: &SaveMetrics) {
         path.parent().into_iter().for_each(|checkpoints| allocator::goes_on(resumes(checkpoints)));
         self.line(json!({ "kind": "save", "metrics": m, "checkpoint": path }));
+    }
+
+    fn cuts(&mut self) {
+        self.bar.suspend(|| {
+            crate::output::tell!(
+                "warning: documents longer than a row end with it, and what is behind is not learned: \
+                 raise data.len, or set data.split_documents = true"
+            );
+        });
     }
 
     fn profiled(&mut self, path: &Path) {

@@ -669,4 +669,11 @@ fn a_text_goes_on_behind_its_prompt_with_the_space_between_words() {
     assert_eq!(place.json(&[&generate[..], &["--json"]].concat())["text"], " fox fox");
     // An answer stands by itself.
     assert_eq!(place.json(&[&generate[..], &["--json", "--chat"]].concat())["text"], "fox fox");
+    // Of a text of one token nothing is foretold, and a loss of 0 would be the best there is.
+    std::fs::write(place.path("one.txt"), "fox").unwrap();
+    let told = place.told(1, &["eval", checkpoint, "one.txt", "--json"]);
+    assert!(
+        told.contains("no token of these documents has a target, so there is no loss"),
+        "{told}"
+    );
 }

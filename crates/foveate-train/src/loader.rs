@@ -37,6 +37,8 @@ pub(crate) struct Loaded {
     pub places: u64,
     /// Places without a document, in the rows of all ranks.
     pub padding: u64,
+    /// Tokens of documents that are longer than a row, behind its end.
+    pub cut: u64,
     /// Where the next batch begins.
     pub cursor: Cursor,
     /// Passes over the documents up to there.
@@ -69,6 +71,7 @@ pub(crate) struct Wanted {
 impl Wanted {
     /// The next batch of `packer`; none behind the last.
     fn next(&mut self, packer: &mut Packer<'_>) -> Result<Option<Loaded>, TrainError> {
+        let cut = packer.cut_tokens();
         let part = match &mut self.of_pass {
             None => packer.part_of_batch(self.rows, self.own.of(self.rows))?,
             Some(0) => return Ok(None),
@@ -99,7 +102,8 @@ impl Wanted {
             own.sort();
         }
         let (cursor, passes) = (packer.cursor(), packer.passes());
-        Ok(Some(Loaded { own, context, rows, places, padding, cursor, passes }))
+        let cut = (packer.cut_tokens() - cut) as u64;
+        Ok(Some(Loaded { own, context, rows, places, padding, cut, cursor, passes }))
     }
 }
 

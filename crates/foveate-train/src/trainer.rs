@@ -115,6 +115,8 @@ pub trait Observer {
     /// Steps wait for saves from here on, though they were to go on beside them: why, in words that follow
     /// "since".
     fn saves_wait(&mut self, _reason: &str) {}
+    /// The first document was cut that is longer than a row and may not be split.
+    fn cuts(&mut self) {}
     /// A profile was written.
     fn profiled(&mut self, _path: &Path) {}
     /// The tokens of `done` documents are counted, of `all`.
@@ -136,9 +138,14 @@ pub trait Observer {
 /// What a run came to.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
-    /// Mean loss of a held-out token in nats; `None` without held-out documents or when the run
+    /// Mean loss of a held-out token in nats; `None` without a held-out token that has a target, or when the run
     /// was interrupted.
     pub held_out_loss: Option<f64>,
+    /// Documents held out.
+    pub held_out_documents: usize,
+    /// Tokens that were left out because their documents are longer than a row and may not be split, over all
+    /// steps of this process.
+    pub cut_tokens: u64,
     /// Mean training loss of the last step, in nats.
     pub train_loss: Option<f64>,
     /// Labelled tokens (those with a target) a second, over all steps of this process.
@@ -405,7 +412,8 @@ impl<B: Blocks> Setup<'_, B> {
                 let path = self.save(false, observer)?;
                 let found = self.evaluate(usize::MAX, gradients, observer)?;
                 let left = found.is_none() && !self.held_out.is_empty();
-                (path, found.map(|m| m.held_out_loss), left)
+                let found = found.filter(|total| total.tokens > 0);
+                (path, found.map(|total| total.mean()), left)
             }
         };
         if self.logs.is_some() {
@@ -416,6 +424,8 @@ impl<B: Blocks> Setup<'_, B> {
         let sums = &run.sums;
         Ok(Summary {
             held_out_loss,
+            held_out_documents: self.held_out.len(),
+            cut_tokens: sums.cut,
             train_loss: run.train_loss,
             labelled_tokens_per_s: sums.labelled_per_s(),
             packed_tokens_per_s: sums.packed_per_s(),
@@ -471,14 +481,15 @@ impl<B: Blocks> Setup<'_, B> {
         Ok(())
     }
 
-    /// Mean loss of the held-out documents, over at most `rows` rows, in the memory of the gradients of a
-    /// step; none where none is held out, or the observer of a rank ended it.
+    /// The loss of the held-out documents, over at most `rows` rows, in the memory of the gradients of a step; none
+    /// where none is held out, or the observer of a rank ended it. Where no token has a target there is nothing to
+    /// tell.
     fn evaluate(
         &mut self,
         rows: usize,
         gradients: &mut StepGradients<B::Array>,
         observer: &mut dyn Observer,
-    ) -> Result<Option<EvalMetrics>, TrainError> {
+    ) -> Result<Option<TotalLoss>, TrainError> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
@@ -503,6 +514,9 @@ impl<B: Blocks> Setup<'_, B> {
             !observer.interrupted()
         };
         let Some(found) = held_out.loss(rows, &mut watch)? else { return Ok(None) };
+        if found.tokens == 0 {
+            return Ok(Some(found));
+        }
         let metrics = EvalMetrics {
             step: self.state.step,
             unix_time: unix_time(),
@@ -513,7 +527,7 @@ impl<B: Blocks> Setup<'_, B> {
         };
         self.record(Record::Eval(metrics.clone()))?;
         observer.evaluated(&metrics);
-        Ok(Some(metrics))
+        Ok(Some(found))
     }
 
     fn record(&mut self, record: Record) -> Result<(), TrainError> {

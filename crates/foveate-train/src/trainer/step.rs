@@ -88,6 +88,7 @@ impl<B: Blocks> Setup<'_, B> {
         step.context_seconds += context.map_or(0.0, ContextBatch::take_seconds);
         step.sums.packed += loaded.places;
         step.sums.padding += loaded.padding;
+        step.sums.cut += loaded.cut;
         if self.ranks.alone() {
             step.batches.push(own);
         }
@@ -135,6 +136,9 @@ impl<B: Blocks> Setup<'_, B> {
         }
         sums.seconds = run.since.elapsed().as_secs_f64();
         run.since = Instant::now();
+        if sums.cut > 0 && run.sums.cut == 0 {
+            observer.cuts();
+        }
         run.sums.add(&sums);
         run.train_loss = Some(mean);
         let tflops = self.tflops(&sums);
@@ -307,6 +311,8 @@ pub(super) struct Sums {
     packed: u64,
     /// Places without a document.
     padding: u64,
+    /// Tokens behind the end of a row that their document may not leave.
+    pub cut: u64,
     /// Of query and key that the masks let through.
     pairs: f64,
     /// In which the host waited for rows.
@@ -319,6 +325,7 @@ impl Sums {
         self.labelled += other.labelled;
         self.packed += other.packed;
         self.padding += other.padding;
+        self.cut += other.cut;
         self.pairs += other.pairs;
         self.data_seconds += other.data_seconds;
         self.seconds += other.seconds;

@@ -94,6 +94,8 @@ struct Log {
     losses: Vec<u64>,
     held_out: Vec<u64>,
     tokens: u64,
+    /// How often it was told that documents are cut.
+    cuts: usize,
     /// Whether tokens were counted.
     counted: bool,
     stop_at_counting: bool,
@@ -139,6 +141,10 @@ impl Observer for Log {
 
     fn evaluating(&mut self, share: f64) {
         self.shares.push(share);
+    }
+
+    fn cuts(&mut self) {
+        self.cuts += 1;
     }
 
     fn interrupted(&mut self) -> bool {

@@ -58,6 +58,44 @@ fn what_lies_beside_a_tokenizer_of_the_recipe_is_used_and_goes_along_with_the_ch
     assert_eq!((tuned.special, tuned.chat_template), (saved.special, saved.chat_template));
 }
 
+/// A loss of no token is no loss of 0, which would be the best there is.
+#[test]
+fn held_out_conversations_without_a_token_to_learn_have_no_loss_and_what_is_cut_is_told() {
+    let place = Place::new();
+    let write = |file: &str, text: &str| std::fs::write(place.0.path().join(file), text).unwrap();
+    write("short.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let run = |question: &str, answer: &str| {
+        let turn = |role: &str, said: &str| serde_json::json!({ "role": role, "content": said });
+        let talk = |question: &str, answer: &str| {
+            let messages = [turn("user", question), turn("assistant", answer)];
+            format!("{}\n", serde_json::json!({ "messages": messages }))
+        };
+        write("talks.jsonl", &(talk(question, answer) + &talk("say", "no")));
+        let recipe = place.recipe(&[
+            "data.files=['talks.jsonl']",
+            "data.chat_template='short.jinja'",
+            "data.split_documents=false",
+            "data.len=8",
+        ]);
+        let mut log = Log::default();
+        // Where nothing is learned of the one that is trained on, there is no run.
+        let summary = train(&recipe, &place.file(), Start::Over, &mut log).ok()?;
+        assert!(!summary.interrupted && summary.held_out_documents == 1);
+        Some((summary, log))
+    };
+    let (summary, log) = run("tell", "yes").unwrap();
+    assert_eq!((summary.cut_tokens, log.cuts, log.held_out.len()), (0, 0, 2));
+    // Rows end before what is learned behind a long question. Which of the two is held out depends on what it says.
+    let long = |i: usize| format!("say it all again, {i}");
+    let mut runs = (0..).filter_map(|i| run(&long(i), "yes"));
+    let (summary, log) = runs.find(|(summary, _)| summary.cut_tokens == 0).unwrap();
+    assert_eq!((summary.held_out_loss, log.held_out.len()), (None, 0));
+    let mut runs = (0..).filter_map(|i| run("say", &long(i)));
+    let (summary, log) = runs.find(|(summary, _)| summary.cut_tokens > 0).unwrap();
+    assert!(summary.held_out_loss.is_some());
+    assert_eq!((log.held_out.len(), log.cuts), (2, 1));
+}
+
 /// As that of Gemma 3, whose models without vision have no row for what stands for an image.
 #[test]
 fn a_tokenizer_may_have_added_tokens_that_its_model_does_not_know() {
