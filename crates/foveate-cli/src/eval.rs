@@ -22,7 +22,7 @@ use crate::memory;
 use crate::number::number;
 use crate::output::Output;
 use crate::progress::{Gauge, PATIENCE, waiting};
-use crate::train::checksums;
+use crate::train::{checksums, tell_skipped};
 
 /// Tokens of a row where the user gives none and the model takes more.
 const LONGEST_ROW: usize = 4096;
@@ -44,7 +44,7 @@ pub struct Args {
     /// Device to compute on: cpu, cuda:0, or auto for the first GPU where there is one
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// Leave out documents that are empty or not UTF-8 instead of stopping
+    /// Leave out documents that cannot be used instead of stopping
     #[arg(long)]
     skip_bad: bool,
     /// Whether the token that begins a text is put before each document (the tokenizer's own rule
@@ -123,6 +123,7 @@ fn evaluate<B: Blocks>(args: &Args, mut blocks: B, out: &mut Output) -> Result<(
     let interrupt = Interrupt::watch()?;
     let scan = || Corpus::scan(&sources, tokenizer, Some(template), &mut || interrupt.pressed());
     let corpus = Arc::new(waiting("reading the documents", PATIENCE, scan)?);
+    tell_skipped(corpus.skipped().len(), corpus.skipped().first());
     let all: Vec<usize> = (0..corpus.len()).collect();
     let bytes = all.iter().map(|&i| corpus.text_bytes(i)).sum::<Option<usize>>();
     let options = PackOptions { len, split: true, shuffle: None };

@@ -14,6 +14,7 @@ use foveate_shard::ShardError;
 use foveate_shard::collectives::Collectives;
 use foveate_shard::collectives::log::TransferLog;
 use foveate_train::checkpoint::{self, Checksums};
+use foveate_train::corpus::Skipped;
 use foveate_train::device::DeviceChoice;
 use foveate_train::error::{TrainError, TrainErrorKind};
 use foveate_train::metrics::{EvalMetrics, SaveMetrics, StepMetrics};
@@ -420,6 +421,13 @@ pub(crate) fn recorded(recording: &Recording) -> String {
     }
 }
 
+/// Says how many documents were left out, and why the first was.
+pub(crate) fn tell_skipped(documents: usize, first: Option<&Skipped>) {
+    if let Some(first) = first {
+        crate::output::tell!("{} skipped; the first is {first}", Count(documents, "document"));
+    }
+}
+
 /// What is said of a run before its first step.
 fn introduce(run: &Started) {
     crate::output::tell!(
@@ -454,12 +462,7 @@ fn introduce(run: &Started) {
     if let Some(recording) = &run.recording {
         crate::output::tell!("{}", recorded(recording));
     }
-    if run.skipped_documents > 0 {
-        crate::output::tell!(
-            "{} skipped: empty, not UTF-8 or not JSON",
-            Count(run.skipped_documents, "document")
-        );
-    }
+    tell_skipped(run.skipped_documents, run.first_skipped.as_ref());
     for name in &run.fresh_buffers {
         crate::output::tell!("{name} is not in the checkpoint and starts from its first values");
     }

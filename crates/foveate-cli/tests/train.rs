@@ -669,6 +669,12 @@ fn a_text_goes_on_behind_its_prompt_with_the_space_between_words() {
     assert_eq!(place.json(&[&generate[..], &["--json"]].concat())["text"], " fox fox");
     // An answer stands by itself.
     assert_eq!(place.json(&[&generate[..], &["--json", "--chat"]].concat())["text"], "fox fox");
+    // What is left out is told with the first reason.
+    std::fs::write(place.path("talks.jsonl"), "{}\n{\"text\": \"fox fox\"}\n\n").unwrap();
+    let skips = place.run(&["eval", checkpoint, "talks.jsonl", "--skip-bad"]);
+    let said = String::from_utf8(skips.stderr).unwrap();
+    let first = "2 documents skipped; the first is talks.jsonl:1: the line needs either";
+    assert!(skips.status.success() && said.starts_with(first), "{said}");
     // Of a text of one token nothing is foretold, and a loss of 0 would be the best there is.
     std::fs::write(place.path("one.txt"), "fox").unwrap();
     let told = place.told(1, &["eval", checkpoint, "one.txt", "--json"]);

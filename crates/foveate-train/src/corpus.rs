@@ -12,6 +12,7 @@ mod files;
 mod tests;
 mod text;
 
+use std::fmt;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -64,6 +65,14 @@ pub struct Skipped {
     pub line: Option<usize>,
     /// Why.
     pub reason: String,
+}
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { file, line, reason } = self;
+        let line = line.map_or(String::new(), |line| format!(":{line}"));
+        write!(f, "{}{line}: {reason}", file.display())
+    }
 }
 
 #[derive(Clone, Debug)]

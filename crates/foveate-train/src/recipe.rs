@@ -169,7 +169,7 @@ pub struct DataSection {
     /// `auto` (by extension), `text` or `jsonl`.
     #[serde(default)]
     pub format: Format,
-    /// `error` or `skip` for a document that is empty or not UTF-8.
+    /// `error` or `skip` for a document that cannot be used.
     #[serde(default)]
     pub on_bad_document: BadDocument,
     /// Tokens of a packed row.

@@ -27,6 +27,7 @@ use foveate_shard::collectives::{Collectives, OneRank};
 
 use crate::checkpoint::{self, Checksums};
 use crate::context::RunContext;
+use crate::corpus::Skipped;
 use crate::device::OnDevice;
 use crate::error::{Earlier, TrainError};
 use crate::loader::{Loader, Wanted};
@@ -56,8 +57,10 @@ pub struct Started {
     pub train_documents: usize,
     /// Documents held out.
     pub held_out_documents: usize,
-    /// Documents left out because they are empty, not UTF-8 or not the JSON expected.
+    /// Documents left out because they cannot be used.
     pub skipped_documents: usize,
+    /// The first of them.
+    pub first_skipped: Option<Skipped>,
     /// Learned attention buffers that a checkpoint to start from did not have.
     pub fresh_buffers: Vec<String>,
     /// The masks that let no query see any key, as the recipe writes them.

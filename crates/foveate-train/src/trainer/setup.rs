@@ -246,6 +246,7 @@ impl<'a, B: Blocks> Setup<'a, B> {
             train_documents: train.len(),
             held_out_documents: held_out.len(),
             skipped_documents: corpus.skipped().len(),
+            first_skipped: corpus.skipped().first().cloned(),
             fresh_buffers,
             blind_masks: blind_masks(&attention, model.config(), recipe.data.len),
             telling_masks: telling_masks(&attention, model.config(), recipe.data.len),
