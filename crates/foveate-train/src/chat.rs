@@ -23,7 +23,8 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, ErrorKind, Value, context};
+use minijinja::value::Kwargs;
+use minijinja::{Environment, ErrorKind, Value, context, filters};
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
@@ -214,6 +215,7 @@ impl Program {
                 Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
             },
         );
+        environment.add_filter("tojson", json);
         environment.add_template_owned("chat", plain(source).into_owned()).map_err(|e| {
             TrainError::data(place, e.line(), format!("the chat template is not valid: {e}"))
         })?;
@@ -335,6 +337,32 @@ fn plain(source: &str) -> Cow<'_, str> {
     if is_same { Cow::Borrowed(source) } else { Cow::Owned(text) }
 }
 
+/// The filter `tojson` as transformers has it: without the escapes that keep JSON safe in a web page, which a model
+/// would learn to write, and with `ensure_ascii` where it is false.
+fn json(value: &Value, indent: Option<Value>, named: Kwargs) -> Result<String, minijinja::Error> {
+    if named.get::<Option<bool>>("ensure_ascii")? == Some(true) {
+        let message = "tojson(ensure_ascii=true) is not supported; leave it out";
+        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+    }
+    let escaped = filters::tojson(value, indent, named)?;
+    let mut rest = escaped.as_str().unwrap_or_default();
+    let mut text = String::with_capacity(rest.len());
+    while let Some(at) = rest.find('\\') {
+        text.push_str(&rest[..at]);
+        let of_web = [("003c", "<"), ("003e", ">"), ("0026", "&"), ("0027", "'")];
+        let found = of_web.iter().find(|(code, _)| {
+            rest[at + 1..].strip_prefix('u').is_some_and(|digits| digits.starts_with(code))
+        });
+        // Any other escape is two characters at least, of which the second may be a backslash too.
+        let (instead, length) =
+            found.map_or((&rest[at..at + 2], 2), |(_, character)| (*character, 6));
+        text.push_str(instead);
+        rest = &rest[at + length..];
+    }
+    text.push_str(rest);
+    Ok(text)
+}
+
 /// Text that ends with an error where it would have more than `left` bytes more.
 struct Bounded {
     text: Vec<u8>,
@@ -414,6 +442,26 @@ mod tests {
             plain("{% raw %}{% generation_ %}{{ 'generation' }}"),
             "{% raw %}{% generation_ %}{{ 'generation' }}"
         );
+    }
+
+    /// Llama 3.1's template writes what a tool said so.
+    #[test]
+    fn json_of_published_templates_has_no_escapes_of_web_pages() {
+        let source = r#"{% for m in messages %}{{ m.content | tojson }},{% endfor %}
+{{ {"<a>": ["é'", 1, none, 2.5]} | tojson(ensure_ascii=False, indent=2) }}"#;
+        let said = r#"if a<b && c>'d' {"\n\\u003c\u0026"} é"#;
+        let text = template(source).text(&[says("tool", said)], false).unwrap();
+        let as_python = r#""if a<b && c>'d' {\"\\n\\\\u003c\\u0026\"} é""#;
+        assert_eq!(
+            text,
+            format!(
+                "{as_python},{{\n  \"<a>\": [\n    \"é'\",\n    1,\n    null,\n    2.5\n  ]\n}}"
+            )
+        );
+        let whole = template("{{ messages | tojson }}").text(&[says("tool", "a\n")], true).unwrap();
+        assert_eq!(whole, r#"[{"role": "tool", "content": "a\n"}]"#);
+        let told = template("{{ 'é' | tojson(ensure_ascii=True) }}").text(&[], true).unwrap_err();
+        assert!(told.to_string().contains("ensure_ascii"), "{told}");
     }
 
     #[test]
