@@ -130,8 +130,8 @@ pub trait Observer {
     /// does.
     fn begins(&mut self, _what: &'static str) {}
     /// Asked after every step: true saves a checkpoint and ends the run, to be resumed. Asked, too,
-    /// before each batch of an evaluation, which true leaves unfinished, and before each document is
-    /// looked at: true ends a run that has not begun, as
+    /// before each batch of an evaluation, which true leaves unfinished for a resume to begin with, and
+    /// before each document is looked at: true ends a run that has not begun, as
     /// [`TrainErrorKind::Interrupted`](crate::TrainErrorKind::Interrupted).
     fn interrupted(&mut self) -> bool {
         false
@@ -352,8 +352,14 @@ impl<B: Blocks> Setup<'_, B> {
         let mut loader = self.loader()?;
         let mut gradients = StepGradients::new(self.recipe, &self.model)?;
         let mut run = Progress::new(profile);
-        let mut saved = None;
-        let mut interrupted = false;
+        let due = |every: u64, step: u64| every > 0 && step.is_multiple_of(every) && step < steps;
+        let (mut saved, mut interrupted) = (None, false);
+        if due(train.eval_every, self.state.step) && self.lacks_evaluation()? {
+            interrupted = self.evaluate(train.eval_rows, &mut gradients, observer)?.is_none();
+            if interrupted {
+                saved = Some(self.save(false, observer)?);
+            }
+        }
         // The step that runs, where the next one is queued behind it.
         let mut running: Option<QueuedStep<B>> = None;
         while self.state.step < steps && !interrupted {
@@ -372,8 +378,7 @@ impl<B: Blocks> Setup<'_, B> {
             let queued = self.queue(&mut loader, &mut gradients, &mut run)?;
             let step = self.state.step;
             let ends = step == steps || run.profile.as_ref().is_some_and(|p| p.ends_with(step));
-            let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < steps;
-            let (evaluates, saves) = (due(train.eval_every), due(train.save_every));
+            let (evaluates, saves) = (due(train.eval_every, step), due(train.save_every, step));
             if let Some(before) = running.take() {
                 self.finish(before, &mut gradients, &mut run, observer)?;
             }
@@ -398,6 +403,17 @@ impl<B: Blocks> Setup<'_, B> {
         }
         self.write_profile(&mut run, observer)?;
         self.end(&run, saved.filter(|_| interrupted), &mut gradients, observer)
+    }
+
+    /// Whether the run goes on from a step whose evaluation was left unfinished, or never begun.
+    fn lacks_evaluation(&self) -> Result<bool, TrainError> {
+        let step = self.state.step;
+        if step == 0 || self.held_out.is_empty() {
+            return Ok(false);
+        }
+        let is_it = |record: &Record| matches!(record, Record::Eval(found) if found.step == step);
+        let lacks = self.logs.is_some() && !self.records.iter().any(is_it);
+        Ok(self.ranks.bytes_of_first(vec![u8::from(lacks)])? == [1])
     }
 
     /// Ends a run: one that was interrupted is `saved` already; of another the last checkpoint comes first, since

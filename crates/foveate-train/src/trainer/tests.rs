@@ -225,9 +225,14 @@ fn an_evaluation_tells_how_far_it_is_and_is_left_when_the_run_is_interrupted() {
         let stopped = train(&recipe, &place.file(), Start::New, &mut log).unwrap();
         assert!(stopped.interrupted && stopped.held_out_loss.is_none());
         assert_eq!((stopped.steps, log.shares.len()), (step, shares));
+        // Left once more, it is still the first thing that is due.
+        let mut again = Log { stop_at_share: Some(2), ..Log::default() };
+        let stopped = train(&recipe, &place.file(), Start::Resume, &mut again).unwrap();
+        assert!(stopped.interrupted && again.losses.is_empty() && stopped.steps == step);
         let (resumed, rest) = place.run(&recipe, Start::Resume).unwrap();
         assert_eq!([log.losses, rest.losses].concat(), whole.losses);
         assert_eq!(resumed.held_out_loss, summary.held_out_loss);
+        assert_eq!([log.held_out, rest.held_out].concat(), whole.held_out);
     }
 }
 

@@ -424,6 +424,9 @@ fn an_evaluation_that_one_rank_leaves_ends_all_ranks_after_the_same_step() {
         let (summary, log) = run.unwrap();
         assert!(summary.interrupted && summary.steps == 4 && log.held_out.is_empty());
     }
+    for (_, log) in all_well(2, &place, &recipe, Start::Resume) {
+        assert_eq!((log.losses.len(), log.held_out.len()), (2, 2));
+    }
 }
 
 #[test]
