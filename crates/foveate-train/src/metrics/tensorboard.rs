@@ -3,8 +3,8 @@
 //! A file is a sequence of frames: length (u64), masked CRC-32C of the length, payload, masked
 //! CRC-32C of the payload, all little-endian (the framing of TensorFlow's record files). Each
 //! payload is a protocol-buffer `Event`: wall time (field 1, double), step (2, varint), and a
-//! file version (3, string) or a summary (5) of values (1) with tag (1, string) and simple value
-//! (2, float).
+//! file version (3, string), a summary (5) of values (1) with tag (1, string) and simple value
+//! (2, float), or a session log (7) with a status (1, varint).
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -15,6 +15,9 @@ use super::{Record, unix_time};
 /// An event file.
 #[derive(Debug)]
 pub struct TensorBoardLog(File);
+
+/// A session log of a start.
+const START: [u8; 2] = [1 << 3, 1];
 
 /// What the names of event files begin with.
 const PREFIX: &str = "events.out.tfevents.";
@@ -34,18 +37,33 @@ pub fn event_files(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
+/// When an event file was begun, by its name.
+fn seconds(file: &Path) -> Option<u64> {
+    file.file_name()?.to_str()?.strip_prefix(PREFIX)?.split('.').next()?.parse().ok()
+}
+
 impl TensorBoardLog {
-    /// A new event file in `dir`; a resumed run adds another one.
+    /// A new event file in `dir`, of a run that goes on after `step`. TensorBoard reads the files by the order of
+    /// their names, which is that of the starts whatever the clock says, and drops what earlier files have of later
+    /// steps, from the second start on: a run that was killed takes them again.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn create(dir: &Path) -> io::Result<Self> {
+    pub fn create(dir: &Path, step: u64) -> io::Result<Self> {
         let now = unix_time();
-        let name = format!("{PREFIX}{}.{}", now as u64, std::process::id());
+        let earlier = event_files(dir)?.iter().filter_map(|file| seconds(file)).max();
+        let start = earlier.map_or(now as u64, |last| (now as u64).max(last.saturating_add(1)));
+        let name = format!("{PREFIX}{start:010}.{}", std::process::id());
         let mut log = Self(File::create(dir.join(name))?);
         let mut event = Vec::new();
         double(&mut event, 1, now);
         bytes(&mut event, 3, b"brain.Event:2");
+        log.frame(&event)?;
+        let mut event = Vec::new();
+        double(&mut event, 1, now);
+        event.push(2 << 3);
+        varint(&mut event, step + 1);
+        bytes(&mut event, 7, &START);
         log.frame(&event)?;
         Ok(log)
     }
@@ -190,7 +208,7 @@ mod tests {
     #[test]
     fn what_was_written_is_decoded_again() {
         let dir = tempfile::tempdir().unwrap();
-        let mut log = TensorBoardLog::create(dir.path()).unwrap();
+        let mut log = TensorBoardLog::create(dir.path(), 0).unwrap();
         let metrics = EvalMetrics {
             step: 300,
             unix_time: 5.0,
@@ -202,9 +220,9 @@ mod tests {
         log.append(&Record::Eval(metrics)).unwrap();
         let path = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
         let frames = frames(&std::fs::read(path).unwrap());
-        assert_eq!(frames.len(), 2);
+        assert_eq!(frames.len(), 3);
         assert!(frames[0].ends_with(b"brain.Event:2"));
-        let mut event = frames[1].as_slice();
+        let mut event = frames[2].as_slice();
         assert_eq!(take(&mut event, 1), [0x09]);
         take(&mut event, 8);
         assert_eq!(take(&mut event, 1), [0x10]);
@@ -222,5 +240,29 @@ mod tests {
             assert_eq!(f32::from_le_bytes(entry.try_into().unwrap()), value);
         }
         assert!(event.is_empty());
+    }
+
+    /// As the file of a run that was killed after step 9 and goes on after step 6, on a clock that went back.
+    #[test]
+    fn a_file_of_a_run_that_goes_on_comes_last_and_drops_later_steps_of_those_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let earlier = dir.path().join(format!("{PREFIX}4000000000.9"));
+        std::fs::write(&earlier, "").unwrap();
+        // The first start has the mark too: TensorBoard takes it for no restart.
+        for step in [0, 6, 300] {
+            let before = event_files(dir.path()).unwrap();
+            TensorBoardLog::create(dir.path(), step).unwrap();
+            let mut files = event_files(dir.path()).unwrap();
+            files.sort();
+            assert_eq!(files.len(), before.len() + 1);
+            let last = files.pop().unwrap();
+            assert!(!before.contains(&last), "{files:?} {last:?}");
+            let frames = frames(&std::fs::read(last).unwrap());
+            assert_eq!(frames.len(), 2);
+            let mut event = &frames[1][9..];
+            assert_eq!(take(&mut event, 1), [0x10]);
+            assert_eq!(read_varint(&mut event), step + 1);
+            assert_eq!(event, [0x3A, 2, 8, 1]);
+        }
     }
 }

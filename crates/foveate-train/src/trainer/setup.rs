@@ -192,7 +192,8 @@ impl<'a, B: Blocks> Setup<'a, B> {
         let jsonl = log(&self.folder.metrics(), self.state.step, options.commit)?;
         self.records = self.folder.records()?;
         whole::replace(&self.folder.recipe(), resolved.as_bytes())?;
-        let board = TensorBoardLog::create(dir).map_err(|e| TrainError::write(dir, e))?;
+        let board =
+            TensorBoardLog::create(dir, self.state.step).map_err(|e| TrainError::write(dir, e))?;
         Ok(Logs { _claim: claim, jsonl, board })
     }
 
