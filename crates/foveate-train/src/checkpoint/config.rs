@@ -54,6 +54,9 @@ pub(super) fn config_json<B: Blocks>(snapshot: &Snapshot<'_, B>) -> Result<Value
     let mut sizes = serde_json::to_value(model).expect("plain numbers");
     // The fields of the family say it.
     sizes.as_object_mut().expect("a struct").remove("architecture");
+    if let Some(Value::Object(scaling)) = sizes.get_mut("rope_scaling") {
+        as_others_read(scaling);
+    }
     let ours = Value::Object(families::written(model));
     let extra = Extra {
         attention: snapshot.attention.clone(),
@@ -66,6 +69,19 @@ pub(super) fn config_json<B: Blocks>(snapshot: &Snapshot<'_, B>) -> Result<Value
         map.extend(part);
     }
     Ok(Value::Object(map))
+}
+
+/// A scaling of rotations with what transformers has to have of it: the factor where it is 1 too, and a length that
+/// is whole.
+fn as_others_read(scaling: &mut Map<String, Value>) {
+    if matches!(scaling["rope_type"].as_str(), Some("linear" | "llama3")) {
+        scaling.entry("factor").or_insert(json!(1.0));
+    }
+    if let Some(original) = scaling.get_mut("original_max_position_embeddings")
+        && let Some(length) = original.as_f64().filter(|length| length.fract() == 0.0)
+    {
+        *original = json!(length as u64);
+    }
 }
 
 /// What a checkpoint says about itself: all but its weights.

@@ -550,6 +550,30 @@ fn rotary_settings_are_read_from_the_newer_key_too() {
     assert_eq!(model.rope_scaling.unwrap().rope_type, "linear");
 }
 
+/// Transformers refuses a kind of scaling without its factor, and warns of a length that is not whole.
+#[test]
+fn scalings_of_rotations_are_written_as_others_read_them() {
+    for (scaling, written) in [
+        (json!({ "rope_type": "linear" }), json!({ "rope_type": "linear", "factor": 1.0 })),
+        (json!({ "rope_type": "default" }), json!({ "rope_type": "default" })),
+        (
+            json!({ "rope_type": "llama3", "factor": 1, "low_freq_factor": 1, "high_freq_factor": 4,
+                "original_max_position_embeddings": 8192 }),
+            json!({ "rope_type": "llama3", "factor": 1.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192 }),
+        ),
+    ] {
+        let run = SavedRun::new(1, 1);
+        let rope_scaling = Some(serde_json::from_value(scaling).unwrap());
+        let config = ModelConfig { rope_scaling, ..run.model.config().clone() };
+        let model = Model::new(config.clone(), &run.attention, 1).unwrap();
+        let (dir, run) = (tempfile::tempdir().unwrap(), SavedRun { model, ..run });
+        let place = save(dir.path(), &run.snapshot(SaveDtype::F32), 2).unwrap();
+        assert_eq!(read_json(&place.join("config.json")).unwrap()["rope_scaling"], written);
+        assert_eq!(read_config(&place, Checksums::Verify).unwrap().model, config);
+    }
+}
+
 #[test]
 fn the_tokens_that_end_a_document_are_those_named_beside_its_tokenizer() {
     let dir = tempfile::tempdir().unwrap();
