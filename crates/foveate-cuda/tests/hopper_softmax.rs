@@ -1,5 +1,5 @@
-//! The softmax of the Hopper forward, `kernels/hopper/softmax.cuh`, compiled for the host: 32 threads are a warp, and
-//! weigh scores of many steps as a consumer does. `out`, `lse` and `max_score` are compared with f64, and where the
+//! The softmax of the Hopper forward, `kernels/hopper/softmax.cuh`, compiled for the host: 32 lanes by turns are a warp,
+//! and weigh scores of many steps as a consumer does. `out`, `lse` and `max_score` are compared with f64, and where the
 //! largest score is looked for and where weights overflow is as the file says.
 
 #[path = "../src/compile/on_host.rs"]
@@ -15,16 +15,15 @@ const SCALES: &str = include_str!("../kernels/hopper/scales.cuh");
 const SOFTMAX: &str = include_str!("../kernels/hopper/softmax.cuh");
 const FORWARD: &str = include_str!("../kernels/hopper/forward.cu");
 
-/// A warp: a thread for each lane, which meet in every vote and every shuffle. Numbers of one meeting may be read
-/// until the next but one. Powers of 2 below f32's normal numbers are 0, as those of the device.
+/// A warp: a context for each lane, which go on by turns from one vote or shuffle to the next. Numbers of one such
+/// meeting may be read until the next but one. Powers of 2 below f32's normal numbers are 0, as those of the device.
 const AROUND: &str = r#"
-#include <atomic>
+#include <ucontext.h>
 #include <cfloat>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <vector>
 #define __device__
 #define __log2f log2f
@@ -33,27 +32,26 @@ const AROUND: &str = r#"
 #define FV_SCORE 0
 #define FV_DROPOUT 0
 #define FV_SCALE_BLOCKS 0
-#define FV_SINK 0
 #define FV_GROUP 1
 #define FV_OUT_DTYPE 2
 enum Meeting { VOTE, SHUFFLE, WEIGHTS };
-static thread_local int lane, largest_found;
-static thread_local unsigned met;
-static std::atomic<int> arrived, rounds;
+static int lane, largest_found[32];
+static ucontext_t lanes[32], caller;
 static float given[2][32];
-static Meeting meetings[2][32];
+static Meeting meetings[32];
+static unsigned met[32];
+static void go_on(ucontext_t& from, int next) {
+    lane = next % 32;
+    swapcontext(&from, &lanes[lane]);
+}
 static const float* meet(Meeting meeting, float x) {
-    const int half = met++ % 2, now = rounds;
-    given[half][lane] = x;
-    meetings[half][lane] = meeting;
-    if (++arrived == 32) {
-        arrived = 0;
-        ++rounds;
-    }
-    for (long turns = 0; rounds == now; std::this_thread::yield())
-        if (++turns == 50000000) std::fprintf(stderr, "a lane does not come\n"), std::abort();
-    for (Meeting other : meetings[half])
-        if (other != meeting) std::fprintf(stderr, "lanes part\n"), std::abort();
+    const int own = lane, half = met[own]++ % 2;
+    given[half][own] = x;
+    meetings[own] = meeting;
+    if (own == 31)
+        for (int i = 0; i < 32; ++i)
+            if (meetings[i] != meeting || met[i] != met[own]) std::fprintf(stderr, "lanes part\n"), std::abort();
+    go_on(lanes[own], own + 1);
     return given[half];
 }
 static bool __any_sync(unsigned, bool x) {
@@ -80,19 +78,21 @@ static float fv_dropout_scale(int) { return 1.f; }
 struct KeyScales { float score[4], value[4]; };
 "#;
 
-/// Reads items, each as 32-bit words: steps, whether the largest scores are wanted, the scale, which steps wait, then
-/// products and values of each step. Goes through the steps as a consumer of fv_forward does, and writes of each row
-/// out, lse, max_score, whether its weights are lost, the largest of them, and whether its warp is looked at again;
-/// and of each step whether it looked for the largest scores. Weights stay in f32, but for those that f16 has no
-/// number for.
+/// Reads items, each as 32-bit words: steps, whether the largest scores are wanted, the scale, the sink, the kinds of
+/// steps, then products and values of each step. Goes through the steps as a consumer of fv_forward does, and writes of
+/// each row out, lse, max_score, whether its weights are lost, the largest of them, and whether its warp is looked at
+/// again; and of each step whether it looked for the largest scores. Weights stay in f32, but for those of f16 that are
+/// too large for it or below its normal numbers.
 const MAIN: &str = r#"
 constexpr int COLUMNS = 8, OF_ROW = COLUMNS + 5;
 static std::vector<float> weights;
 static float max_score[16], lse[16];
+enum Kind { OVERLAPPED, WAITING, PASSED };
 struct Work {
     int steps, wants_max;
     float scale;
-    const int* waits;
+    const float* sink;
+    const int* kinds;
     const float *products, *values;
     float* results;
 };
@@ -114,14 +114,16 @@ static void take_step(const Work& work, int step, Softmax& softmax, float (&out)
         if (!softmax.unscaled && x != -infinity()) x *= work.scale;
     }
     auto look = [](float) {};
-    const bool rescales = work.waits[step] ? softmax.weigh(s, rescale, KeyScales{}, look)
-                                           : softmax.weigh_by_sums(s, rescale, look);
-    if (step > 0) multiply_values(out, work, step - 1);
+    const bool rescales = work.kinds[step] == WAITING ? softmax.weigh(s, rescale, KeyScales{}, look)
+                                                      : softmax.weigh_by_sums(s, rescale, look);
+    if (step > 0 && work.kinds[step - 1] != PASSED) multiply_values(out, work, step - 1);
     if (rescales) multiply_rows(out, rescale);
     for (int j = 0; j < N * 4; ++j) {
         const float x = s[j / 4][j % 4];
         heaviest[j % 4 / 2] = fmaxf(heaviest[j % 4 / 2], x);
-        weights[at(j)] = FV_DTYPE == 0 && x >= 65520.f ? infinity() : x;
+        weights[at(j)] = FV_DTYPE == 1 || (x >= 0x1p-14f && x < 65520.f) ? x
+                       : x >= 65520.f                                   ? infinity()
+                                                                        : rintf(x * 0x1p24f) * 0x1p-24f;
     }
 }
 
@@ -150,12 +152,13 @@ static void finish(const ForwardParams& p, const Work& work, const Softmax& soft
     }
 }
 
-static void consume(const std::vector<Work>& all, int number) {
-    lane = number;
+static std::vector<Work> all;
+static void consume() {
     Softmax softmax(0.f, false);        // of one item after the other
     for (const Work& work : all) {
         ForwardParams p = {};
         p.scale = work.scale;
+        p.sink = work.sink;
         p.lse = {lse, 0, 0, 1};
         if (work.wants_max) p.max_score = {max_score, 0, 0, 1};
         if (softmax.wants_max != work.wants_max || softmax.scale != work.scale)
@@ -163,13 +166,16 @@ static void consume(const std::vector<Work>& all, int number) {
         softmax.clear();
         float out[1][4] = {}, heaviest[2] = {};
         for (int step = 0; step < work.steps; ++step) {
-            largest_found = 0;
-            take_step(work, step, softmax, out, heaviest);
-            if (lane == 0) work.results[16 * OF_ROW + step] = largest_found;
+            largest_found[lane] = 0;
+            if (work.kinds[step] != PASSED) take_step(work, step, softmax, out, heaviest);
+            else if (step > 0 && work.kinds[step - 1] != PASSED) multiply_values(out, work, step - 1);
+            if (lane == 0) work.results[16 * OF_ROW + step] = largest_found[0];
         }
-        multiply_values(out, work, work.steps - 1);
+        if (work.kinds[work.steps - 1] != PASSED) multiply_values(out, work, work.steps - 1);
         finish(p, work, softmax, out, heaviest);
     }
+    if (lane < 31) go_on(lanes[lane], lane + 1);
+    setcontext(&caller);
 }
 
 int main() {
@@ -177,12 +183,11 @@ int main() {
     for (int c; (c = std::getchar()) != EOF;) input.push_back(c);
     std::vector<float> words(input.size() / 4), results;
     std::memcpy(words.data(), input.data(), words.size() * 4);
-    std::vector<Work> all;
     std::vector<size_t> places;
     for (const float *at = words.data(), *end = at + words.size(); at < end;) {
         const int* const numbers = reinterpret_cast<const int*>(at);
-        Work work = {numbers[0], numbers[1], at[2], numbers + 3};
-        work.products = at + 3 + work.steps;
+        Work work = {numbers[0], numbers[1], at[2], at + 3, numbers + 4};
+        work.products = at + 4 + work.steps;
         work.values = work.products + work.steps * 16 * FV_BN;
         at = work.values + work.steps * FV_BN * COLUMNS;
         places.push_back(results.size());
@@ -191,18 +196,24 @@ int main() {
         all.push_back(work);
     }
     for (size_t i = 0; i < all.size(); ++i) all[i].results = results.data() + places[i];
-    std::vector<std::thread> lanes;
-    for (int i = 0; i < 32; ++i) lanes.emplace_back(consume, std::cref(all), i);
-    for (std::thread& thread : lanes) thread.join();
+    std::vector<char> stacks(32 << 17);
+    for (int i = 0; i < 32; ++i) {
+        getcontext(&lanes[i]);
+        lanes[i].uc_stack.ss_sp = &stacks[size_t(i) << 17];
+        lanes[i].uc_stack.ss_size = 1 << 17;
+        makecontext(&lanes[i], consume, 0);
+    }
+    go_on(caller, 0);
     std::fwrite(results.data(), 4, results.size(), stdout);
 }
 "#;
 
 const STEPS: usize = 10;
 const COLUMNS: usize = 8;
-/// A score of 40, and what a reference may be off it: a weight of 2^16 and the rescale threshold.
-const LARGE: f64 = 40.0 + 8.0;
 const LOG2_E: f64 = std::f64::consts::LOG2_E;
+/// A score of 40, and what a reference may be off it: a weight of 2^16.
+const LARGE: f64 = 40.0 + 16.0 / LOG2_E;
+const HIDDEN: f64 = f64::NEG_INFINITY;
 
 /// The score of a step, a row and a key; minus infinity where a mask hides it.
 type Score = Box<dyn Fn(&mut Random, usize, usize, usize) -> f64>;
@@ -216,7 +227,14 @@ struct Case {
     only_first_looks: bool,
     /// Whether lse is the largest score to the last bit: it is far above the others, and large.
     is_exact: bool,
+    /// What else lse may be off.
+    off: f64,
+    sink: f32,
 }
+
+/// A power of 2 is off by the rounding of its exponent, which is below 2^7: by 2^-18 ln 2. Sums are chains of at most
+/// STEPS * 32 numbers in a lane: 320 times 2^-24 more. Both are below 2^-15.
+const OFF: f64 = 1.0 / 32768.0;
 
 fn case(
     name: &str,
@@ -224,12 +242,19 @@ fn case(
     score: impl Fn(&mut Random, usize, usize, usize) -> f64 + 'static,
 ) -> Case {
     let score = Box::new(score);
-    Case { name: name.into(), scale, score, only_first_looks: false, is_exact: false }
+    Case {
+        name: name.into(),
+        scale,
+        score,
+        only_first_looks: false,
+        is_exact: false,
+        off: OFF,
+        sink: f32::NEG_INFINITY,
+    }
 }
 
 /// Rows of a lane are eight apart: they are of two kinds where a kind is every third row.
 fn cases() -> Vec<Case> {
-    const HIDDEN: f64 = f64::NEG_INFINITY;
     let usual = 0.0721688;
     let mut all = Vec::new();
     for scale in [usual, 1.0, -0.5, 0.0] {
@@ -306,6 +331,22 @@ fn cases() -> Vec<Case> {
         );
         all.push(Case { is_exact: at.abs() > LARGE, ..lone });
     }
+    all.extend(rises());
+    all
+}
+
+/// Scores that rise by so much that sums have to be brought down in time, or cannot be.
+fn rises() -> Vec<Case> {
+    let (usual, mut all) = (0.0721688, Vec::new());
+    // Weights of 65,510 to 88,500, and of a lane's two rows one alone.
+    all.push(case("one key rising by 11.09 to 11.39", usual, |_, step, row, key| {
+        if step > 2 && key == row { 11.09 + 0.02 * row as f64 } else { 0.0 }
+    }));
+    for at in [3, 11] {
+        all.push(case(&format!("row {at} rising by 45 twice"), usual, move |_, step, row, _| {
+            if row == at { 45.0 * step.saturating_sub(2).min(2) as f64 } else { 0.0 }
+        }));
+    }
     all
 }
 
@@ -314,13 +355,25 @@ fn cases() -> Vec<Case> {
 struct Kernel {
     is_bf16: bool,
     tile_kv: usize,
+    has_sink: bool,
+}
+
+/// What a consumer does with a step of an item.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Overlapped,
+    /// Both products come first.
+    Waiting,
+    /// None of its rows sees it.
+    Passed,
 }
 
 /// What a consumer gets: `products[step][row][key]` and `values[step][key][column]`.
 struct Item {
     wants_max: bool,
     scale: f32,
-    waits: Vec<bool>,
+    sink: f32,
+    kinds: Vec<Kind>,
     products: Vec<f32>,
     values: Vec<f32>,
 }
@@ -333,8 +386,12 @@ impl Item {
         some_wait: bool,
         random: &mut Random,
     ) -> Self {
-        let waits =
-            (0..STEPS).map(|step| step == 0 || (some_wait && random.below(4) == 0)).collect();
+        let kinds = (0..STEPS)
+            .map(|step| match step == 0 || (some_wait && random.below(4) == 0) {
+                true => Kind::Waiting,
+                false => Kind::Overlapped,
+            })
+            .collect();
         let mut products = Vec::new();
         for step in 0..STEPS {
             for row in 0..16 {
@@ -347,7 +404,22 @@ impl Item {
         }
         let values =
             (0..STEPS * kernel.tile_kv * COLUMNS).map(|_| random.normal() as f32).collect();
-        Self { wants_max, scale: case.scale, waits, products, values }
+        Self { wants_max, scale: case.scale, sink: case.sink, kinds, products, values }
+    }
+
+    /// Steps of which some are passed over; what follows these waits.
+    fn passing(mut self, kernel: Kernel, random: &mut Random) -> Self {
+        for step in 0..STEPS {
+            let follows = step == 0 || self.kinds[step - 1] == Kind::Passed;
+            if random.below(4) == 0 {
+                self.kinds[step] = Kind::Passed;
+                self.products[step * 16 * kernel.tile_kv..][..16 * kernel.tile_kv]
+                    .fill(f32::NEG_INFINITY);
+            } else if follows {
+                self.kinds[step] = Kind::Waiting;
+            }
+        }
+        self
     }
 
     fn write(&self, input: &mut Vec<u8>) {
@@ -355,7 +427,8 @@ impl Item {
         word(STEPS as u32);
         word(self.wants_max.into());
         word(self.scale.to_bits());
-        self.waits.iter().for_each(|&waits| word(waits.into()));
+        word(self.sink.to_bits());
+        self.kinds.iter().for_each(|&kind| word(kind as u32));
         self.products.iter().chain(&self.values).for_each(|x| word(x.to_bits()));
     }
 
@@ -381,17 +454,26 @@ impl Item {
     /// alone; where a sum was larger, 2^5 is that of at most STEPS * tile_kv / 4 weights.
     fn overflows(&self, kernel: Kernel, row: usize, looks: &[bool]) -> Option<bool> {
         let largest_sum = if kernel.is_bf16 { 16.0 } else { 20_000f64.log2() };
-        let never = 128.0 - largest_sum - (kernel.tile_kv as f64).log2();
+        let of_tile = largest_sum + (kernel.tile_kv as f64).log2();
         let always = 128.0 - 5.0 + ((STEPS * kernel.tile_kv / 4) as f64).log2();
         let mut before = f64::NEG_INFINITY;
-        for (&looks, largest) in looks.iter().zip(self.largest(kernel, row)) {
+        for (step, largest) in self.largest(kernel, row).into_iter().enumerate() {
             let rise = (largest - before) * LOG2_E;
-            if !looks && rise > never {
+            if !looks[step] && rise > self.largest_exponent(kernel, step) - of_tile {
                 return (rise > always).then_some(true);
             }
             before = before.max(largest);
         }
         Some(false)
+    }
+
+    /// The exponent of the largest sum of a step's weights that is not lost by what comes behind it.
+    fn largest_exponent(&self, kernel: Kernel, step: usize) -> f64 {
+        match self.kinds[step + 1..].iter().find(|&&kind| kind != Kind::Passed) {
+            _ if !kernel.is_bf16 => 128.0,
+            Some(_) => 128.0,
+            None => 120.0,
+        }
     }
 }
 
@@ -417,10 +499,8 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Compares a row with f64. A power of 2 is off by the rounding of its exponent, which is below 2^7: by
-/// 2^-18 ln 2. Sums are chains of at most STEPS * 32 numbers in a lane: 320 times 2^-24 more. Both are below
-/// 2^-15, and out is off by as much of its own sum and of the weights'. Lse is rounded as f32 twice besides, with
-/// the scale and with the logarithm.
+/// Compares a row with f64. Both sums of a row, of out and of the weights, are off by `OFF`. Lse is rounded as f32 twice
+/// besides, with the scale and with the logarithm.
 fn check_row(
     row: &Row,
     case: &Case,
@@ -446,7 +526,8 @@ fn check_row(
     assert_eq!(row.is_lost, overflows, "{at}");
     if overflows {
         // So recompute_nonfinite_rows finds it.
-        let is_found = row.is_seen && !is_finite && row.lse == f32::NEG_INFINITY;
+        let wanted = if item.sink == f32::NEG_INFINITY { f32::NEG_INFINITY } else { f32::MAX };
+        let is_found = row.is_seen && !is_finite && row.lse <= wanted;
         assert!(is_found, "{at}: {:?}, lse {}", row.out, row.lse);
         return;
     }
@@ -454,7 +535,7 @@ fn check_row(
     for (step, largest) in item.largest(kernel, number).iter().enumerate() {
         let is_large = before.is_finite() && before.abs() > LARGE;
         assert!(
-            looks[step] || !is_large,
+            looks[step] || !is_large || item.kinds[step] == Kind::Passed,
             "{at}: step {step} does not look, {before} is the largest score"
         );
         before = before.max(*largest);
@@ -479,7 +560,9 @@ fn check_row(
         "{at}: a weight of {}",
         row.largest_weight
     );
-    if largest == f64::NEG_INFINITY {
+    let sink = f64::from(item.sink);
+    let highest = largest.max(sink);
+    if highest == f64::NEG_INFINITY {
         assert!(
             row.out.iter().all(|&x| x == 0.0) && row.lse == f32::NEG_INFINITY,
             "{at}: {:?}",
@@ -487,22 +570,31 @@ fn check_row(
         );
         return;
     }
-    let weights: Vec<f64> = scores.iter().map(|x| (x - largest).exp()).collect();
-    let sum: f64 = weights.iter().sum();
-    let lse = largest + sum.ln();
+    let weights: Vec<f64> = scores.iter().map(|x| (x - highest).exp()).collect();
+    let sum = weights.iter().sum::<f64>() + (sink - highest).exp();
+    let lse = highest + sum.ln();
     let off = (f64::from(row.lse) - lse).abs();
-    assert!(off <= 2f64.powi(-15) + lse.abs() * 2f64.powi(-23), "{at}: lse {}, not {lse}", row.lse);
-    if case.is_exact {
+    assert!(off <= case.off + lse.abs() * 2f64.powi(-23), "{at}: lse {}, not {lse}", row.lse);
+    if case.is_exact && !item.kinds.contains(&Kind::Passed) {
         assert_eq!(row.lse, largest as f32, "{at}: lse is the largest score");
     }
+    // The largest score is rounded before its distance to a sink is found.
+    let far = if sink.is_finite() && largest.is_finite() { largest.abs() } else { 0.0 };
+    let distance = far * 2f64.powi(-23);
+    // Beside a sink powers below 2^-126 are 0; and f16 rounds more below its normal numbers, of a largest weight of 1/2.
+    let smallest = match kernel.is_bf16 {
+        true => 2f64.powi(-120),
+        false => 2f64.powi(-120) + 2f64.powi(-24) * (largest - highest).exp(),
+    };
     for (column, &out) in row.out.iter().enumerate() {
-        let (mut wanted, mut absolute) = (0.0, 0.0);
+        let (mut wanted, mut allowed) = (0.0, 0.0);
         for (weight, values) in weights.iter().zip(item.values.chunks(COLUMNS)) {
-            wanted += weight * f64::from(values[column]) / sum;
-            absolute += weight * f64::from(values[column]).abs() / sum;
+            let value = f64::from(values[column]);
+            wanted += weight * value / sum;
+            allowed += ((2.0 * OFF + distance) * weight + smallest) * value.abs() / sum;
         }
         let off = (f64::from(out) - wanted).abs();
-        assert!(off <= 2.0 * 2f64.powi(-15) * absolute, "{at}: out {out}, not {wanted}");
+        assert!(off <= allowed, "{at}: out {out}, not {wanted}");
     }
 }
 
@@ -516,10 +608,11 @@ fn part<'a>(file: &'a str, from: &str, to: &str) -> &'a str {
 /// The program of a kernel: the softmax with a count of the searches for the largest scores, and what it takes of other
 /// files.
 fn program(kernel: Kernel) -> String {
+    let Kernel { is_bf16, tile_kv, has_sink } = kernel;
     let macros = format!(
-        "#define FV_DTYPE {}\n#define FV_BN {}\n",
-        u8::from(kernel.is_bf16),
-        kernel.tile_kv
+        "#define FV_DTYPE {}\n#define FV_BN {tile_kv}\n#define FV_SINK {}\n",
+        u8::from(is_bf16),
+        u8::from(has_sink)
     );
     let finds = "void find_largest(const float (&s)[N][4]) {";
     assert_eq!(SOFTMAX.matches(finds).count(), 1, "find_largest is declared once");
@@ -539,41 +632,43 @@ fn program(kernel: Kernel) -> String {
         part(FORWARD_DEVICE, "constexpr int BLOCK_UNIT", "\n"),
         part(FORWARD_DEVICE, "constexpr float LARGEST_EXPONENT", "// Consumers take turns"),
         part(SCALES, "__device__ inline bool is_usual", "\n"),
-        &SOFTMAX.replace(finds, &format!("{finds} ++largest_found;")),
+        &SOFTMAX.replace(finds, &format!("{finds} ++largest_found[lane];")),
         &MAIN.replace("FINISH", finish),
     ]
     .join("\n")
 }
 
 fn check(kernel: Kernel) {
-    let mut random = Random::new(kernel.tile_kv as u64 + u64::from(kernel.is_bf16));
-    let (cases, mut items, mut input) = (cases(), Vec::new(), Vec::new());
+    let seed = kernel.tile_kv as u64 + u64::from(kernel.is_bf16);
+    let mut random = Random::new(seed);
+    let mut cases = cases();
+    cases.retain(|case| kernel.has_sink || case.sink == f32::NEG_INFINITY);
+    let (mut items, mut input) = (Vec::new(), Vec::new());
     for case in &cases {
         for [wants_max, some_wait] in [[false, false], [false, true], [true, false]] {
-            let item = Item::new(case, kernel, wants_max, some_wait, &mut random);
-            item.write(&mut input);
-            items.push((case, some_wait, item));
+            items.push((case, Item::new(case, kernel, wants_max, some_wait, &mut random)));
         }
     }
-    let Some(bytes) = on_host::output(&program(kernel), &["-pthread"], input) else { return };
+    for case in &cases {
+        let item = Item::new(case, kernel, false, true, &mut random);
+        items.push((case, item.passing(kernel, &mut random)));
+    }
+    items.iter().for_each(|(_, item)| item.write(&mut input));
+    let Some(bytes) = on_host::output(&program(kernel), &["-O1"], input) else { return };
     let words: Vec<f32> =
         bytes.chunks_exact(4).map(|x| f32::from_ne_bytes(x.try_into().unwrap())).collect();
     let of_rows = 16 * (COLUMNS + 5);
     assert_eq!(words.len(), items.len() * (of_rows + STEPS));
-    for ((case, some_wait, item), words) in items.iter().zip(words.chunks(of_rows + STEPS)) {
-        let wants_max = item.wants_max;
-        let at = format!("{kernel:?}, {}, wants_max {wants_max}, some wait {some_wait}", case.name);
+    for ((case, item), words) in items.iter().zip(words.chunks(of_rows + STEPS)) {
+        let (wants_max, kinds) = (item.wants_max, &item.kinds);
+        let at = format!("{kernel:?}, {}, wants_max {wants_max}, {kinds:?}", case.name);
         let looks: Vec<bool> = words[of_rows..].iter().map(|&count| count > 0.0).collect();
         if wants_max {
             assert!(looks.iter().all(|looks| *looks), "{at}: {looks:?}");
-        } else if case.only_first_looks {
-            let first = item.waits.iter().position(|waits| !waits);
-            let wanted: Vec<bool> = item
-                .waits
-                .iter()
-                .enumerate()
-                .map(|(i, &waits)| waits || Some(i) == first)
-                .collect();
+        } else if case.only_first_looks && !kinds.contains(&Kind::Passed) {
+            let first = kinds.iter().position(|&kind| kind == Kind::Overlapped);
+            let wanted = |(i, &kind): (usize, &Kind)| kind == Kind::Waiting || Some(i) == first;
+            let wanted: Vec<bool> = kinds.iter().enumerate().map(wanted).collect();
             assert_eq!(looks, wanted, "{at}: the steps that look for the largest scores");
         }
         for (number, words) in words[..of_rows].chunks(COLUMNS + 5).enumerate() {
@@ -583,12 +678,18 @@ fn check(kernel: Kernel) {
     }
 }
 
+fn check_all(is_bf16: bool) {
+    for [tile_kv, sink] in [[64, 0], [128, 0], [64, 1]] {
+        check(Kernel { is_bf16, tile_kv, has_sink: sink == 1 });
+    }
+}
+
 #[test]
 fn weights_by_sums_of_f16_give_what_f64_gives() {
-    [64, 128].into_iter().for_each(|tile_kv| check(Kernel { is_bf16: false, tile_kv }));
+    check_all(false);
 }
 
 #[test]
 fn weights_by_sums_of_bf16_give_what_f64_gives() {
-    [64, 128].into_iter().for_each(|tile_kv| check(Kernel { is_bf16: true, tile_kv }));
+    check_all(true);
 }
