@@ -347,6 +347,19 @@ fn rises() -> Vec<Case> {
             if row == at { 45.0 * step.saturating_sub(2).min(2) as f64 } else { 0.0 }
         }));
     }
+    // What a step of large weights leaves to one that raises the reference by a factor that f32 has no power for.
+    for (at, by) in [(3, 80.0), (4, 86.0), (5, 80.0), (6, 86.0)] {
+        let rise = move |_: &mut Random, step: usize, row: usize, key: usize| {
+            if key != row || step < at {
+                0.0
+            } else if step == at {
+                by
+            } else {
+                88.0
+            }
+        };
+        all.push(case(&format!("one key rising by {by} in step {at}, then to 88"), usual, rise));
+    }
     all
 }
 
@@ -471,8 +484,9 @@ impl Item {
     fn largest_exponent(&self, kernel: Kernel, step: usize) -> f64 {
         match self.kinds[step + 1..].iter().find(|&&kind| kind != Kind::Passed) {
             _ if !kernel.is_bf16 => 128.0,
-            Some(_) => 128.0,
+            Some(Kind::Overlapped) => 128.0,
             None => 120.0,
+            _ => 100.0,
         }
     }
 }

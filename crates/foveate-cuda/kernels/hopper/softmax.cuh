@@ -4,9 +4,9 @@
 // of scores that no function makes (BY_SUMS) do without: they weigh by the references of the steps before, and what
 // tells that these are too low is that sums of weights become large. So a step has a quarter fewer instructions, and its
 // powers wait for nothing. A row whose scores rise in a step by so much that weights or their sum leave f32, by 65 at
-// the least, is computed again, key by key, which takes long. So that rows of usual scores are not, the largest score
-// goes before the weights in the first two steps of an item, where a row has no reference yet, and from a reference
-// of 40 on; and where somebody asks for max_score.
+// the least, or their sum what a waiting step behind it can bring down, by 52, is computed again, key by key, which
+// takes long. So that rows of usual scores are not, the largest score goes before the weights in the first two steps of
+// an item, where a row has no reference yet, and from a reference of 40 on; and where somebody asks for max_score.
 
 template <int COUNT>
 __device__ void multiply_rows(float (&all)[COUNT][4], const float (&by)[2]) {
@@ -70,7 +70,8 @@ struct Softmax {
                 is_large(before) ? (before - reference_max[half]) * unit : reference_before - reference(half);
             const float by = before == -infinity() ? 1.f : exp2_score(exponent);
             rescale[half] *= by;
-            if (!BY_SUMS || row_sum[half] != infinity()) row_sum[half] *= by;
+            // A sum that the step before has left, and that a power of 0 would bring down by too much, is lost.
+            row_sum[half] = BY_SUMS && row_sum[half] > LARGE_SUM ? infinity() : row_sum[half] * by;
         }
         fits = fits && takes_sums();
         return true;
