@@ -360,6 +360,14 @@ fn rises() -> Vec<Case> {
         };
         all.push(case(&format!("one key rising by {by} in step {at}, then to 88"), usual, rise));
     }
+    // Nothing comes behind a step of large weights, and a sink is compared with the scores before.
+    for [by, sink] in [[80.0, 88.0], [80.0, 100.0]] {
+        let rise = move |_: &mut Random, step: usize, row: usize, key: usize| {
+            if step + 1 == STEPS && row % 3 == 1 && key == row { by } else { 0.0 }
+        };
+        let rise = case(&format!("a rise of {by} at last beside a sink of {sink}"), usual, rise);
+        all.push(Case { sink: sink as f32, ..rise });
+    }
     all
 }
 
@@ -485,7 +493,7 @@ impl Item {
         match self.kinds[step + 1..].iter().find(|&&kind| kind != Kind::Passed) {
             _ if !kernel.is_bf16 => 128.0,
             Some(Kind::Overlapped) => 128.0,
-            None => 120.0,
+            None if !kernel.has_sink => 120.0,
             _ => 100.0,
         }
     }

@@ -4,7 +4,7 @@
 // of scores that no function makes (BY_SUMS) do without: they weigh by the references of the steps before, and what
 // tells that these are too low is that sums of weights become large. So a step has a quarter fewer instructions, and its
 // powers wait for nothing. A row whose scores rise in a step by so much that weights or their sum leave f32, by 65 at
-// the least, or their sum what a waiting step behind it can bring down, by 52, is computed again, key by key, which
+// the least, or their sum what a sink or a waiting step behind it can take, by 52, is computed again, key by key, which
 // takes long. So that rows of usual scores are not, the largest score goes before the weights in the first two steps of
 // an item, where a row has no reference yet, and from a reference of 40 on; and where somebody asks for max_score.
 
