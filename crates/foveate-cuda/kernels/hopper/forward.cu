@@ -142,17 +142,17 @@ __device__ bool finish(const ForwardParams& p, const Mods& mods, const ItemRows&
     bool any_lost = false;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float largest = quad_max(softmax.row_max[half]);
+        float sum = quad_sum(softmax.row_sum[half]);
+        const float largest = softmax.largest_of_row(half, sum);
         const float highest = softmax.unscaled && !FV_SCALE_BLOCKS ? largest * scale : largest;
         const float above = Softmax::is_large(softmax.reference_max[half])
                           ? fmaf(softmax.reference_max[half] - largest, softmax.unit, -LARGEST_EXPONENT)
                           : fmaf(-largest, softmax.unit, softmax.reference(half));
         float factor = highest == -infinity() ? 0.f : exp2_score(above);
-        float sum = quad_sum(softmax.row_sum[half]) * factor;
         // Weights that overflow, or their sum. Out may be finite all the same, so one that is not is written.
         const bool is_lost = BY_SUMS && sum > LOST_SUM;
         any_lost |= is_lost;
-        if (is_lost) sum = 0.f;
+        sum = is_lost ? 0.f : sum * factor;
         if constexpr (FV_DROPOUT) factor *= fv_dropout_scale(mods);
         const int row = lane / 4 + half * 8;
         const bool exists = row < left;

@@ -47,7 +47,7 @@ constexpr bool BY_SUMS = FV_OVERLAP && !FV_SCORE && !FV_DROPOUT && FV_DTYPE != 3
 constexpr bool SUMS_LATE = BY_SUMS && FV_DTYPE == 1;
 constexpr float LARGEST_SUM = SUMS_LATE ? 65536.f : 20000.f, LARGEST_FLOAT = 3.4e38f;
 constexpr float LARGE_SUM = 1.3e30f;                       // 2^100; powers below 2^-126 are 0, a sink's factor too
-constexpr float LOST_SUM = FV_SINK ? LARGE_SUM : 1.3e36f;  // or 2^120; `ratio` divides by numbers up to 2^126
+constexpr float LOST_SUM = FV_SINK ? LARGE_SUM : 1.3e36f;  // or 2^120
 constexpr float LARGE_EXPONENT = 58.f;                     // a score of 40
 // Consumers take turns in starting their products, but for two that go by sums: these are faster without.
 constexpr bool TAKE_TURNS = CONSUMERS > 2 || (CONSUMERS == 2 && !BY_SUMS);

@@ -101,6 +101,16 @@ struct Softmax {
         fits = takes_sums() && sums_fit();
     }
 
+    // The largest score of a row whose weights add up to `sum`; one near it where the last step has left a large sum.
+    // row_max may be far below then, by which lse would be rounded.
+    __device__ float largest_of_row(int half, float sum) const {
+        const float largest = quad_max(row_max[half]);
+        if (!SUMS_LATE || wants_max) return largest;
+        const float above = log2_of(fminf(sum, LARGEST_FLOAT)) - 16.f;         // above LARGEST_SUM
+        if (!(above > 0.f)) return largest;
+        return max_or_nan(largest, fmaf(above, headroom / RESCALE_THRESHOLD, reference_max[half] - headroom));
+    }
+
     // `weigh` in an overlapped step, if BY_SUMS.
     template <typename Look>
     __device__ bool weigh_by_sums(float (&s)[N][4], float (&rescale)[2], const Look& look) {
