@@ -209,6 +209,7 @@ int main() {
 "#;
 
 const STEPS: usize = 10;
+const RANDOM_CASES: usize = 60;
 const COLUMNS: usize = 8;
 const LOG2_E: f64 = std::f64::consts::LOG2_E;
 /// A score of 40, and what a reference may be off it: a weight of 2^16.
@@ -373,6 +374,54 @@ fn rises() -> Vec<Case> {
     });
     all.push(Case { off: 2.5e-6, ..rise });
     all
+}
+
+/// Scores at random: what rises or falls, by how much, when, in which rows, and what is hidden.
+fn random_case(kernel: Kernel, number: usize, random: &mut Random) -> Case {
+    const RISES: [f64; 20] = [
+        0.0, 0.0, 0.0, 0.0, 1.0, 5.0, 11.0, 15.0, 30.0, 41.0, 60.0, 70.0, 75.0, 80.0, 84.0, 86.0,
+        87.0, 88.0, 150.0, 1000.0,
+    ];
+    const STARTS: [f64; 8] = [0.0, 0.0, 0.0, -38.0, 38.0, 20.0, -1000.0, 1000.0];
+    fn one_of(random: &mut Random, all: &[f64]) -> f64 {
+        all[random.below(all.len())]
+    }
+    let scale = one_of(random, &[0.0721688, 0.125, 1.0, -0.5]) as f32;
+    let noise = one_of(random, &[0.0, 0.1, 1.0, 5.0]);
+    let hides = one_of(random, &[0.0, 0.0, 0.3]);
+    let (rows, start) = (random.below(3), one_of(random, &STARTS));
+    let mut level = [0.0; 16].map(|_| if rows == 1 { one_of(random, &STARTS) } else { start });
+    let (mut levels, mut hidden, mut lone) = (Vec::new(), Vec::new(), Vec::new());
+    let mut highest = f64::NEG_INFINITY;
+    for _ in 0..STEPS {
+        let common = if random.below(3) == 0 { one_of(random, &RISES) } else { 0.0 };
+        let sign = if random.below(4) == 0 { -1.0 } else { 1.0 };
+        for (row, level) in level.iter_mut().enumerate() {
+            *level += sign
+                * match rows {
+                    0 => common,
+                    1 if random.below(3) == 0 => one_of(random, &RISES),
+                    2 if row == 11 => common,
+                    _ => 0.0,
+                };
+            lone.push((random.below(4 * kernel.tile_kv), one_of(random, &RISES)));
+            hidden.push(random.unit() < hides);
+            highest = f64::max(highest, *level);
+        }
+        levels.push(level);
+    }
+    let sink = highest + one_of(random, &[0.0, 5.0, 10.0, 15.0, -10.0, -80.0]);
+    let score = move |random: &mut Random, step: usize, row: usize, key: usize| {
+        let (at, rise) = lone[step * 16 + row];
+        match hidden[step * 16 + row] {
+            true => HIDDEN,
+            false => {
+                levels[step][row] + noise * random.normal() + if at == key { rise } else { 0.0 }
+            }
+        }
+    };
+    let sink = if kernel.has_sink { sink as f32 } else { f32::NEG_INFINITY };
+    Case { sink, ..case(&format!("random case {number}"), scale, score) }
 }
 
 /// A kernel's macros.
@@ -666,9 +715,10 @@ fn program(kernel: Kernel) -> String {
 
 fn check(kernel: Kernel) {
     let seed = kernel.tile_kv as u64 + u64::from(kernel.is_bf16);
-    let mut random = Random::new(seed);
+    let (mut random, mut of_cases) = (Random::new(seed), Random::stream(seed, 1));
     let mut cases = cases();
     cases.retain(|case| kernel.has_sink || case.sink == f32::NEG_INFINITY);
+    cases.extend((0..RANDOM_CASES).map(|number| random_case(kernel, number, &mut of_cases)));
     let (mut items, mut input) = (Vec::new(), Vec::new());
     for case in &cases {
         for [wants_max, some_wait] in [[false, false], [false, true], [true, false]] {
