@@ -11,6 +11,10 @@
 # somebody waits for them; SMS (2) is how many there are.
 # What is built is kept under target/. Where a compiler or NVRTC is missing it says so and ends with 77.
 set -euo pipefail
+if [ $# = 0 ]; then
+    echo "usage: scripts/emulated-gpu.sh COMMAND [ARGUMENT...], such as target/debug/foveate doctor" >&2
+    exit 2
+fi
 root=$(cd "$(dirname "$0")/.." && pwd)
 sources=$root/crates/foveate-gpu/tests
 
