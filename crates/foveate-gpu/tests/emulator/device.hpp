@@ -7,6 +7,7 @@
 //
 // Not modelled: what fences order, registers, time; and sums of products are rounded as f32, not as tensor cores do.
 #pragma once
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <csetjmp>
@@ -56,18 +57,16 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 constexpr u32 SHARED_BASE = 1024;          // the smem address of a CTA's first byte
-constexpr size_t STACK = 256 << 10;
+constexpr size_t STACK = 256 << 10, GUARD = 4096;
 
-[[noreturn]] inline void fail(const std::string& why) {
-    std::fprintf(stderr, "emulated GPU: CTA %u, thread %u: %s\n", blockIdx.x, threadIdx.x, why.c_str());
-    std::abort();
-}
+[[noreturn]] void fail(const std::string& why);
 
 // ---- threads ----
 
 struct Warp {
     u64 given[2][32];                      // what lanes brought to this meeting, and to the one before
     u32 came[2] = {};
+    const char* what = nullptr;            // the instruction that they have met in
     u32 alive = 0, here = 0;
     u64 meetings = 0;
 };
@@ -99,6 +98,8 @@ struct Cta {
     u32 alive = 0;
     std::unordered_map<u32, Mbarrier> mbarriers;
 };
+// What of a thread's is over, which may outlive the thread.
+struct Done { u64 bulk_reads = 0, bulk_writes = 0, copies = 0; };
 struct Thread {
     Cta* cta;
     u32 number;
@@ -106,22 +107,26 @@ struct Thread {
     jmp_buf now;
     char* stack = nullptr;
     bool has_started = false, is_done = false;
+    std::shared_ptr<Done> done = std::make_shared<Done>();
     const char* waits_for = nullptr;
     u32 waits_at = 0, waits_parity = 0;    // of an mbarrier
     u64 products = 0;                      // that it has started
     std::vector<u64> groups;               // at which of them its groups end
-    u64 bulk_started = 0;                  // bulk reductions,
-    std::shared_ptr<u64> bulk_done = std::make_shared<u64>(0);   // and those that are over
+    u64 bulk_started = 0, copies_started = 0;
+    u64 last_due = 0;                      // of its copies, which end in order
 };
-// What happens later.
-struct Later { u64 turn; std::function<void()> work; };
 
 static Thread* self;
 static jmp_buf scheduler;
 static u64 changes, turn;                  // of what anybody may wait for; of the scheduler
 static bool eager;
 static u64 seed;
-static std::vector<Later> later;
+static std::multimap<u64, std::function<void()>> later;   // what happens when, by turns
+
+[[noreturn]] inline void fail(const std::string& why) {
+    std::fprintf(stderr, "emulated GPU: CTA %u, thread %u: %s\n", self->cta->index.x, self->number, why.c_str());
+    std::abort();
+}
 
 inline u64 draw() {
     seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
@@ -138,9 +143,17 @@ inline void wait(const char* what, F until) {
     }
     self->waits_for = nullptr;
 }
-inline void do_later(std::function<void()> work) {
-    if (eager) work(), ++changes;
-    else later.push_back({turn + 1 + draw() % 40, std::move(work)});
+// As what thread `by` does, after what was due before `earliest`.
+inline void do_later(Thread* by, std::function<void()> work, u64 earliest = 0) {
+    auto by_thread = [by, work = std::move(work)] {
+        Thread* const before = self;
+        self = by;
+        work();
+        self = before;
+        ++changes;
+    };
+    if (eager) by_thread();
+    else later.emplace(std::max(earliest, turn + 1 + draw() % 40), std::move(by_thread));
 }
 
 inline Warp& warp() { return self->cta->warps[self->number / 32]; }
@@ -148,11 +161,12 @@ inline u32 lane() { return self->number % 32; }
 
 // All lanes of the warp that still run bring a number; afterwards everybody has all of them, until the next meeting but
 // one.
-inline const u64* meet(u64 mine, u32* came = nullptr) {
+inline const u64* meet(u64 mine, u32* came = nullptr, const char* what = __builtin_FUNCTION()) {
     Warp& w = warp();
     const u64 now = w.meetings;
     const int half = now & 1;
-    if (w.here == 0) w.came[half] = 0, std::memset(w.given[half], 0, sizeof w.given[half]);
+    if (w.here == 0) w.came[half] = 0, w.what = what, std::memset(w.given[half], 0, sizeof w.given[half]);
+    if (std::strcmp(w.what, what)) fail(std::string("lanes of a warp meet in ") + what + " and in " + w.what);
     w.given[half][lane()] = mine;
     w.came[half] |= 1u << lane();
     if (++w.here == w.alive) w.here = 0, ++w.meetings, ++changes;
@@ -234,16 +248,10 @@ inline void resume(Thread& t) {
 }
 
 inline void do_what_is_due(bool all) {
-    for (size_t i = 0; i < later.size();) {
-        if (!all && later[i].turn > turn) {
-            ++i;
-            continue;
-        }
-        auto work = std::move(later[i].work);
-        later[i] = std::move(later.back());
-        later.pop_back();
+    while (!later.empty() && (all || later.begin()->first <= turn)) {
+        const auto work = std::move(later.begin()->second);
+        later.erase(later.begin());
         work();
-        ++changes;
     }
 }
 
@@ -263,6 +271,21 @@ inline void report(std::vector<std::unique_ptr<Thread>>& threads) {
     }
 }
 
+// Stacks of threads, which are used again; below each a page that nobody may touch.
+static std::vector<char*> stacks;
+inline char* stack_of(size_t number) {
+    while (stacks.size() <= number) {
+        void* const made = mmap(nullptr, GUARD + STACK, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (made == MAP_FAILED || mprotect(made, GUARD, PROT_NONE)) {
+            std::fprintf(stderr, "emulated GPU: no memory for the stacks of %zu threads\n", number + 1);
+            std::abort();
+        }
+        stacks.push_back(static_cast<char*>(made) + GUARD);
+    }
+    return stacks[number];
+}
+
 // Runs CTAs first .. end of a grid, side by side.
 inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
     std::vector<std::unique_ptr<Cta>> ctas;
@@ -280,8 +303,7 @@ inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
             auto t = std::make_unique<Thread>();
             t->cta = cta.get();
             t->number = n;
-            t->stack = static_cast<char*>(
-                mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+            t->stack = stack_of(threads.size());
             ++cta->warps[n / 32].alive;
             threads.push_back(std::move(t));
         }
@@ -297,16 +319,18 @@ inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
         const bool skips = idle == 0;
         if (turn >= late_until) {
             late = draw() % 3 ? order[draw() % order.size()] : threads.size();
-            late_until = turn + draw() % 500;
+            late_until = turn + draw() % 1000;
         }
         for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
         for (size_t at : order) {
             if (skips && (at == late || draw() % 4 == 0)) continue;
             const size_t cta_end = at / threads_each * threads_each + threads_each;
-            for (size_t n = at; n < std::min(at + 32, cta_end); ++n) {
-                if (threads[n]->is_done) continue;
-                resume(*threads[n]);
-                if (threads[n]->is_done) --left, ++changes;
+            const size_t lanes = std::min<size_t>(32, cta_end - at), first = draw() % lanes;
+            for (size_t i = 0; i < lanes; ++i) {
+                Thread& t = *threads[at + (first + i) % lanes];
+                if (t.is_done) continue;
+                resume(t);
+                if (t.is_done) --left, ++changes;
             }
         }
         do_what_is_due(false);
@@ -321,20 +345,22 @@ inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
         }
     }
     do_what_is_due(true);
-    for (auto& t : threads) munmap(t->stack, STACK);
+    self = nullptr;
 }
 
 }  // namespace emulated
 
 // Runs a grid of the kernel `name`, so many CTAs at a time.
-extern "C" void emulated_run(const char* name, const unsigned* grid, unsigned threads, unsigned shared,
-                             void** parameters, unsigned long long seed, int eager, unsigned together) {
+extern "C" __attribute__((visibility("default"))) void emulated_run(const char* name, const unsigned* grid,
+                                                                    unsigned threads, unsigned shared,
+                                                                    void** parameters, unsigned long long seed,
+                                                                    int eager, unsigned together) {
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     emulated::seed = seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
     emulated::eager = eager;
     const auto kernel = emulated::kernels.find(name);
-    if (kernel == emulated::kernels.end()) emulated::fail(std::string("there is no kernel ") + name);
+    if (kernel == emulated::kernels.end()) std::fprintf(stderr, "emulated GPU: no kernel %s\n", name), std::abort();
     emulated::entry = [=] { kernel->second(parameters); };
     const unsigned long long ctas = (unsigned long long)grid[0] * grid[1] * grid[2];
     for (unsigned long long i = 0; i < ctas; i += together)
@@ -387,9 +413,6 @@ inline int __syncthreads_or(int x) {
 inline void __threadfence() {}
 inline void __nanosleep(unsigned) { emulated::yield(); }
 [[noreturn]] inline void __trap() { emulated::fail("trap"); }
-[[noreturn]] inline void __assertfail(const char* what, const char* file, unsigned line, const char*, size_t) {
-    emulated::fail(std::string(what) + " (" + file + ":" + std::to_string(line) + ")");
-}
 inline float __uint_as_float(unsigned x) { return emulated::from_bits<float>(x); }
 inline float __int_as_float(int x) { return emulated::from_bits<float>(unsigned(x)); }
 inline unsigned __float_as_uint(float x) { return unsigned(emulated::bits_of(x)); }
@@ -442,8 +465,8 @@ template <typename T, typename U> inline T atomicMax(T* at, U x) {
 }
 template <typename T, typename U, typename V> inline T atomicCAS(T* at, U expected, V x) {
     const T before = *at;
-    if (before == T(expected)) *at = T(x);
-    ++emulated::changes;
+    if (before == T(expected)) *at = T(x), ++emulated::changes;
+    else emulated::yield();
     return before;
 }
 inline size_t __cvta_generic_to_shared(const void* at) {

@@ -2,6 +2,7 @@
 // compiled as C++ behind device.hpp, once, and called. Variables: KERNELS, the folder of sources; EMULATOR, that of
 // device.hpp; SEED, of the order in which threads run; EAGER, for what is asynchronous to happen at once; REPLACE and
 // WITH, a text of kernels and what stands in its place, for tests that have to notice.
+#include <algorithm>
 #include <cctype>
 #include <cstdint>
 #include <cstdio>
@@ -86,12 +87,17 @@ std::string translated(const std::string& source) {
         } else if (is_word(at, "asm volatile(") || is_word(at, "asm(")) {
             const size_t first = source.find('(', at) + 1, end = closed(source, first);
             const std::vector<std::string> all = parts(source.substr(first, end - 1 - first), ':');
+            at = end;
+            // Which only keeps a compiler from moving something.
+            if (all[0] == "\"\"" || all[0] == "\"\" ") {
+                to += "(void)0";
+                continue;
+            }
             to += "emulated::run_ptx(" + all[0] + ", {";
             for (size_t i = 1; i < all.size() && i < 3; ++i)
                 for (const std::string& each : parts(all[i], ','))
                     if (!is_blank(each)) to += operand(each, i == 1) + ", ";
             to += "})";
-            at = end;
         } else if (is_word(at, "extern __shared__")) {
             // extern __shared__ [__align__(n)] T name[];
             const size_t end = source.find(';', at);
@@ -185,23 +191,28 @@ Run compiled(const char* cubin) {
     if (known.count(cubin)) return known[cubin];
     const std::string replaced = variable("REPLACE", ""), with = variable("WITH", "");
     const std::string kept = variable("KERNELS", ".") + ("/" + hash_of(cubin, cubin_bytes(cubin)));
-    const std::string change = replaced + "\n" + with;
-    const std::string at = replaced.empty() ? kept : kept + "-" + hash_of(change.data(), change.size());
+    std::ifstream file(kept + ".cu");
+    if (!file) std::fprintf(stderr, "emulated GPU: there is no source %s.cu\n", kept.c_str()), std::abort();
+    std::stringstream text;
+    text << file.rdbuf();
+    std::string source = text.str(), at = kept;
+    const size_t place = replaced.empty() ? std::string::npos : source.find(replaced);
+    if (place != std::string::npos) {
+        source.replace(place, replaced.size(), with);
+        at += "-" + hash_of(source.data(), source.size());
+        std::fprintf(stderr, "emulated GPU: a kernel with a text replaced\n");
+    }
     const std::string library = at + ".so";
     struct stat there;
     if (stat(library.c_str(), &there) != 0) {
-        std::ifstream file(kept + ".cu");
-        if (!file) std::fprintf(stderr, "emulated GPU: there is no source %s.cu\n", kept.c_str()), std::abort();
-        std::stringstream text;
-        text << file.rdbuf();
-        std::string source = text.str();
-        const size_t place = replaced.empty() ? std::string::npos : source.find(replaced);
-        if (place != std::string::npos) source.replace(place, replaced.size(), with);
         const std::string own = at + "." + std::to_string(getpid());
         std::ofstream(own + ".cpp") << "#include \"device.hpp\"\n" << registered(translated(source));
-        const std::string options = "-std=c++17 -O1 -w -Wno-psabi -shared -fPIC -ffp-contract=off -fno-strict-aliasing";
-        const std::string command = "c++ " + options + " -I " + variable("EMULATOR", ".") + " -o " + own + " " + own +
-                                    ".cpp && mv " + own + ".cpp " + at + ".cpp && mv " + own + " " + library;
+        const std::string options = "-std=c++17 -O1 -w -Wno-psabi -shared -fPIC -ffp-contract=off "
+                                    "-fno-strict-aliasing -fvisibility=hidden -U_FORTIFY_SOURCE";
+        auto quoted = [](const std::string& path) { return " '" + path + "'"; };
+        const std::string command = "c++ " + options + " -I" + quoted(variable("EMULATOR", ".")) + " -o" + quoted(own) +
+                                    quoted(own + ".cpp") + " && mv" + quoted(own + ".cpp") + quoted(at + ".cpp") +
+                                    " && mv" + quoted(own) + quoted(library);
         if (std::system(command.c_str()) != 0)
             std::fprintf(stderr, "emulated GPU: %s.cpp does not compile\n", own.c_str()), std::abort();
     }
@@ -216,5 +227,8 @@ extern "C" void run_kernel(const void* cubin, const char* name, const unsigned* 
                            void** p) {
     static unsigned long long launches;
     const unsigned long long seed = std::strtoull(variable("SEED", "1").c_str(), nullptr, 10) + launches++;
-    compiled(static_cast<const char*>(cubin))(name, grid, threads, shared, p, seed, std::getenv("EAGER") != nullptr, 8);
+    // CTAs that wait for one another all run at once.
+    const unsigned together = std::max(8, std::atoi(variable("SMS", "8").c_str()));
+    const Run run = compiled(static_cast<const char*>(cubin));
+    run(name, grid, threads, shared, p, seed, variable("EAGER", "0") != "0", together);
 }

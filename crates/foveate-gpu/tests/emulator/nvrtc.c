@@ -19,9 +19,11 @@ static void *real(const char *name) {
 #define REAL(name, ...) ((int (*)(__VA_ARGS__))real(name))
 
 int nvrtcVersion(int *major, int *minor) { return REAL("nvrtcVersion", int *, int *)(major, minor); }
-int nvrtcCreateProgram(struct program **p, const char *source, const char *name, int n, const char *const *h, const char *const *i) {
+typedef const char *const *Texts;
+int nvrtcCreateProgram(struct program **p, const char *source, const char *name, int n, Texts h, Texts i) {
     *p = calloc(1, sizeof **p), (*p)->source = strdup(source);
-    return REAL("nvrtcCreateProgram", void **, const char *, const char *, int, const char *const *, const char *const *)(&(*p)->real, source, name, n, h, i);
+    int (*create)(void **, const char *, const char *, int, Texts, Texts) = real("nvrtcCreateProgram");
+    return create(&(*p)->real, source, name, n, h, i);
 }
 int nvrtcDestroyProgram(struct program **p) {
     int code = REAL("nvrtcDestroyProgram", void **)(&(*p)->real);
@@ -30,9 +32,15 @@ int nvrtcDestroyProgram(struct program **p) {
 int nvrtcCompileProgram(struct program *p, int n, const char *const *options) {
     return REAL("nvrtcCompileProgram", void *, int, const char *const *)(p->real, n, options);
 }
-int nvrtcGetProgramLogSize(struct program *p, size_t *n) { return REAL("nvrtcGetProgramLogSize", void *, size_t *)(p->real, n); }
-int nvrtcGetProgramLog(struct program *p, char *log) { return REAL("nvrtcGetProgramLog", void *, char *)(p->real, log); }
-int nvrtcGetCUBINSize(struct program *p, size_t *n) { return REAL("nvrtcGetCUBINSize", void *, size_t *)(p->real, n); }
+int nvrtcGetProgramLogSize(struct program *p, size_t *n) {
+    return REAL("nvrtcGetProgramLogSize", void *, size_t *)(p->real, n);
+}
+int nvrtcGetProgramLog(struct program *p, char *log) {
+    return REAL("nvrtcGetProgramLog", void *, char *)(p->real, log);
+}
+int nvrtcGetCUBINSize(struct program *p, size_t *n) {
+    return REAL("nvrtcGetCUBINSize", void *, size_t *)(p->real, n);
+}
 int nvrtcGetCUBIN(struct program *p, char *cubin) {
     size_t n = 0;
     char path[4096], own[4200];

@@ -48,7 +48,7 @@ inline float flushed(float x) { return std::fabs(x) < FLT_MIN ? std::copysign(0.
 
 // ---- smem as tensor maps write it and products read it ----
 
-// Swizzles of 128, 64, 32 and no bytes by their numbers in a descriptor: 1, 2, 3 and 0.
+// Swizzles of 128, 64 and 32 bytes have the numbers 1, 2 and 3 in a descriptor.
 inline u32 swizzled(u32 at, int bits) { return at ^ (at >> 7 & ((1u << bits) - 1)) << 4; }
 
 // The operand of a product.
@@ -58,7 +58,9 @@ struct Operand {
 
     explicit Operand(u64 descriptor)
         : start((descriptor & 0x3fff) << 4), leading((descriptor >> 16 & 0x3fff) << 4),
-          stride((descriptor >> 32 & 0x3fff) << 4), bits(int(descriptor >> 62) == 0 ? 0 : 4 - int(descriptor >> 62)) {}
+          stride((descriptor >> 32 & 0x3fff) << 4), bits(int(descriptor >> 62) == 0 ? 0 : 4 - int(descriptor >> 62)) {
+        if (bits == 0 || descriptor >> 49 & 7) fail("an operand without a swizzle, or with a base offset");
+    }
 
     // The address of number (row, k) of so many bytes. Where the summed axis runs across the rows in smem, `row` runs
     // along them.
@@ -164,10 +166,13 @@ inline void start_product(const char* text, const std::vector<Arg>& args) {
         const size_t first = p.n / 2 + (p.in_registers ? 4 : 1);
         if (!p.in_registers) p.a = args[p.n / 2].in;
         p.b = args[first].in;
-        const std::string adds = said.substr(said.find("adds, ") + 6);
-        p.adds = adds[0] == '%' ? args[std::atoi(adds.c_str() + 1)].in & 1 : adds[0] != '0';
     }
-    if (p.text != said || p.b != args[p.n / 2 + (p.in_registers ? 4 : 1)].in)
+    const size_t of_b = p.n / 2 + (p.in_registers ? 4 : 1);
+    const std::string flag = said.substr(said.find("setp.ne.b32 adds, ") + 18);
+    const bool adds = flag[0] == '%' ? u32(args[std::atoi(flag.c_str() + 1)].in) != 0 : flag[0] != '0';
+    if (p.came == 0) p.adds = adds;
+    const bool is_same = p.text == said && p.adds == adds && p.b == args[of_b].in;
+    if (!is_same || (!p.in_registers && p.a != args[p.n / 2].in))
         fail("a product that is not that of the others of its warpgroup: " + said);
     p.args[self->number % 128] = args;
     if (++p.came == 128) {
@@ -193,35 +198,37 @@ inline void await_products(u32 left) {
 }
 
 // A box of a tensor map, as the driver for tests encodes it, into smem.
-inline void copy_box(u32 target, const u64* map, u32 barrier, std::vector<int> place) {
-    Thread* const by = self;
-    do_later([=] {
-        Thread* const before = self;
-        self = by;
+inline void copy_box(u32 target, const u64* parameter, u32 barrier, std::vector<int> place) {
+    // A parameter of the kernel, which is gone when its thread is.
+    struct { u64 words[16]; } held;
+    std::memcpy(&held, parameter, sizeof held);
+    do_later(self, [=] {
+        const u64* const map = held.words;
         const u32* const halves = reinterpret_cast<const u32*>(map + 11);
         static const u32 sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};
         const u32 rank = map[0] >> 8 & 0xff, size = sizes[map[0] & 0xff];
         const int bits = int(map[0] >> 24 & 0xff);     // none, 32, 64, 128 bytes
         u64 count = 1;
-        for (u32 i = 0; i < rank; ++i) count *= halves[i];
+        for (u32 i = 0; i < rank; ++i) {
+            if (halves[5 + i] != 1) fail("a tensor map that takes not every element");
+            count *= halves[i];
+        }
         for (u64 n = 0; n < count; ++n) {
             u64 rest = n, from = map[1];
             bool is_there = true;
             for (u32 i = 0; i < rank; ++i) {
-                const long at = long(place[i]) + long(rest % halves[i]) * halves[5 + i];
+                const long at = place[i] + long(rest % halves[i]);
                 rest /= halves[i];
                 is_there &= at >= 0 && u64(at) < map[2 + i];
                 from += u64(at) * (i == 0 ? size : map[7 + i - 1]);
             }
-            const u32 to = swizzled(u32(target + n * size), bits);
-            char* const at = shared_at(to, size);
+            char* const at = shared_at(swizzled(u32(target + n * size), bits), size);
             if (is_there) std::memcpy(at, reinterpret_cast<const void*>(from), size);
             else std::memset(at, 0, size);
         }
         Mbarrier& m = mbarrier(barrier);
         m.bytes -= long(count * size);
         m.settle();
-        self = before;
     });
 }
 
@@ -289,28 +296,59 @@ inline float f(Args args, int i) { return from_bits<float>(args[i].in); }
 template <typename T> inline void give(Args args, int i, T x) { std::memcpy(args[i].out, &x, sizeof x); }
 
 inline void run_bulk(const char* text, Args args) {
+    auto done = self->done;
     if (std::strstr(text, "reduce")) {
         ++self->bulk_started;
-        Thread* const by = self;
-        auto done = self->bulk_done;
         float* const target = reinterpret_cast<float*>(args[0].in);
         const u32 source = u32(args[1].in), bytes = u32(args[2].in);
-        do_later([=] {
-            Thread* const before = self;
-            self = by;
+        Thread* const by = self;
+        do_later(by, [=] {
             const float* const from = reinterpret_cast<const float*>(shared_at(source, bytes));
-            for (u32 i = 0; i < bytes / 4; ++i) target[i] += from[i];
-            ++*done;
-            self = before;
+            const std::vector<float> read(from, from + bytes / 4);
+            ++done->bulk_reads;
+            do_later(by, [=] {
+                for (size_t i = 0; i < read.size(); ++i) target[i] += read[i];
+                ++done->bulk_writes;
+            });
         });
     } else if (std::strstr(text, "wait_group")) {
-        wait("its bulk reductions", [] { return *self->bulk_done == self->bulk_started; });
+        if (!std::strstr(text, " 0;")) fail(std::string("an instruction that is not emulated: ") + text);
+        const u64& over = std::strstr(text, ".read") ? done->bulk_reads : done->bulk_writes;
+        wait("its bulk reductions", [&] { return over == self->bulk_started; });
     } else if (std::strstr(text, "tensor")) {
         const int axes = std::strstr(text, ".5d") ? 5 : 4;
         std::vector<int> place;
         for (int i = 0; i < axes; ++i) place.push_back(int(args[3 + i].in));
         copy_box(u32(args[0].in), reinterpret_cast<const u64*>(args[1].in), u32(args[2].in), place);
     }
+}
+
+inline void arrive(u32 at) {
+    Mbarrier& m = mbarrier(at);
+    if (--m.pending < 0) fail("more arrivals at an mbarrier than it awaits");
+    m.settle();
+}
+
+// Copies of a thread, which end in order.
+inline void run_copy(const char* text, Args args) {
+    auto done = self->done;
+    if (std::strstr(text, "wait_all"))
+        return wait("its copies", [&] { return done->copies == self->copies_started; });
+    self->last_due = std::max(self->last_due, turn) + 1 + draw() % 20;
+    const u32 at = u32(args[0].in);
+    if (std::strstr(text, "mbarrier.arrive.noinc")) return do_later(self, [=] { arrive(at); }, self->last_due);
+    if (!std::strstr(text, ".shared.global")) fail(std::string("an instruction that is not emulated: ") + text);
+    // So many bytes, of which as many as the last operand says come from memory and the others are zeros.
+    const bool is_16 = args.size() == 3;
+    const u32 bytes = is_16 ? 16 : u32(args[2].in), valid = u32(args[is_16 ? 2 : 3].in);
+    const void* const from = reinterpret_cast<const void*>(args[1].in);
+    ++self->copies_started;
+    do_later(self, [=] {
+        char* const to = shared_at(at, bytes);
+        std::memset(to, 0, bytes);
+        std::memcpy(to, from, valid);
+        ++done->copies;
+    }, self->last_due);
 }
 
 inline void run_mbarrier(const char* text, Args args) {
@@ -327,11 +365,11 @@ inline void run_mbarrier(const char* text, Args args) {
         const bool is_over = (m.phase & 1) != (args[2].in & 1);
         if (is_over) self->waits_for = nullptr, self->waits_at = 0;
         give(args, 0, u32(is_over));
+    } else if (std::strstr(text, "arrive")) {
+        if (std::strstr(text, "expect_tx")) mbarrier(u32(args[0].in)).bytes += long(args[1].in);
+        arrive(u32(args[0].in));
     } else {
-        Mbarrier& m = mbarrier(u32(args[0].in));
-        if (std::strstr(text, "expect_tx")) m.bytes += long(args[1].in);
-        if (--m.pending < 0) fail("more arrivals at an mbarrier than it awaits");
-        m.settle();
+        fail(std::string("an instruction that is not emulated: ") + text);
     }
 }
 
@@ -346,10 +384,7 @@ inline void run_shared(const char* text, Args args, bool stores) {
     }
 }
 
-inline bool begins(const char*& text, const char* with) {
-    const size_t n = std::strlen(with);
-    return std::strncmp(text, with, n) == 0;
-}
+inline bool begins(const char* text, const char* with) { return std::strncmp(text, with, std::strlen(with)) == 0; }
 
 inline void run_arithmetic(const char* text, Args args) {
     if (begins(text, "ex2.approx.ftz")) give(args, 0, flushed(std::exp2(flushed(f(args, 1)))));
@@ -380,6 +415,7 @@ inline void run_braced(const char* text, Args args) {
         meet(0, &came);
         return give(args, 0, u32(lane() == u32(__builtin_ctz(came))));
     }
+    // keep_before, and Scores::multiply_unless_zero.
     if (std::strstr(text, "never")) {
         if (f(args, 0) < 0) std::memcpy(shared_at(u32(args[1].in), 4), &args[0].in, 4);
         return;
@@ -399,28 +435,14 @@ inline void run_braced(const char* text, Args args) {
 __attribute__((noinline)) inline void run_ptx(const char* text, Args args) {
     while (*text == ' ') ++text;
     if (!*text || begins(text, "fence.") || begins(text, "setmaxnreg") || begins(text, "prefetch") ||
-        begins(text, "griddepcontrol") || begins(text, "wgmma.fence") || begins(text, "cp.async.wait_all") ||
-        begins(text, "cp.async.bulk.commit_group"))
+        begins(text, "griddepcontrol") || begins(text, "wgmma.fence") || begins(text, "cp.async.bulk.commit_group"))
         return;
     if (*text == '{') return run_braced(text, args);
     if (begins(text, "wgmma.commit_group")) return self->groups.push_back(self->products);
     if (begins(text, "wgmma.wait_group")) return await_products(u32(args[0].in));
     if (begins(text, "mbarrier.")) return run_mbarrier(text, args);
     if (begins(text, "cp.async.bulk") || begins(text, "cp.reduce")) return run_bulk(text, args);
-    if (begins(text, "cp.async.mbarrier")) {
-        Mbarrier& m = mbarrier(u32(args[0].in));
-        --m.pending;
-        return m.settle();
-    }
-    if (begins(text, "cp.async.c")) {
-        // So many bytes, of which as many as the last operand says come from memory and the others are zeros.
-        const bool is_16 = args.size() == 3;
-        const u32 bytes = is_16 ? 16 : u32(args[2].in), valid = u32(args[is_16 ? 2 : 3].in);
-        char* const to = shared_at(u32(args[0].in), bytes);
-        std::memset(to, 0, bytes);
-        std::memcpy(to, reinterpret_cast<const void*>(args[1].in), valid);
-        return;
-    }
+    if (begins(text, "cp.async.")) return run_copy(text, args);
     if (begins(text, "ld.shared")) return run_shared(text, args, false);
     if (begins(text, "st.shared")) return run_shared(text, args, true);
     if (begins(text, "stmatrix")) return store_matrices(args, std::strstr(text, ".trans"));
@@ -430,9 +452,11 @@ __attribute__((noinline)) inline void run_ptx(const char* text, Args args) {
         const bool is_tf32 = std::strstr(text, "tf32");
         return multiply_in_warp(args, is_tf32 ? 8 : 16, is_tf32, std::strstr(text, "f32.f16.f16"));
     }
-    if (begins(text, "bar.sync") || begins(text, "bar.arrive"))
+    if (begins(text, "bar.sync") || begins(text, "bar.arrive")) {
+        if (args[0].in > 15) fail("a CTA has 16 named barriers");
         return meet_cta(self->cta->named[args[0].in], u32(args[1].in), begins(text, "bar.sync"));
-    if (begins(text, "red.") || begins(text, "atom.")) {
+    }
+    if (begins(text, "red.")) {
         const bool adds_floats = std::strstr(text, ".f32");
         const int count = std::strstr(text, ".v4") ? 4 : 1;
         if (!adds_floats) fail(std::string("an instruction that is not emulated: ") + text);
@@ -451,7 +475,6 @@ __attribute__((noinline)) inline void run_ptx(const char* text, Args args) {
         self->waits_for = nullptr;
         return give(args, 0, *reinterpret_cast<const u32*>(args[1].in));
     }
-    if (begins(text, "mov.u64")) return give(args, 0, turn);
     run_arithmetic(text, args);
 }
 
