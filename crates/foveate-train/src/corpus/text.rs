@@ -121,25 +121,26 @@ fn says_something(value: &Value) -> bool {
 
 /// The messages of a conversation, or which of them has no text and what to do.
 fn said(turns: Vec<Turn>) -> Result<Vec<Message>, String> {
-    let message =
-        |(i, turn): (usize, Turn)| {
-            let lost = turn.lost();
-            let wrong = match (turn.content, lost) {
-            (Some(Value::String(content)), None) => return Ok(Message { role: turn.role, content }),
-            (Some(Value::String(_)), Some(lost)) => lost,
-            (None | Some(Value::Null), _) => {
+    let message = |(i, turn): (usize, Turn)| {
+        let lost = turn.lost();
+        let wrong = match turn.content {
+            Some(Value::String(content)) => match lost {
+                None => return Ok(Message { role: turn.role, content }),
+                Some(lost) => lost,
+            },
+            None | Some(Value::Null) => {
                 "no text (content is null or missing, as where a tool is called); give it a text, \
                  or leave the conversation out"
                     .to_owned()
             }
-            (Some(Value::Array(_)), _) => {
+            Some(Value::Array(_)) => {
                 "a list of parts for content; only text is learned: write it as one string"
                     .to_owned()
             }
-            (Some(_), _) => "a content that is no string; write it as one".to_owned(),
+            Some(_) => "a content that is no string; write it as one".to_owned(),
         };
-            Err(format!("message {} ({}) has {wrong}", i + 1, turn.role))
-        };
+        Err(format!("message {} ({}) has {wrong}", i + 1, turn.role))
+    };
     turns.into_iter().enumerate().map(message).collect()
 }
 

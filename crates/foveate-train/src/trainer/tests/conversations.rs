@@ -28,14 +28,19 @@ fn tokenizer_in(folder: &Path) {
     std::fs::write(folder.join("tokenizer_config.json"), beside.to_string()).unwrap();
 }
 
+/// A run on conversations with that tokenizer.
+fn run_of_words(place: &Place) -> (Summary, Log) {
+    tokenizer_in(&place.0.path().join("words"));
+    let sets = ["data.files=['chat.jsonl']", "data.tokenizer='words/tokenizer.json'"];
+    place.run(&place.recipe(&sets), Start::New).unwrap()
+}
+
 /// Of a checkpoint without it, others and `foveate generate` would write conversations without the tokens that a run
 /// learned to end turns with.
 #[test]
 fn what_lies_beside_a_tokenizer_of_the_recipe_is_used_and_goes_along_with_the_checkpoint() {
     let place = Place::new();
-    tokenizer_in(&place.0.path().join("words"));
-    let sets = ["data.files=['chat.jsonl']", "data.tokenizer='words/tokenizer.json'"];
-    let (summary, log) = place.run(&place.recipe(&sets), Start::New).unwrap();
+    let (summary, log) = run_of_words(&place);
     // `yes yes` and what ends that turn, of `<s>say ?</s>yes yes</s>`.
     assert_eq!(log.tokens, 6 * 3 * 24 * 3 / 7);
     let saved = checkpoint::read_config(&summary.checkpoint, Checksums::Verify).unwrap();
@@ -100,9 +105,7 @@ fn held_out_conversations_without_a_token_to_learn_have_no_loss_and_what_is_cut_
 #[test]
 fn a_tokenizer_may_have_added_tokens_that_its_model_does_not_know() {
     let place = Place::new();
-    tokenizer_in(&place.0.path().join("words"));
-    let sets = ["data.files=['chat.jsonl']", "data.tokenizer='words/tokenizer.json'"];
-    let (base, _) = place.run(&place.recipe(&sets), Start::New).unwrap();
+    let (base, _) = run_of_words(&place);
     let file = base.checkpoint.join("tokenizer.json");
     let whole: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     let model = format!("model={{ checkpoint = {:?} }}", base.checkpoint);
