@@ -25,7 +25,8 @@ const SECTIONS: [&str; 9] =
 /// A recipe that is right.
 const RECIPE: &str = include_str!("../../../../recipes/tiny.toml");
 /// Programs of others, of which nothing is known here.
-const OTHERS: [&str; 7] = ["$env/bin/python", "cd", "cp", "export", "git", "mdbook", "pip"];
+const OTHERS: [&str; 8] =
+    ["$env/bin/python", "COMMAND", "cd", "cp", "export", "git", "mdbook", "pip"];
 
 /// The repository, as commands and paths are looked up in it.
 pub struct Repository {
@@ -115,18 +116,21 @@ impl Repository {
 
     /// Checks one command.
     fn refused(&self, words: &[String]) -> Result<(), String> {
-        let words = &words[words.iter().take_while(|word| is_setting(word)).count()..];
-        let end = words.iter().position(|word| word == ">").unwrap_or(words.len());
-        let words: Vec<&str> = words[..end].iter().map(String::as_str).collect();
+        let given = &words[words.iter().take_while(|word| is_setting(word)).count()..];
+        let end = given.iter().position(|word| word == ">").unwrap_or(given.len());
+        let words: Vec<&str> = given[..end].iter().map(String::as_str).collect();
         let Some((&program, rest)) = words.split_first() else { return Ok(()) };
-        match program {
+        match program.trim_start_matches("target/debug/") {
             "foveate" => self.foveate(rest),
+            "foveate-conformance" => self.script("crates/foveate-conformance/src/options.rs", rest),
             "cargo" => self.cargo(rest),
             "python3" => match rest.split_first() {
                 Some((script, rest)) => self.script(script, rest),
                 None => Ok(()),
             },
             "gpu-bundle/run.sh" => self.script("scripts/gpu-run.sh", rest),
+            // It runs the command that it is given.
+            "scripts/emulated-gpu.sh" => self.refused(&given[1..]),
             _ if program.starts_with("scripts/") || program.starts_with(".ci/") => {
                 self.script(program, rest)
             }
@@ -300,6 +304,7 @@ fn commands_that_nobody_takes_are_found() {
         "cargo run -p foveate --example documents",
         "python3 benches/cpu_peers.py --quick --threads 2",
         "gpu-bundle/run.sh all",
+        "scripts/emulated-gpu.sh target/debug/foveate-conformance run --only packed",
         "crates/*/src/lib.rs",
         "--json",
         "softmax(q·k)",
@@ -323,6 +328,8 @@ fn commands_that_nobody_takes_are_found() {
         ("TRYBUILD=overwrite cargo test -p foveate-mods --test refuse", "there is no crates"),
         ("python3 benches/cpu_peers.py --quik", "does not know `--quik`"),
         ("gpu-bundle/run.sh everything", "does not know `everything`"),
+        ("scripts/emulated-gpu.sh foveate doctr", "unrecognized subcommand 'doctr'"),
+        ("scripts/emulated-gpu.sh foveate-conformance run --onyl packed", "not know `--onyl`"),
         ("scripts/gpu.sh", "there is no scripts/gpu.sh"),
         ("crates/foveate-cpu/src/lanes.rs", "there is no crates/foveate-cpu/src/lanes.rs"),
         ("FOVEATE_CASES", "nothing reads FOVEATE_CASES"),
