@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command with an emulated H200 in place of a GPU: kernels are compiled by NVRTC as ever, and when they are
-# launched their sources run on this machine's processor, every thread of the GPU a fiber (docs/hopper.md, "On the
-# host"). Times that are seen mean nothing.
+# launched their sources run on this machine's processor, every thread of the GPU a fiber (docs/gpu.md, "On the
+# host"), and with cuBLASLt and NCCL made for tests. Times that are seen mean nothing.
 #
 #     scripts/emulated-gpu.sh target/debug/foveate doctor
 #     scripts/emulated-gpu.sh target/debug/foveate-conformance run --cases conformance/cases --only causal \
@@ -27,7 +27,7 @@ nvrtc=$("$root/scripts/nvrtc.sh")
 REAL_NVRTC=$(ls "$nvrtc"/libnvrtc.so.* 2>/dev/null | head -n 1 || true)
 [ -n "$REAL_NVRTC" ] || { echo "no emulated GPU: there is no libnvrtc.so in '$nvrtc'" >&2; exit 77; }
 
-built=$root/target/emulated-gpu/$(cat "$0" "$sources"/driver/cuda.c "$sources"/emulator/* | sha256sum | cut -c 1-16)
+built=$root/target/emulated-gpu/$(cat "$0" "$sources"/{driver,emulator}/* | sha256sum | cut -c 1-16)
 if ! [ -e "$built" ]; then
     find "$root/target/emulated-gpu" -mindepth 1 -maxdepth 1 -mtime +7 -exec rm -rf {} + 2>/dev/null || true
     # In a folder of its own: others may be building the same.
@@ -36,6 +36,11 @@ if ! [ -e "$built" ]; then
     cc -c -fPIC -O1 -pthread -DLOADS -DRUNS -o "$own/cuda.o" "$sources/driver/cuda.c"
     c++ -c -fPIC -O1 -std=c++17 -o "$own/emulator.o" "$sources/emulator/emulator.cpp"
     c++ -shared -pthread -Wl,-soname,libcuda.so.1 -o "$own/lib/libcuda.so.1" "$own"/*.o -ldl
+    for library in cublasLt.so.13 nccl.so.2; do
+        name=${library%%.*}
+        cc -shared -fPIC -O3 -Wl,-soname,lib$library -o "$own/lib/lib$library" "$sources/driver/${name,,}.c" \
+            "$own/lib/libcuda.so.1" -Wl,-rpath,'$ORIGIN' -lm
+    done
     cc -shared -fPIC -O1 -Wl,-soname,libnvrtc.so.13 -o "$own/lib/libnvrtc.so.13" "$sources/emulator/nvrtc.c" -ldl
     mv -T "$own" "$built" 2>/dev/null || rm -rf "$own"
 fi
@@ -43,9 +48,9 @@ fi
 # The driver lists launches there.
 home=$(mktemp -d)
 trap 'rm -rf "$home"' EXIT
-export REAL_NVRTC KERNELS=$built/kernels EMULATOR=$sources/emulator
+export REAL_NVRTC CUBINS=$built/kernels EMULATOR=$sources/emulator
 export FOVEATE_CUDA_LIBRARIES=$built/lib FOVEATE_CACHE_DIR=$built/cache HOME=$home
 # NVRTC looks for its other half beside itself.
 export LD_LIBRARY_PATH=$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-export SMS=${SMS:-2} TOTAL=${TOTAL:-4000000000}
+export SMS=${SMS:-2} TOTAL=${TOTAL:-4000000000} FOVEATE_EXACT_MEMORY=1
 "$@"

@@ -81,20 +81,28 @@ static void multiply(void *of) {
     int64_t *o = p->op.number, *a = p->a.number, *b = p->b.number, *added = p->c.number, *c = p->d.number, size[3];
     sizes(o, a, b, c, size);
     cuEventQuery(0); /* everything queued before */
-    for (int64_t n = 0; n < c[BATCH]; n++)
-        for (int64_t j = 0; j < size[1]; j++)
-            for (int64_t i = 0; i < size[0]; i++) {
+    int64_t rows = size[0], terms = size[2] - WRONG * (size[2] > 500);
+    /* op(a), of which the rows lie side by side: sums of all rows are added to at once, each in the order of its terms. */
+    double *factors = malloc((terms + 1) * rows * sizeof(double)), *sums = factors + terms * rows;
+    for (int64_t n = 0; n < c[BATCH]; n++) {
+        for (int64_t l = 0; l < terms; l++)
+            for (int64_t i = 0; i < rows; i++)
+                factors[l * rows + i] = get(p->A, n * a[STRIDE] + (o[TRANSPOSE_A] ? i * a[LEADING] + l : l * a[LEADING] + i), a[TYPE]);
+        for (int64_t j = 0; j < size[1]; j++) {
+            memset(sums, 0, rows * sizeof(double));
+            for (int64_t l = 0; l < terms; l++) {
+                double y = get(p->B, n * b[STRIDE] + (o[TRANSPOSE_B] ? l * b[LEADING] + j : j * b[LEADING] + l), b[TYPE]);
+                for (int64_t i = 0; i < rows; i++) sums[i] += factors[l * rows + i] * y;
+            }
+            for (int64_t i = 0; i < rows; i++) {
                 int64_t at = n * c[STRIDE] + j * c[LEADING] + i, from = n * added[STRIDE] + j * added[LEADING] + i;
-                double sum = 0;
-                for (int64_t l = 0; l < size[2] - WRONG * (size[2] > 500); l++) {
-                    int64_t x = n * a[STRIDE] + (o[TRANSPOSE_A] ? i * a[LEADING] + l : l * a[LEADING] + i);
-                    int64_t y = n * b[STRIDE] + (o[TRANSPOSE_B] ? l * b[LEADING] + j : j * b[LEADING] + l);
-                    sum += get(p->A, x, a[TYPE]) * get(p->B, y, b[TYPE]);
-                }
-                double value = p->alpha * sum + (p->beta == 0 ? 0 : p->beta * get(p->C, from, added[TYPE]));
+                double value = p->alpha * sums[i] + (p->beta == 0 ? 0 : p->beta * get(p->C, from, added[TYPE]));
                 if (o[EPILOGUE] & 4) value += get((void *)o[BIAS], i, o[BIAS_TYPE]);
                 put(p->D, at, c[TYPE], value);
             }
+        }
+    }
+    free(factors);
 }
 int cublasLtMatmul(void *h, Descriptor *op, const float *alpha, const void *A, Descriptor *da, const void *B, Descriptor *db,
                    const float *beta, const void *C, Descriptor *dc, void *D, Descriptor *dd, const uint64_t *algorithm,

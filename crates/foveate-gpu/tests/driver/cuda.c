@@ -5,7 +5,8 @@
  * ends are not in memory that the driver has given, of the device or pinned; a launch with an address among
  * its parameters, tensor maps included, that is not in memory of a device. A copy that is carried out when
  * its memory is gone ends the process.
- * RUNS, when it is compiled with LOADS: launches run, by the emulator beside this folder, when they are queued.
+ * RUNS, when it is compiled with LOADS: launches run, by the emulator beside this folder, when they are queued. Memory is
+ * of its own pages then, with pages that nobody may touch before and behind, and holds 0xff bytes: NaN in every format.
  * LOADS, when it is compiled: kernels load, and their launches are listed; of a thread whose name begins
  * with `rank-` in a file of its own, with the number of the stream among those of the thread, copies on
  * the device and waits for events.
@@ -24,15 +25,11 @@
  * MAP_ROWS: of so many entries of its second axis no tensor map is encoded. SMS: how many there are. NAME: that of the devices. CUDA: its version.
  * CAPABILITY: that of the devices, times 10. */
 #define _GNU_SOURCE
-#ifdef ZEROS /* what is read before it was written */
-#define NEW(n) calloc(1, n)
-#else
-#define NEW(n) malloc(n)
-#endif
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 typedef unsigned long long Address;
@@ -102,13 +99,36 @@ int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return 0; }
 int cuCtxGetCurrent(void **c) { return *c = (void *)(size_t)(now + 1), 0; }
 int cuCtxSetCurrent(void *c) { return now = (int)(size_t)c - 1, contexts_set++, 0; }
 int cuMemGetInfo_v2(size_t *f, size_t *t) { IN_CONTEXT; return *t = total(), *f = *t - taken[now], 0; }
+#ifdef RUNS
+enum { PAGE = 4096 };
+/* The bytes between the pages that nobody may touch; the last of them, but for the alignment, are given out. */
+static size_t own_pages(size_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
+static void *new_memory(size_t n) {
+    char *at = mmap(0, own_pages(n) + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED || mprotect(at + PAGE, own_pages(n), PROT_READ | PROT_WRITE)) return 0;
+    return memset(at + PAGE + own_pages(n) - (n + 15) / 16 * 16, 0xff, n);
+}
+static void delete_memory(void *p, size_t n) {
+    munmap((char *)p + (n + 15) / 16 * 16 - own_pages(n) - PAGE, own_pages(n) + 2 * PAGE);
+}
+#else
+static void *new_memory(size_t n) {
+#ifdef ZEROS /* what is read before it was written */
+    return calloc(1, n);
+#else
+    return malloc(n);
+#endif
+}
+static void delete_memory(void *p, size_t n) { (void)n, free(p); }
+#endif
 static int alloc(Address *a, size_t n, int device) {
     size_t i = 0;
     if (device != PINNED && n > total() - taken[device]) return 2;
     while (i < BLOCKS && blocks[i].start) i++;
     if (i == BLOCKS) return 999;
+    if (!(*a = (Address)(size_t)new_memory(n))) return 2;
     if (i >= used_blocks) used_blocks = i + 1;
-    blocks[i].start = *a = (Address)(size_t)NEW(n), blocks[i].bytes = n, blocks[i].device = device;
+    blocks[i].start = *a, blocks[i].bytes = n, blocks[i].device = device;
     if (device != PINNED) taken[device] += n;
     return 0;
 }
@@ -147,8 +167,19 @@ static int release(Address a, int pinned) {
     if (i == BLOCKS || blocks[i].start != a || pinned != (blocks[i].device == PINNED)) return 1;
     if (!pinned) taken[blocks[i].device] -= blocks[i].bytes;
     blocks[i].start = 0;
-    return free((void *)(size_t)a), 0;
+    return delete_memory((void *)(size_t)a, blocks[i].bytes), 0;
 }
+#ifdef RUNS
+/* Says where the nearest memory before an address ends or begins, for a kernel that touched the address. */
+void tell_of_memory(Address a) {
+    size_t near = BLOCKS;
+    for (size_t i = 0; i < used_blocks; i++)
+        if (blocks[i].start && blocks[i].start <= a + PAGE && (near == BLOCKS || blocks[i].start > blocks[near].start)) near = i;
+    if (near == BLOCKS) return;
+    long long at = (long long)(a - blocks[near].start);
+    fprintf(stderr, "emulated GPU: that is byte %lld of memory of %zu B\n", at, blocks[near].bytes);
+}
+#endif
 /* A graph, and what it does when it is launched. */
 struct node {
     char *to; const char *from; size_t bytes; unsigned word; /* a copy or a fill; of a call its data are `to` */

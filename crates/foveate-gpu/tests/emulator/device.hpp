@@ -1,5 +1,5 @@
-// A GPU on the host: what the source of a kernel is compiled behind, once its inline assembly has become calls of
-// run_ptx. Every thread is a fiber; warps, warpgroups and CTAs meet where instructions say so, and nowhere else. Fibers
+// A GPU on the host: what the source of a kernel is compiled behind, once its inline assembly has become calls
+// (ptx.hpp). Every thread is a fiber; warps, warpgroups and CTAs meet where instructions say so, and nowhere else. Fibers
 // run in an order drawn from a seed, and what is asynchronous happens late: a copy some turns after it was started, a
 // product of a warpgroup when somebody waits for it. Or all of it happens at once (EAGER). So what reads too early, or
 // writes too early over what is still to be read, gives other numbers in one of the two, and a wait without an end is
@@ -9,6 +9,7 @@
 #pragma once
 #include <algorithm>
 #include <cfloat>
+#include <chrono>
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
@@ -19,11 +20,13 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <signal.h>
 #include <string>
-#include <sys/mman.h>
 #include <ucontext.h>
 #include <unordered_map>
 #include <vector>
+
+#include "host.hpp"
 
 #define __CUDA_ARCH__ 900
 #define __device__
@@ -57,7 +60,6 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 constexpr u32 SHARED_BASE = 1024;          // the smem address of a CTA's first byte
-constexpr size_t STACK = 256 << 10, GUARD = 4096;
 
 [[noreturn]] void fail(const std::string& why);
 
@@ -100,15 +102,22 @@ struct Cta {
 };
 // What of a thread's is over, which may outlive the thread.
 struct Done { u64 bulk_reads = 0, bulk_writes = 0, copies = 0; };
+// What a thread runs on, and the next thread after it.
+struct Fiber {
+    ucontext_t start;
+    jmp_buf now;
+    char* stack;
+    bool has_started = false;
+};
 struct Thread {
     Cta* cta;
     u32 number;
-    ucontext_t start;
-    jmp_buf now;
-    char* stack = nullptr;
-    bool has_started = false, is_done = false;
+    Fiber* fiber;
+    bool is_done = false;
     std::shared_ptr<Done> done = std::make_shared<Done>();
     const char* waits_for = nullptr;
+    const u64* watched = nullptr;          // it cannot go on while this is `seen`
+    u64 seen = 0;
     u32 waits_at = 0, waits_parity = 0;    // of an mbarrier
     u64 products = 0;                      // that it has started
     std::vector<u64> groups;               // at which of them its groups end
@@ -133,7 +142,13 @@ inline u64 draw() {
     return seed;
 }
 inline void yield() {
-    if (!_setjmp(self->now)) _longjmp(scheduler, 1);
+    if (!_setjmp(self->fiber->now)) _longjmp(scheduler, 1);
+}
+// Until `count`, which others change, is another than now.
+inline void wait_for_change(const char* what, const u64& count) {
+    self->waits_for = what, self->watched = &count, self->seen = count;
+    yield();
+    self->waits_for = nullptr, self->watched = nullptr;
 }
 template <typename F>
 inline void wait(const char* what, F until) {
@@ -165,12 +180,16 @@ inline const u64* meet(u64 mine, u32* came = nullptr, const char* what = __built
     Warp& w = warp();
     const u64 now = w.meetings;
     const int half = now & 1;
-    if (w.here == 0) w.came[half] = 0, w.what = what, std::memset(w.given[half], 0, sizeof w.given[half]);
-    if (std::strcmp(w.what, what)) fail(std::string("lanes of a warp meet in ") + what + " and in " + w.what);
+    if (w.here == 0) {
+        w.came[half] = 0, w.what = what;
+        if (w.alive < 32) std::memset(w.given[half], 0, sizeof w.given[half]);
+    }
+    if (w.what != what && std::strcmp(w.what, what))
+        fail(std::string("lanes of a warp meet in ") + what + " and in " + w.what);
     w.given[half][lane()] = mine;
     w.came[half] |= 1u << lane();
     if (++w.here == w.alive) w.here = 0, ++w.meetings, ++changes;
-    else wait("its warp", [&] { return w.meetings != now; });
+    else wait_for_change("its warp", w.meetings);
     if (came) *came = w.came[half];
     return w.given[half];
 }
@@ -198,9 +217,8 @@ inline Mbarrier& mbarrier(u32 at) {
     return found->second;
 }
 inline void meet_cta(Meeting& m, u32 threads, bool waits) {
-    const u64 now = m.rounds;
     if (++m.here == threads) m.here = 0, m.any_before = m.any, m.any = 0, ++m.rounds, ++changes;
-    else if (waits) wait("a barrier of its CTA", [&] { return m.rounds != now; });
+    else if (waits) wait_for_change("a barrier of its CTA", m.rounds);
 }
 
 inline char* shared_at(u32 at, u32 bytes) {
@@ -220,7 +238,7 @@ inline void end_thread() {
         cta.all.here = 0, cta.all.any_before = cta.all.any, cta.all.any = 0, ++cta.all.rounds;
     ++changes;
     self->is_done = true;
-    _longjmp(scheduler, 1);
+    yield();
 }
 
 static std::function<void()> entry;
@@ -228,8 +246,10 @@ static std::function<void()> entry;
 static std::map<std::string, void (*)(void**)> kernels;
 inline bool know(const char* name, void (*kernel)(void**)) { return kernels[name] = kernel, true; }
 inline void begin() {
-    entry();
-    end_thread();
+    while (true) {
+        entry();
+        end_thread();
+    }
 }
 
 inline void resume(Thread& t) {
@@ -237,14 +257,15 @@ inline void resume(Thread& t) {
     threadIdx = {t.number, 0, 0};
     blockIdx = t.cta->index;
     if (_setjmp(scheduler)) return;
-    if (t.has_started) _longjmp(t.now, 1);
-    t.has_started = true;
-    getcontext(&t.start);
-    t.start.uc_stack.ss_sp = t.stack;
-    t.start.uc_stack.ss_size = STACK;
-    t.start.uc_link = nullptr;
-    makecontext(&t.start, begin, 0);
-    setcontext(&t.start);
+    Fiber& fiber = *t.fiber;
+    if (fiber.has_started) _longjmp(fiber.now, 1);
+    fiber.has_started = true;
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack;
+    fiber.start.uc_stack.ss_size = STACK;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, begin, 0);
+    setcontext(&fiber.start);
 }
 
 inline void do_what_is_due(bool all) {
@@ -271,19 +292,14 @@ inline void report(std::vector<std::unique_ptr<Thread>>& threads) {
     }
 }
 
-// Stacks of threads, which are used again; below each a page that nobody may touch.
-static std::vector<char*> stacks;
-inline char* stack_of(size_t number) {
-    while (stacks.size() <= number) {
-        void* const made = mmap(nullptr, GUARD + STACK, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (made == MAP_FAILED || mprotect(made, GUARD, PROT_NONE)) {
-            std::fprintf(stderr, "emulated GPU: no memory for the stacks of %zu threads\n", number + 1);
-            std::abort();
-        }
-        stacks.push_back(static_cast<char*>(made) + GUARD);
+static const Host* host;
+static std::vector<std::unique_ptr<Fiber>> fibers;
+inline Fiber* fiber_of(size_t number) {
+    while (fibers.size() <= number) {
+        fibers.push_back(std::make_unique<Fiber>());
+        fibers.back()->stack = host->stack_of(fibers.size() - 1);
     }
-    return stacks[number];
+    return fibers[number].get();
 }
 
 // Runs CTAs first .. end of a grid, side by side.
@@ -303,7 +319,7 @@ inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
             auto t = std::make_unique<Thread>();
             t->cta = cta.get();
             t->number = n;
-            t->stack = stack_of(threads.size());
+            t->fiber = fiber_of(threads.size());
             ++cta->warps[n / 32].alive;
             threads.push_back(std::move(t));
         }
@@ -328,7 +344,7 @@ inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
             const size_t lanes = std::min<size_t>(32, cta_end - at), first = draw() % lanes;
             for (size_t i = 0; i < lanes; ++i) {
                 Thread& t = *threads[at + (first + i) % lanes];
-                if (t.is_done) continue;
+                if (t.is_done || (t.watched && *t.watched == t.seen)) continue;
                 resume(t);
                 if (t.is_done) --left, ++changes;
             }
@@ -348,28 +364,57 @@ inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
     self = nullptr;
 }
 
+// Tells of a kernel that touches what is no memory.
+inline void touched(int, siginfo_t* what, void*) {
+    const u64 at = u64(reinterpret_cast<uintptr_t>(what->si_addr));
+    std::fprintf(stderr, "emulated GPU: address %#llx is touched, where no memory is\n", (unsigned long long)at);
+    host->tell_of_memory(at);
+    fail("it was this thread");
+}
+// While it lives, a thread that touches what is no memory is told of, on a stack that is not its own.
+struct Watch {
+    struct sigaction before;
+    stack_t stack_before;
+    std::vector<char> stack;
+
+    Watch() : stack(64 << 10) {
+        stack_t own = {};
+        own.ss_sp = stack.data(), own.ss_size = stack.size();
+        sigaltstack(&own, &stack_before);
+        struct sigaction action = {};
+        action.sa_sigaction = touched, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        sigaction(SIGSEGV, &action, &before);
+    }
+    ~Watch() {
+        sigaction(SIGSEGV, &before, nullptr);
+        sigaltstack(&stack_before, nullptr);
+    }
+};
+
 }  // namespace emulated
 
-// Runs a grid of the kernel `name`, so many CTAs at a time.
-extern "C" __attribute__((visibility("default"))) void emulated_run(const char* name, const unsigned* grid,
-                                                                    unsigned threads, unsigned shared,
-                                                                    void** parameters, unsigned long long seed,
-                                                                    int eager, unsigned together) {
-    gridDim = {grid[0], grid[1], grid[2]};
-    blockDim = {threads, 1, 1};
-    emulated::seed = seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
-    emulated::eager = eager;
-    const auto kernel = emulated::kernels.find(name);
-    if (kernel == emulated::kernels.end()) std::fprintf(stderr, "emulated GPU: no kernel %s\n", name), std::abort();
-    emulated::entry = [=] { kernel->second(parameters); };
-    const unsigned long long ctas = (unsigned long long)grid[0] * grid[1] * grid[2];
-    for (unsigned long long i = 0; i < ctas; i += together)
-        emulated::run_ctas(i, std::min<unsigned long long>(ctas, i + together), threads, shared);
+extern "C" __attribute__((visibility("default"))) void emulated_run(const emulated::Launch& launch,
+                                                                    const emulated::Host& host) {
+    gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
+    blockDim = {launch.threads, 1, 1};
+    emulated::seed = launch.seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
+    emulated::eager = launch.eager;
+    emulated::host = &host;
+    const auto kernel = emulated::kernels.find(launch.name);
+    if (kernel == emulated::kernels.end())
+        std::fprintf(stderr, "emulated GPU: no kernel %s\n", launch.name), std::abort();
+    emulated::entry = [=] { kernel->second(launch.parameters); };
+    const emulated::Watch watch;
+    const unsigned long long ctas = (unsigned long long)gridDim.x * gridDim.y * gridDim.z;
+    for (unsigned long long i = 0; i < ctas; i += launch.together)
+        emulated::run_ctas(i, std::min<unsigned long long>(ctas, i + launch.together), launch.threads, launch.shared);
+    emulated::fibers.clear();              // their stacks are another kernel's next
 }
 
 // ---- what CUDA C++ has of its own ----
 
 template <typename T> inline T __ldg(const T* at) { return *at; }
+template <typename T> inline void __stcs(T* at, const T& x) { *at = x; }
 template <typename T> inline T __shfl_sync(unsigned, T x, int from, int = 32) {
     return emulated::from_bits<T>(emulated::meet(emulated::bits_of(x))[from & 31]);
 }
@@ -425,6 +470,7 @@ inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __fdividef(float x, float y) { return std::fabs(y) > 0x1p126f && std::fabs(y) < INFINITY ? 0.f : x / y; }
 inline float __log2f(float x) { return std::log2(x); }
+inline float __saturatef(float x) { return x > 0 ? std::fmin(x, 1.f) : 0.f; }
 inline float __int2float_rn(int x) { return float(x); }
 inline float __ll2float_rn(long long x) { return float(x); }
 inline long long __float2ll_rn(float x) { return x != x ? (long long)(1ull << 63) : std::llrint(x); }

@@ -1,5 +1,5 @@
 // Runs kernels on the host, for a driver made for tests: the source of a cubin, as NVRTC for tests has kept it, is
-// compiled as C++ behind device.hpp, once, and called. Variables: KERNELS, the folder of sources; EMULATOR, that of
+// compiled as C++ behind device.hpp, once, and called. Variables: CUBINS, the folder of sources; EMULATOR, that of
 // device.hpp; SEED, of the order in which threads run; EAGER, for what is asynchronous to happen at once; REPLACE and
 // WITH, a text of kernels and what stands in its place, for tests that have to notice.
 #include <algorithm>
@@ -13,9 +13,12 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <vector>
+
+#include "host.hpp"
 
 namespace {
 
@@ -93,11 +96,12 @@ std::string translated(const std::string& source) {
                 to += "(void)0";
                 continue;
             }
-            to += "emulated::run_ptx(" + all[0] + ", {";
+            to += "[&] { static const char* const text = " + all[0] +
+                  "; static const emulated::Run run = emulated::instruction(text); run(text, {";
             for (size_t i = 1; i < all.size() && i < 3; ++i)
                 for (const std::string& each : parts(all[i], ','))
                     if (!is_blank(each)) to += operand(each, i == 1) + ", ";
-            to += "})";
+            to += "}); }()";
         } else if (is_word(at, "extern __shared__")) {
             // extern __shared__ [__align__(n)] T name[];
             const size_t end = source.find(';', at);
@@ -155,8 +159,6 @@ std::string registered(const std::string& source) {
     return to + source.substr(done);
 }
 
-typedef void (*Run)(const char*, const unsigned*, unsigned, unsigned, void**, unsigned long long, int, unsigned);
-
 std::string variable(const char* name, const char* otherwise) {
     const char* text = std::getenv(name);
     return text ? text : otherwise;
@@ -186,11 +188,11 @@ std::string hash_of(const char* bytes, size_t count) {
     return name;
 }
 
-Run compiled(const char* cubin) {
-    static std::map<const void*, Run> known;
+emulated::RunLaunch compiled(const char* cubin) {
+    static std::map<const void*, emulated::RunLaunch> known;
     if (known.count(cubin)) return known[cubin];
     const std::string replaced = variable("REPLACE", ""), with = variable("WITH", "");
-    const std::string kept = variable("KERNELS", ".") + ("/" + hash_of(cubin, cubin_bytes(cubin)));
+    const std::string kept = variable("CUBINS", ".") + ("/" + hash_of(cubin, cubin_bytes(cubin)));
     std::ifstream file(kept + ".cu");
     if (!file) std::fprintf(stderr, "emulated GPU: there is no source %s.cu\n", kept.c_str()), std::abort();
     std::stringstream text;
@@ -208,7 +210,7 @@ Run compiled(const char* cubin) {
         const std::string own = at + "." + std::to_string(getpid());
         std::ofstream(own + ".cpp") << "#include \"device.hpp\"\n" << registered(translated(source));
         const std::string options = "-std=c++17 -O1 -w -Wno-psabi -shared -fPIC -ffp-contract=off "
-                                    "-fno-strict-aliasing -fvisibility=hidden -U_FORTIFY_SOURCE";
+                                    "-fno-strict-aliasing -fno-threadsafe-statics -fvisibility=hidden -U_FORTIFY_SOURCE";
         auto quoted = [](const std::string& path) { return " '" + path + "'"; };
         const std::string command = "c++ " + options + " -I" + quoted(variable("EMULATOR", ".")) + " -o" + quoted(own) +
                                     quoted(own + ".cpp") + " && mv" + quoted(own + ".cpp") + quoted(at + ".cpp") +
@@ -218,10 +220,26 @@ Run compiled(const char* cubin) {
     }
     void* const opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!opened) std::fprintf(stderr, "emulated GPU: %s\n", dlerror()), std::abort();
-    return known[cubin] = reinterpret_cast<Run>(dlsym(opened, "emulated_run"));
+    return known[cubin] = reinterpret_cast<emulated::RunLaunch>(dlsym(opened, "emulated_run"));
+}
+
+// Stacks, which are used again; below each is a page that nobody may touch.
+char* stack_of(size_t number) {
+    constexpr size_t GUARD = 4096;
+    static std::vector<char*> stacks;
+    while (stacks.size() <= number) {
+        void* const made = mmap(nullptr, GUARD + emulated::STACK, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (made == MAP_FAILED || mprotect(made, GUARD, PROT_NONE))
+            std::fprintf(stderr, "emulated GPU: no memory for the stacks of %zu threads\n", number + 1), std::abort();
+        stacks.push_back(static_cast<char*>(made) + GUARD);
+    }
+    return stacks[number];
 }
 
 }  // namespace
+
+extern "C" void tell_of_memory(unsigned long long);
 
 extern "C" void run_kernel(const void* cubin, const char* name, const unsigned* grid, unsigned threads, unsigned shared,
                            void** p) {
@@ -229,6 +247,7 @@ extern "C" void run_kernel(const void* cubin, const char* name, const unsigned* 
     const unsigned long long seed = std::strtoull(variable("SEED", "1").c_str(), nullptr, 10) + launches++;
     // CTAs that wait for one another all run at once.
     const unsigned together = std::max(8, std::atoi(variable("SMS", "8").c_str()));
-    const Run run = compiled(static_cast<const char*>(cubin));
-    run(name, grid, threads, shared, p, seed, variable("EAGER", "0") != "0", together);
+    const bool is_eager = variable("EAGER", "0") != "0";
+    compiled(static_cast<const char*>(cubin))({name, grid, threads, shared, p, seed, is_eager, together},
+                                              {stack_of, tell_of_memory});
 }

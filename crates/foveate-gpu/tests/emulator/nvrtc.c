@@ -1,5 +1,5 @@
 /* NVRTC for tests that run kernels on the host: this machine's own, named by the variable REAL_NVRTC, which compiles as
- * ever; and the source of each cubin is kept beside it, in the folder KERNELS, by a hash of the cubin. */
+ * ever; and the source of each cubin is kept beside it, in the folder CUBINS, by a hash of the cubin. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -48,7 +48,7 @@ int nvrtcGetCUBIN(struct program *p, char *cubin) {
     unsigned long long hash = 14695981039346656037u;
     if (code || nvrtcGetCUBINSize(p, &n)) return code;
     for (size_t i = 0; i < n; i++) hash = (hash ^ (unsigned char)cubin[i]) * 1099511628211u;
-    snprintf(path, sizeof path, "%s/%016llx.cu", getenv("KERNELS"), hash);
+    snprintf(path, sizeof path, "%s/%016llx.cu", getenv("CUBINS"), hash);
     snprintf(own, sizeof own, "%s.%d", path, (int)getpid());
     FILE *file = fopen(own, "w");
     if (!file) return 11;

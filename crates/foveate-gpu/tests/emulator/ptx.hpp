@@ -1,4 +1,5 @@
-// The instructions that kernels write in PTX. An asm statement becomes run_ptx(text, {outputs and inputs}).
+// The instructions that kernels write in PTX. An asm statement finds what its text does once, by instruction(text), and
+// calls it with the text and {outputs and inputs}.
 #pragma once
 
 namespace emulated {
@@ -13,6 +14,14 @@ template <typename T> inline Arg out(T& x) {
     std::memcpy(&bits, &x, sizeof x);
     return {&x, bits};
 }
+// The operands of an asm statement, which stand until it is over.
+struct Args {
+    const Arg* first;
+    size_t count;
+
+    Args(std::initializer_list<Arg> all) : first(all.begin()), count(all.size()) {}
+    const Arg& operator[](size_t i) const { return first[i]; }
+};
 // What an output held is not read where it is written only.
 template <typename T> inline Arg only_out(T& x) { return {&x, 0}; }
 inline Arg in_f(float x) { return {nullptr, bits_of(x)}; }
@@ -142,7 +151,7 @@ inline void multiply(Product& p) {
     ++changes;
 }
 
-inline void start_product(const char* text, const std::vector<Arg>& args) {
+inline void start_product(const char* text, Args args) {
     Warpgroup& group = self->cta->warpgroups[self->number / 128];
     const u64 number = self->products++;
     while (group.first + group.products.size() <= number) group.products.push_back(std::make_shared<Product>());
@@ -174,7 +183,7 @@ inline void start_product(const char* text, const std::vector<Arg>& args) {
     const bool is_same = p.text == said && p.adds == adds && p.b == args[of_b].in;
     if (!is_same || (!p.in_registers && p.a != args[p.n / 2].in))
         fail("a product that is not that of the others of its warpgroup: " + said);
-    p.args[self->number % 128] = args;
+    p.args[self->number % 128].assign(args.first, args.first + args.count);
     if (++p.came == 128) {
         ++changes;
         if (eager) multiply(p);
@@ -234,35 +243,41 @@ inline void copy_box(u32 target, const u64* parameter, u32 barrier, std::vector<
 
 // ---- products of a warp ----
 
-inline void multiply_in_warp(const std::vector<Arg>& args, int k, bool is_tf32, bool is_half) {
-    // d, then a, then b; everybody's operands are read before anybody goes on.
-    const u64* given = meet(u64(reinterpret_cast<uintptr_t>(&args)));
-    float d[4];
-    for (int i = 0; i < 4; ++i) {
-        const int row = lane() / 4 + i / 2 * 8, column = lane() % 4 * 2 + i % 2;
-        float sum = 0;
-        for (int j = 0; j < k; ++j) {
-            float x, y;
-            if (is_tf32) {
-                const auto& of_a = *reinterpret_cast<const std::vector<Arg>*>(given[row % 8 * 4 + j % 4]);
-                const auto& of_b = *reinterpret_cast<const std::vector<Arg>*>(given[column * 4 + j % 4]);
-                x = from_bits<float>(u32(of_a[4 + row / 8 + j / 4 * 2].in) & 0xffffe000);
-                y = from_bits<float>(u32(of_b[8 + j / 4].in) & 0xffffe000);
-            } else {
-                const auto& of_a = *reinterpret_cast<const std::vector<Arg>*>(given[row % 8 * 4 + j % 8 / 2]);
-                const auto& of_b = *reinterpret_cast<const std::vector<Arg>*>(given[column * 4 + j % 8 / 2]);
-                x = widen16(u32(of_a[4 + row / 8 + j / 8 * 2].in) >> 16 * (j % 2), is_half);
-                y = widen16(u32(of_b[8 + j / 8].in) >> 16 * (j % 2), is_half);
+// One lane multiplies for all: their operands are d, then a, then b.
+inline void multiply_in_warp(const char* text, Args args) {
+    u64 lanes[32];
+    std::memcpy(lanes, meet(u64(reinterpret_cast<uintptr_t>(args.first))), sizeof lanes);
+    auto of = [&](int lane) { return reinterpret_cast<const Arg*>(lanes[lane]); };
+    if (lane() == 0) {
+        const bool is_tf32 = std::strstr(text, "tf32"), is_half = std::strstr(text, "f32.f16.f16");
+        const int k = is_tf32 ? 8 : 16, per = is_tf32 ? 1 : 2;     // terms; of them in a word
+        float a[16][16], b[16][8];
+        auto term = [&](u64 word, int i) {
+            return is_tf32 ? from_bits<float>(u32(word) & 0xffffe000) : widen16(u32(word) >> 16 * i, is_half);
+        };
+        for (int l = 0; l < 32; ++l)
+            for (int word = 0; word < 4; ++word)
+                for (int i = 0; i < per; ++i) {
+                    const int at = l % 4 * per + i + word / 2 * k / 2;
+                    a[l / 4 + word % 2 * 8][at] = term(of(l)[4 + word].in, i);
+                    if (word % 2 == 0) b[at][l / 4] = term(of(l)[8 + word / 2].in, i);
+                }
+        for (int row = 0; row < 16; ++row) {
+            float sums[8] = {};
+            for (int j = 0; j < k; ++j)
+                for (int column = 0; column < 8; ++column) sums[column] += a[row][j] * b[j][column];
+            for (int column = 0; column < 8; ++column) {
+                const Arg& d = of(row % 8 * 4 + column / 2)[row / 8 * 2 + column % 2];
+                *static_cast<float*>(d.out) = from_bits<float>(d.in) + sums[column];
             }
-            sum += x * y;
         }
-        d[i] = from_bits<float>(args[i].in) + sum;
     }
     meet(0);
-    for (int i = 0; i < 4; ++i) *static_cast<float*>(args[i].out) = d[i];
 }
 // Four or two 8x8 matrices of 16 bits, whose rows stand where lanes say.
-inline void load_matrices(const std::vector<Arg>& args, int count, bool transposed) {
+inline void load_matrices(const char* text, Args args) {
+    const bool transposed = std::strstr(text, ".trans");
+    const int count = std::strstr(text, ".x4") ? 4 : 2;
     const u64* rows = meet(args[count].in);
     for (int m = 0; m < count; ++m) {
         u32 bits = 0;
@@ -276,7 +291,8 @@ inline void load_matrices(const std::vector<Arg>& args, int count, bool transpos
         *static_cast<u32*>(args[m].out) = bits;
     }
 }
-inline void store_matrices(const std::vector<Arg>& args, bool transposed) {
+inline void store_matrices(const char* text, Args args) {
+    const bool transposed = std::strstr(text, ".trans");
     u64 rows[32];
     std::memcpy(rows, meet(args[0].in), sizeof rows);
     for (int m = 0; m < 4; ++m)
@@ -291,7 +307,6 @@ inline void store_matrices(const std::vector<Arg>& args, bool transposed) {
 
 // ---- dispatch ----
 
-typedef const std::vector<Arg>& Args;
 inline float f(Args args, int i) { return from_bits<float>(args[i].in); }
 template <typename T> inline void give(Args args, int i, T x) { std::memcpy(args[i].out, &x, sizeof x); }
 
@@ -339,7 +354,7 @@ inline void run_copy(const char* text, Args args) {
     if (std::strstr(text, "mbarrier.arrive.noinc")) return do_later(self, [=] { arrive(at); }, self->last_due);
     if (!std::strstr(text, ".shared.global")) fail(std::string("an instruction that is not emulated: ") + text);
     // So many bytes, of which as many as the last operand says come from memory and the others are zeros.
-    const bool is_16 = args.size() == 3;
+    const bool is_16 = args.count == 3;
     const u32 bytes = is_16 ? 16 : u32(args[2].in), valid = u32(args[is_16 ? 2 : 3].in);
     const void* const from = reinterpret_cast<const void*>(args[1].in);
     ++self->copies_started;
@@ -384,28 +399,6 @@ inline void run_shared(const char* text, Args args, bool stores) {
     }
 }
 
-inline bool begins(const char* text, const char* with) { return std::strncmp(text, with, std::strlen(with)) == 0; }
-
-inline void run_arithmetic(const char* text, Args args) {
-    if (begins(text, "ex2.approx.ftz")) give(args, 0, flushed(std::exp2(flushed(f(args, 1)))));
-    else if (begins(text, "ex2.approx")) give(args, 0, std::exp2(f(args, 1)));
-    else if (begins(text, "lg2.approx")) give(args, 0, std::log2(f(args, 1)));
-    else if (begins(text, "rcp.approx.ftz")) give(args, 0, flushed(1.f / flushed(f(args, 1))));
-    else if (begins(text, "rcp.approx")) give(args, 0, 1.f / f(args, 1));
-    else if (begins(text, "rsqrt.approx")) give(args, 0, 1.f / std::sqrt(f(args, 1)));
-    else if (begins(text, "sqrt.approx")) give(args, 0, std::sqrt(f(args, 1)));
-    else if (begins(text, "tanh.approx")) give(args, 0, std::tanh(f(args, 1)));
-    else if (begins(text, "max.NaN")) {
-        const float x = f(args, 1), y = f(args, 2);
-        give(args, 0, x != x || y != y ? NAN : std::fmax(x, y));
-    } else if (begins(text, "cvt.rn.bf16x2.f32")) give(args, 0, to_bf16(f(args, 1)) << 16 | to_bf16(f(args, 2)));
-    else if (begins(text, "cvt.rn.f16x2.f32")) give(args, 0, to_half(f(args, 1)) << 16 | to_half(f(args, 2)));
-    else if (begins(text, "cvt.f32.f16")) give(args, 0, from_half(u32(args[1].in)));
-    else if (begins(text, "cvt.rn.f16x2.e4m3x2"))
-        give(args, 0, to_half(of_e4m3(args[1].in & 0xff)) | to_half(of_e4m3(args[1].in >> 8 & 0xff)) << 16);
-    else fail(std::string("an instruction that is not emulated: ") + text);
-}
-
 // Instructions between braces, and what has no name of its own.
 inline void run_braced(const char* text, Args args) {
     if (std::strstr(text, "wgmma.mma_async")) return start_product(text, args);
@@ -432,50 +425,93 @@ inline void run_braced(const char* text, Args args) {
     fail(std::string("an instruction that is not emulated: ") + text);
 }
 
-__attribute__((noinline)) inline void run_ptx(const char* text, Args args) {
+inline void run_barrier(const char* text, Args args) {
+    if (args[0].in > 15) fail("a CTA has 16 named barriers");
+    meet_cta(self->cta->named[args[0].in], u32(args[1].in), !std::strstr(text, "bar.arrive"));
+}
+
+inline void run_reduction(const char* text, Args args) {
+    if (!std::strstr(text, ".f32")) fail(std::string("an instruction that is not emulated: ") + text);
+    float* const at = reinterpret_cast<float*>(args[0].in);
+    for (int i = 0; i < (std::strstr(text, ".v4") ? 4 : 1); ++i) at[i] += f(args, 1 + i);
+}
+
+inline void load_acquired(const char*, Args args) {
+    self->waits_for = "a count in memory";
+    yield();
+    self->waits_for = nullptr;
+    give(args, 0, *reinterpret_cast<const u32*>(args[1].in));
+}
+
+inline void load_words(const char*, Args args) {
+    u32 words[4];
+    std::memcpy(words, reinterpret_cast<const void*>(args[4].in), sizeof words);
+    for (int i = 0; i < 4; ++i) give(args, i, words[i]);
+}
+inline void store_words(const char*, Args args) {
+    const u32 words[] = {u32(args[1].in), u32(args[2].in), u32(args[3].in), u32(args[4].in)};
+    std::memcpy(reinterpret_cast<void*>(args[0].in), words, sizeof words);
+}
+inline void tell_time(const char*, Args args) {
+    give(args, 0, u64(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1)));
+    yield();
+}
+
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : std::fmax(x, y); }
+
+typedef void (*Run)(const char* text, Args args);
+// What is done for a text that begins so, the first of these.
+static const struct { const char* begins; Run run; } INSTRUCTIONS[] = {
+    {"{", run_braced},
+    {"fence.", [](const char*, Args) {}},
+    {"setmaxnreg", [](const char*, Args) {}},
+    {"prefetch", [](const char*, Args) {}},
+    {"griddepcontrol", [](const char*, Args) {}},
+    {"wgmma.fence", [](const char*, Args) {}},
+    {"wgmma.commit_group", [](const char*, Args) { self->groups.push_back(self->products); }},
+    {"wgmma.wait_group", [](const char*, Args args) { await_products(u32(args[0].in)); }},
+    {"mbarrier.", run_mbarrier},
+    {"cp.async.bulk.commit_group", [](const char*, Args) {}},
+    {"cp.async.bulk", run_bulk},
+    {"cp.reduce", run_bulk},
+    {"cp.async.", run_copy},
+    {"ld.shared", [](const char* text, Args args) { run_shared(text, args, false); }},
+    {"st.shared", [](const char* text, Args args) { run_shared(text, args, true); }},
+    {"stmatrix", store_matrices},
+    {"ldmatrix", load_matrices},
+    {"mma.sync", multiply_in_warp},
+    {"bar.", run_barrier},
+    {"red.", run_reduction},
+    {"st.release", [](const char*, Args args) { *reinterpret_cast<u32*>(args[0].in) = u32(args[1].in), ++changes; }},
+    {"ld.acquire", load_acquired},
+    {"ld.global.cs.v4", load_words},
+    {"st.v4", store_words},
+    {"mov.u64 %0, %globaltimer", tell_time},
+    {"ex2.approx.ftz", [](const char*, Args args) { give(args, 0, flushed(std::exp2(flushed(f(args, 1))))); }},
+    {"ex2.approx", [](const char*, Args args) { give(args, 0, std::exp2(f(args, 1))); }},
+    {"lg2.approx", [](const char*, Args args) { give(args, 0, std::log2(f(args, 1))); }},
+    {"rcp.approx.ftz", [](const char*, Args args) { give(args, 0, flushed(1.f / flushed(f(args, 1)))); }},
+    {"rcp.approx", [](const char*, Args args) { give(args, 0, 1.f / f(args, 1)); }},
+    {"rsqrt.approx", [](const char*, Args args) { give(args, 0, 1.f / std::sqrt(f(args, 1))); }},
+    {"sqrt.approx", [](const char*, Args args) { give(args, 0, std::sqrt(f(args, 1))); }},
+    {"tanh.approx", [](const char*, Args args) { give(args, 0, std::tanh(f(args, 1))); }},
+    {"max.NaN", [](const char*, Args args) { give(args, 0, max_or_nan(f(args, 1), f(args, 2))); }},
+    {"cvt.rn.bf16x2.f32", [](const char*, Args args) { give(args, 0, to_bf16(f(args, 1)) << 16 | to_bf16(f(args, 2))); }},
+    {"cvt.rn.f16x2.f32", [](const char*, Args args) { give(args, 0, to_half(f(args, 1)) << 16 | to_half(f(args, 2))); }},
+    {"cvt.rn.bf16.f32", [](const char*, Args args) { give(args, 0, (unsigned short)to_bf16(f(args, 1))); }},
+    {"cvt.rn.f16.f32", [](const char*, Args args) { give(args, 0, (unsigned short)to_half(f(args, 1))); }},
+    {"cvt.f32.f16", [](const char*, Args args) { give(args, 0, from_half(u32(args[1].in))); }},
+    {"cvt.rn.f16x2.e4m3x2", [](const char*, Args args) {
+        give(args, 0, to_half(of_e4m3(args[1].in & 0xff)) | to_half(of_e4m3(args[1].in >> 8 & 0xff)) << 16);
+    }},
+};
+
+inline Run instruction(const char* text) {
     while (*text == ' ') ++text;
-    if (!*text || begins(text, "fence.") || begins(text, "setmaxnreg") || begins(text, "prefetch") ||
-        begins(text, "griddepcontrol") || begins(text, "wgmma.fence") || begins(text, "cp.async.bulk.commit_group"))
-        return;
-    if (*text == '{') return run_braced(text, args);
-    if (begins(text, "wgmma.commit_group")) return self->groups.push_back(self->products);
-    if (begins(text, "wgmma.wait_group")) return await_products(u32(args[0].in));
-    if (begins(text, "mbarrier.")) return run_mbarrier(text, args);
-    if (begins(text, "cp.async.bulk") || begins(text, "cp.reduce")) return run_bulk(text, args);
-    if (begins(text, "cp.async.")) return run_copy(text, args);
-    if (begins(text, "ld.shared")) return run_shared(text, args, false);
-    if (begins(text, "st.shared")) return run_shared(text, args, true);
-    if (begins(text, "stmatrix")) return store_matrices(args, std::strstr(text, ".trans"));
-    if (begins(text, "ldmatrix"))
-        return load_matrices(args, std::strstr(text, ".x4") ? 4 : 2, std::strstr(text, ".trans"));
-    if (begins(text, "mma.sync")) {
-        const bool is_tf32 = std::strstr(text, "tf32");
-        return multiply_in_warp(args, is_tf32 ? 8 : 16, is_tf32, std::strstr(text, "f32.f16.f16"));
-    }
-    if (begins(text, "bar.sync") || begins(text, "bar.arrive")) {
-        if (args[0].in > 15) fail("a CTA has 16 named barriers");
-        return meet_cta(self->cta->named[args[0].in], u32(args[1].in), begins(text, "bar.sync"));
-    }
-    if (begins(text, "red.")) {
-        const bool adds_floats = std::strstr(text, ".f32");
-        const int count = std::strstr(text, ".v4") ? 4 : 1;
-        if (!adds_floats) fail(std::string("an instruction that is not emulated: ") + text);
-        float* const at = reinterpret_cast<float*>(args[0].in);
-        for (int i = 0; i < count; ++i) at[i] += f(args, 1 + i);
-        return;
-    }
-    if (begins(text, "st.release")) {
-        ++changes;
-        *reinterpret_cast<u32*>(args[0].in) = u32(args[1].in);
-        return;
-    }
-    if (begins(text, "ld.acquire")) {
-        self->waits_for = "a count in memory";
-        yield();
-        self->waits_for = nullptr;
-        return give(args, 0, *reinterpret_cast<const u32*>(args[1].in));
-    }
-    run_arithmetic(text, args);
+    if (!*text) return [](const char*, Args) {};
+    for (const auto& each : INSTRUCTIONS)
+        if (std::strncmp(text, each.begins, std::strlen(each.begins)) == 0) return each.run;
+    return [](const char* text, Args) { fail(std::string("an instruction that is not emulated: ") + text); };
 }
 
 }  // namespace emulated
