@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains on a GPU and holds what comes of it to the CPU; part of gpu-bundle/ as train.py.
 
-    train.py FOVEATE FOLDER [--tokens-per-second] [--only CHECK,CHECK] [--side-by-side] [--seconds N]
+    train.py FOVEATE FOLDER [--tokens-per-second] [--only CHECK,CHECK] [--side-by-side] [--seconds N] [--set KEY=VALUE]...
 
 Runs the command FOVEATE in FOLDER, on texts made here: losses of 20 steps in f32 and `exact` beside the
 CPU's, repeats, `kill -9` at any moment and resume bit for bit, in every state and mode of recomputation,
@@ -92,8 +92,8 @@ eval_every = 0
 class Place:
     """A folder with texts and recipes, and the command."""
 
-    def __init__(self, foveate, folder):
-        self.foveate, self.folder = foveate, Path(folder)
+    def __init__(self, foveate, folder, sets=()):
+        self.foveate, self.folder, self.sets = foveate, Path(folder), sets
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         write_texts(self.folder, 60, 900)
@@ -102,7 +102,7 @@ class Place:
 
     def arguments(self, run, device, sets=(), recipe="tiny", flags=()):
         command = [self.foveate, "train", str(self.folder / f"{recipe}.toml"), "--device", device]
-        for key in (f"run.dir={self.folder / run}", *sets):
+        for key in (f"run.dir={self.folder / run}", *self.sets, *sets):
             command += ["--set", key]
         return [*command, *flags]
 
@@ -470,12 +470,13 @@ def side_by_side(options, checks):
     # On a machine that runs some twenty commands at once none gains by more threads.
     environment = {"RAYON_NUM_THREADS": "2"} | os.environ
     command = [sys.executable, "-B", os.path.abspath(__file__), options.foveate]
+    sets = [word for key in options.set for word in ("--set", key)]
     running = {}
     for check in checks:
         own = [*command, str(Path(options.folder) / check.__name__), "--only", check.__name__]
         # A process group, so that the commands of a check end with it.
         running[check.__name__] = subprocess.Popen(
-            [*own, "--seconds", str(options.seconds)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [*own, "--seconds", str(options.seconds), *sets], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=environment, start_new_session=True,
         )
 
@@ -518,6 +519,7 @@ def arguments():
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="CHECK,CHECK")
     parser.add_argument("--side-by-side", action="store_true")
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     known = {check.__name__: check for check in (*CHECKS, *TIMED)}
     if unknown := [name for name in options.only or () if name not in known]:
@@ -536,7 +538,7 @@ def main():
         return 0
     if options.side_by_side:
         return side_by_side(options, checks)
-    place = Place(options.foveate, options.folder)
+    place = Place(options.foveate, options.folder, options.set)
     for check in checks:
         start = time.monotonic()
         try:
