@@ -8,7 +8,8 @@
 #         --backend "cuda, hopper" --dtype bf16 --workers 0
 #
 # Variables: SEED (1) orders threads; EAGER=1 has copies and products done as soon as they are started, and not as
-# late as somebody waits for them; SMS (2) is how many there are; HOME is a folder of the run's own.
+# late as somebody waits for them; SMS (2) is how many there are; FOVEATE_EXACT_MEMORY=1 has arrays that share an
+# allocation have their own, beyond which a kernel is told of; HOME is a folder of the run's own.
 # What is built is kept under target/. Where a compiler or NVRTC is missing it says so and ends with 77.
 set -euo pipefail
 if [ $# = 0 ]; then
@@ -52,5 +53,5 @@ export REAL_NVRTC CUBINS=$built/kernels EMULATOR=$sources/emulator
 export FOVEATE_CUDA_LIBRARIES=$built/lib FOVEATE_CACHE_DIR=$built/cache HOME=$home
 # NVRTC looks for its other half beside itself.
 export LD_LIBRARY_PATH=$nvrtc${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-export SMS=${SMS:-2} TOTAL=${TOTAL:-4000000000} FOVEATE_EXACT_MEMORY=1
+export SMS=${SMS:-2} TOTAL=${TOTAL:-4000000000}
 "$@"

@@ -63,12 +63,14 @@ fn hopper_kernels_have_the_numbers_of_the_oracle_in_any_order_of_threads() {
     }
 }
 
-/// Kernels without one of their waits: the numbers are others, or nobody can go on.
+/// Kernels without one of their waits or fences: the numbers are others, nobody can go on, or it is told.
 #[test]
 fn what_is_not_waited_for_is_noticed() {
     let causal = &format!("{STEPS}head dim of 128, causal in f16");
     let mutants = [
         (causal.as_str(), "cuda, dq in order", "barriers.ds_full(parity).wait((number - 1) >> 1);"),
+        (causal, "cuda, dq in order", "fence_async_proxy();\n            __syncwarp();"),
+        (causal, "cuda, hopper backward", "fence_barrier_init();"),
         (
             causal,
             "cuda, hopper",
@@ -87,7 +89,8 @@ fn what_is_not_waited_for_is_noticed() {
                 said.contains("a kernel with a text replaced"),
                 "no kernel has `{replaced}`: {said}"
             );
-            let told = said.contains("nobody can go on") || said.contains("max error");
+            let signs = ["nobody can go on", "max error", "without a fence since"];
+            let told = signs.iter().any(|sign| said.contains(sign));
             assert!(told || output.status.success(), "{said}");
             Some(told)
         };

@@ -5,7 +5,8 @@
 // writes too early over what is still to be read, gives other numbers in one of the two, and a wait without an end is
 // reported, thread by thread.
 //
-// Not modelled: what fences order, registers, time; and sums of products are rounded as f32, not as tensor cores do.
+// Not modelled: what fences order but those for products and copy engines, registers, time; and sums of products are
+// rounded as f32, not as tensor cores do.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -78,10 +79,13 @@ struct Meeting {
     u64 rounds = 0;
     u32 any = 0, any_before = 0;
 };
+struct Thread;
 struct Mbarrier {
     int count = 0, pending = 0;
     long bytes = 0;
     u64 phase = 0;
+    u32 made_at = 0;                       // how many fences there had been
+    const Thread* made_by = nullptr;
 
     void settle();
 };
@@ -99,6 +103,10 @@ struct Cta {
     Meeting all, named[16];
     u32 alive = 0;
     std::unordered_map<u32, Mbarrier> mbarriers;
+    // What a thread has written, products and copy engines see behind a fence of that thread, or of the one that starts
+    // them: for each word of smem how many fences there had been and who wrote it, nobody where it was a copy engine.
+    std::vector<u32> written_at;
+    std::vector<const Thread*> writers;
 };
 // What of a thread's is over, which may outlive the thread.
 struct Done { u64 bulk_reads = 0, bulk_writes = 0, copies = 0; };
@@ -119,6 +127,7 @@ struct Thread {
     const u64* watched = nullptr;          // it cannot go on while this is `seen`
     u64 seen = 0;
     u32 waits_at = 0, waits_parity = 0;    // of an mbarrier
+    u32 fence = 0, init_fence = 0;         // the numbers of its last fences
     u64 products = 0;                      // that it has started
     std::vector<u64> groups;               // at which of them its groups end
     u64 bulk_started = 0, copies_started = 0;
@@ -228,6 +237,25 @@ inline char* shared_at(u32 at, u32 bytes) {
     return cta.shared + (at - SHARED_BASE);
 }
 
+// ---- fences between threads and what is asynchronous ----
+
+static u32 fences;                         // that there have been
+
+inline void wrote(u32 at, u32 bytes, const Thread* writer) {
+    Cta& cta = *self->cta;
+    for (u32 word = (at - SHARED_BASE) / 4; word * 4 < at - SHARED_BASE + bytes; ++word)
+        cta.written_at[word] = fences, cta.writers[word] = writer;
+}
+// What was started by a thread that had passed fence number `passed`.
+inline void reads_asynchronously(u32 at, u32 passed, const char* what) {
+    const Cta& cta = *self->cta;
+    const u32 word = (at - SHARED_BASE) / 4, written_at = cta.written_at[word];
+    const Thread* const writer = cta.writers[word];
+    if (!writer || passed > written_at || writer->fence > written_at) return;
+    fail(std::string(what) + " reads smem at " + std::to_string(at) + " without a fence since thread " +
+         std::to_string(writer->number) + " wrote it");
+}
+
 // ---- the scheduler ----
 
 inline void end_thread() {
@@ -315,6 +343,7 @@ inline void run_ctas(u64 first, u64 end, u32 threads_each, u32 shared_bytes) {
         cta->warps.resize((threads_each + 31) / 32);
         cta->warpgroups.resize((threads_each + 127) / 128);
         cta->alive = threads_each;
+        cta->written_at.resize(shared_bytes / 4 + 1), cta->writers.resize(shared_bytes / 4 + 1);
         for (u32 n = 0; n < threads_each; ++n) {
             auto t = std::make_unique<Thread>();
             t->cta = cta.get();

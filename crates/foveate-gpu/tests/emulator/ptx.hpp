@@ -88,7 +88,7 @@ struct Product {
     bool is_half = false, is_e4m3 = false, in_registers = false, adds = true, across_a = false, across_b = false;
     u64 a = 0, b = 0;
     std::vector<Arg> args[128];
-    u32 came = 0;
+    u32 came = 0, fence = ~0u;             // the earliest of the last fences of those that have started it
     bool is_done = false;
 };
 
@@ -115,6 +115,7 @@ inline void multiply(Product& p) {
     const int bytes = p.is_e4m3 ? 1 : 2;
     auto read = [&](u32 at) {
         const char* from = shared_at(at, bytes);
+        reads_asynchronously(at, p.fence, "a product");
         if (p.is_e4m3) return of_e4m3(u32((unsigned char)*from));
         unsigned short bits;
         std::memcpy(&bits, from, 2);
@@ -183,6 +184,7 @@ inline void start_product(const char* text, Args args) {
     const bool is_same = p.text == said && p.adds == adds && p.b == args[of_b].in;
     if (!is_same || (!p.in_registers && p.a != args[p.n / 2].in))
         fail("a product that is not that of the others of its warpgroup: " + said);
+    p.fence = std::min(p.fence, self->fence);
     p.args[self->number % 128].assign(args.first, args.first + args.count);
     if (++p.came == 128) {
         ++changes;
@@ -231,11 +233,14 @@ inline void copy_box(u32 target, const u64* parameter, u32 barrier, std::vector<
                 is_there &= at >= 0 && u64(at) < map[2 + i];
                 from += u64(at) * (i == 0 ? size : map[7 + i - 1]);
             }
-            char* const at = shared_at(swizzled(u32(target + n * size), bits), size);
+            const u32 place = swizzled(u32(target + n * size), bits);
+            char* const at = shared_at(place, size);
+            wrote(place, size, nullptr);
             if (is_there) std::memcpy(at, reinterpret_cast<const void*>(from), size);
             else std::memset(at, 0, size);
         }
         Mbarrier& m = mbarrier(barrier);
+        if (m.made_by->init_fence <= m.made_at) fail("a copy ends at an mbarrier without a fence since it was made");
         m.bytes -= long(count * size);
         m.settle();
     });
@@ -301,6 +306,7 @@ inline void store_matrices(const char* text, Args args) {
             const int row = transposed ? along : across, column = transposed ? across : along;
             const unsigned short half = args[1 + m].in >> 16 * i;
             std::memcpy(shared_at(u32(rows[m * 8 + row]) + column * 2, 2), &half, 2);
+            wrote(u32(rows[m * 8 + row]) + column * 2, 2, self);
         }
     meet(0);
 }
@@ -317,8 +323,10 @@ inline void run_bulk(const char* text, Args args) {
         float* const target = reinterpret_cast<float*>(args[0].in);
         const u32 source = u32(args[1].in), bytes = u32(args[2].in);
         Thread* const by = self;
+        const u32 passed = by->fence;
         do_later(by, [=] {
             const float* const from = reinterpret_cast<const float*>(shared_at(source, bytes));
+            for (u32 i = 0; i < bytes; i += 4) reads_asynchronously(source + i, passed, "a bulk reduction");
             const std::vector<float> read(from, from + bytes / 4);
             ++done->bulk_reads;
             do_later(by, [=] {
@@ -362,6 +370,7 @@ inline void run_copy(const char* text, Args args) {
         char* const to = shared_at(at, bytes);
         std::memset(to, 0, bytes);
         std::memcpy(to, from, valid);
+        wrote(at, bytes, self);
         ++done->copies;
     }, self->last_due);
 }
@@ -371,6 +380,7 @@ inline void run_mbarrier(const char* text, Args args) {
         Mbarrier& m = self->cta->mbarriers[u32(args[0].in)];
         m = Mbarrier();
         m.count = m.pending = int(args[1].in);
+        m.made_at = fences, m.made_by = self;
     } else if (std::strstr(text, "_wait.parity")) {
         Mbarrier& m = mbarrier(u32(args[1].in));
         if ((m.phase & 1) == (args[2].in & 1)) {
@@ -393,6 +403,7 @@ inline void run_shared(const char* text, Args args, bool stores) {
     const int count = std::strstr(text, ".v4") ? 4 : std::strstr(text, ".v2") ? 2 : 1;
     char* const at = shared_at(u32(args[stores ? 0 : count].in), bytes * count);
     if (reinterpret_cast<uintptr_t>(at) % (bytes * count)) fail(std::string("an address is not aligned: ") + text);
+    if (stores) wrote(u32(args[0].in), bytes * count, self);
     for (int i = 0; i < count; ++i) {
         if (stores) std::memcpy(at + i * bytes, &args[1 + i].in, bytes);
         else std::memcpy(args[i].out, at + i * bytes, bytes);
@@ -463,6 +474,8 @@ typedef void (*Run)(const char* text, Args args);
 // What is done for a text that begins so, the first of these.
 static const struct { const char* begins; Run run; } INSTRUCTIONS[] = {
     {"{", run_braced},
+    {"fence.proxy.async.shared", [](const char*, Args) { self->fence = ++fences; }},
+    {"fence.mbarrier_init", [](const char*, Args) { self->init_fence = ++fences; }},
     {"fence.", [](const char*, Args) {}},
     {"setmaxnreg", [](const char*, Args) {}},
     {"prefetch", [](const char*, Args) {}},
