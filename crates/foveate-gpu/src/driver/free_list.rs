@@ -6,7 +6,7 @@
 //! to whichever queue next asks for as much. The driver gets it back where somebody waits anyway:
 //! when memory runs out, or a pool is told to release what is free.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
 use std::sync::Mutex;
 
@@ -15,25 +15,21 @@ use super::sys::Driver;
 use crate::error::GpuError;
 use crate::sync::lock;
 
-/// Addresses of free allocations, by size in bytes.
+/// Addresses of free allocations, by size in bytes. Which one is given out depends on what is free, and not on the
+/// order in which it came back.
 #[derive(Debug, Default)]
-pub(super) struct FreeList(BTreeMap<usize, Vec<u64>>);
+pub(super) struct FreeList(BTreeMap<usize, BTreeSet<u64>>);
 
 impl FreeList {
     /// Adds an allocation.
     pub fn push(&mut self, bytes: usize, address: u64) {
-        self.0.entry(bytes).or_default().push(address);
+        self.0.entry(bytes).or_default().insert(address);
     }
 
     /// The smallest allocation of `bytes` to `most`, and its size.
     pub fn pop(&mut self, bytes: usize, most: usize) -> Option<(u64, usize)> {
         let (&size, list) = self.0.range_mut(bytes..=most).find(|(_, list)| !list.is_empty())?;
-        list.pop().map(|address| (address, size))
-    }
-
-    /// Gives allocations of a size in an order that their addresses decide.
-    pub fn sort(&mut self) {
-        self.0.values_mut().for_each(|addresses| addresses.sort_unstable());
+        list.pop_last().map(|address| (address, size))
     }
 
     /// Adds what is in `other`.
@@ -53,7 +49,7 @@ impl FreeList {
     /// Those of the driver.
     pub unsafe fn free_all(&mut self, driver: &Driver, held: &Held) -> Result<(), GpuError> {
         for (&bytes, addresses) in &mut self.0 {
-            while let Some(address) = addresses.pop() {
+            while let Some(address) = addresses.pop_last() {
                 // SAFETY: allocated by a pool and free; the caller vouches for the rest.
                 let code = unsafe { (driver.free)(address) };
                 driver.check(code, || "freeing memory".into())?;

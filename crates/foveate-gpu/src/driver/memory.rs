@@ -95,14 +95,8 @@ impl Pool {
         Self::of(self.stream().clone(), None, Some(self.downgrade()))
     }
 
-    /// Gives out free memory in an order that its addresses alone decide, from here until the next is given
-    /// back: the same calls get the same memory.
-    pub fn sort(&self) {
-        self.free().sort();
-    }
-
-    /// A number for all memory that the pool has had and what of it is taken: where it is the same, and free
-    /// memory is [sorted](Self::sort), the same calls get the same memory.
+    /// A number for all memory that the pool has had and what of it is taken: where it is the same, the same
+    /// calls get the same memory.
     pub fn fingerprint(&self) -> u64 {
         self.shared.fingerprint.load(Ordering::Relaxed)
     }

@@ -351,7 +351,6 @@ impl Cuda {
         recorded: &mut Recorded,
         work: &mut PassWork<'_, Self>,
     ) -> Result<(), NnError> {
-        recorded.queue.pool().sort();
         let own = std::mem::replace(&mut self.queue, recorded.queue.clone());
         let done = catch_unwind(AssertUnwindSafe(|| work(self, &mut recorded.totals)));
         self.queue = own;
