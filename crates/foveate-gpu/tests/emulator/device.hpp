@@ -1,9 +1,9 @@
 // A GPU on the host: what the source of a kernel is compiled behind, once its inline assembly has become calls
-// (ptx.hpp). Every thread is a fiber; warps, warpgroups and CTAs meet where instructions say so, and nowhere else. Fibers
-// run in an order drawn from a seed, and what is asynchronous happens late: a copy some turns after it was started, a
-// product of a warpgroup when somebody waits for it. Or all of it happens at once (EAGER). So what reads too early, or
-// writes too early over what is still to be read, gives other numbers in one of the two, and a wait without an end is
-// reported, thread by thread.
+// (ptx.hpp). Every thread is a fiber; warps, warpgroups and CTAs meet where instructions say so, and nowhere else.
+// Fibers run in an order drawn from a seed, and what is asynchronous happens late: a copy some turns after it was
+// started, a product of a warpgroup when somebody waits for it. Or all of it happens at once (EAGER). So what reads too
+// early, or writes too early over what is still to be read, gives other numbers in one of the two, and a wait without
+// an end is reported, thread by thread.
 //
 // Not modelled: what fences order but those for products and copy engines, registers, time; and sums of products are
 // rounded as f32, not as tensor cores do.

@@ -210,7 +210,8 @@ emulated::RunLaunch compiled(const char* cubin) {
         const std::string own = at + "." + std::to_string(getpid());
         std::ofstream(own + ".cpp") << "#include \"device.hpp\"\n" << registered(translated(source));
         const std::string options = "-std=c++17 -O1 -w -Wno-psabi -shared -fPIC -ffp-contract=off "
-                                    "-fno-strict-aliasing -fno-threadsafe-statics -fvisibility=hidden -U_FORTIFY_SOURCE";
+                                    "-fno-strict-aliasing -fno-threadsafe-statics -fvisibility=hidden "
+                                    "-U_FORTIFY_SOURCE";
         auto quoted = [](const std::string& path) { return " '" + path + "'"; };
         const std::string command = "c++ " + options + " -I" + quoted(variable("EMULATOR", ".")) + " -o" + quoted(own) +
                                     quoted(own + ".cpp") + " && mv" + quoted(own + ".cpp") + quoted(at + ".cpp") +

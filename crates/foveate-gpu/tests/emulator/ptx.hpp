@@ -509,8 +509,12 @@ static const struct { const char* begins; Run run; } INSTRUCTIONS[] = {
     {"sqrt.approx", [](const char*, Args args) { give(args, 0, std::sqrt(f(args, 1))); }},
     {"tanh.approx", [](const char*, Args args) { give(args, 0, std::tanh(f(args, 1))); }},
     {"max.NaN", [](const char*, Args args) { give(args, 0, max_or_nan(f(args, 1), f(args, 2))); }},
-    {"cvt.rn.bf16x2.f32", [](const char*, Args args) { give(args, 0, to_bf16(f(args, 1)) << 16 | to_bf16(f(args, 2))); }},
-    {"cvt.rn.f16x2.f32", [](const char*, Args args) { give(args, 0, to_half(f(args, 1)) << 16 | to_half(f(args, 2))); }},
+    {"cvt.rn.bf16x2.f32", [](const char*, Args args) {
+        give(args, 0, to_bf16(f(args, 1)) << 16 | to_bf16(f(args, 2)));
+    }},
+    {"cvt.rn.f16x2.f32", [](const char*, Args args) {
+        give(args, 0, to_half(f(args, 1)) << 16 | to_half(f(args, 2)));
+    }},
     {"cvt.rn.bf16.f32", [](const char*, Args args) { give(args, 0, (unsigned short)to_bf16(f(args, 1))); }},
     {"cvt.rn.f16.f32", [](const char*, Args args) { give(args, 0, (unsigned short)to_half(f(args, 1))); }},
     {"cvt.f32.f16", [](const char*, Args args) { give(args, 0, from_half(u32(args[1].in))); }},
