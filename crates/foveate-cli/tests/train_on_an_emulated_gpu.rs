@@ -3,28 +3,21 @@
 
 #![cfg(target_os = "linux")]
 
+#[path = "../../foveate-gpu/tests/emulator/mod.rs"]
+mod emulator;
 mod place;
 
-use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 use place::Place;
 
 const STEPS: u64 = 8;
 
-/// The command on the emulated GPU with these variables: what it says; nothing, and a line that says so, where a
-/// compiler is missing.
+/// The command on the emulated GPU with these variables.
 fn emulated(place: &Place, variables: &[(&str, &str)], args: &[&str]) -> Option<Output> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/emulated-gpu.sh");
-    let mut command = Command::new("bash");
-    command.arg(script).arg(env!("CARGO_BIN_EXE_foveate")).args(args);
-    command.current_dir(place.path("")).envs(variables.iter().copied());
-    let output = command.output().map_err(|e| println!("skipped: no bash: {e}")).ok()?;
-    if output.status.code() == Some(77) {
-        println!("skipped: {}", String::from_utf8_lossy(&output.stderr).trim());
-        return None;
-    }
-    Some(output)
+    emulator::emulated(env!("CARGO_BIN_EXE_foveate"), |command| {
+        command.args(args).current_dir(place.path("")).envs(variables.iter().copied());
+    })
 }
 
 /// Trains so: what it says, as [`emulated`] does.

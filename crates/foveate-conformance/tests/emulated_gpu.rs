@@ -1,8 +1,13 @@
 //! Whole kernels of the Hopper family on an emulated GPU, `scripts/emulated-gpu.sh`, through the engine as it is:
 //! threads go on in an order drawn from a seed, and what is asynchronous is done late, or at once.
 
+#[path = "../../foveate-gpu/tests/emulator/mod.rs"]
+mod emulator;
+
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
+
+use emulator::emulated;
 
 /// What a case is run with: a part of its name, the backends, and variables of the emulator.
 struct Run<'a> {
@@ -12,25 +17,13 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// What the command says; nothing, and a line that says so, where a compiler is missing.
     fn output(&self) -> Option<Output> {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        let mut command = Command::new("bash");
-        command
-            .arg(root.join("scripts/emulated-gpu.sh"))
-            .arg(env!("CARGO_BIN_EXE_foveate-conformance"));
-        command.args(["run", "--workers", "0", "--on", "gpu", "--only", self.case]);
-        command
-            .args(["--backend", self.backends])
-            .arg("--cases")
-            .arg(root.join("conformance/cases"));
-        let output = command.envs(self.variables.iter().copied()).output();
-        let output = output.map_err(|e| println!("skipped: no bash: {e}")).ok()?;
-        if output.status.code() == Some(77) {
-            println!("skipped: {}", String::from_utf8_lossy(&output.stderr).trim());
-            return None;
-        }
-        Some(output)
+        let cases = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../conformance/cases");
+        emulated(env!("CARGO_BIN_EXE_foveate-conformance"), |command| {
+            command.args(["run", "--workers", "0", "--on", "gpu", "--only", self.case]);
+            command.args(["--backend", self.backends]).arg("--cases").arg(cases);
+            command.envs(self.variables.iter().copied());
+        })
     }
 }
 
